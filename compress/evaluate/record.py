@@ -99,6 +99,11 @@ SPEED = [  # of compress/evaluate/speed.py
         ],
     }
 ]
+LATER: dict[str, dict[str, Any]] = {  # what older files have not
+    "suites": {"cache": "", "cache_read": "", "written": [], "lost": []},
+    "speed": {"base": "", "base_prefill_tokens_per_s": None, "base_decode_tokens_per_s": None},
+}
+REMEDY = "delete it and measure again"
 MEASURED: dict[str, Any] = {"sampling": SAMPLING, "speed": SPEED}  # in a file only where it was measured
 
 
@@ -111,10 +116,19 @@ def load(directory: Path) -> dict[str, Any]:
     """Return what is kept of a checkpoint; empty lists without a file. CheckpointError for a damaged one."""
     path, found = directory / FILE, dict[str, Any](texts=[], generations=[], suites=[])
     if path.is_file():
-        found |= read_json(path)
+        found |= _completed(read_json(path, REMEDY))
         layout = {**LAYOUT, **{name: rows for name, rows in MEASURED.items() if name in found}}
         if wrong := json_text.mismatch(found, layout):
-            raise CheckpointError(f"{path} is damaged, or of another version ({wrong}); delete it and measure again")
+            raise CheckpointError(f"{path} is damaged, or of another version ({wrong}); {REMEDY}")
+    return found
+
+
+def _completed(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what a file holds, with LATER where it lacks it."""
+    for name, later in LATER.items():
+        rows = found.get(name, ())
+        if isinstance(rows, list):
+            found[name] = [{**later, **row} if isinstance(row, dict) else row for row in rows]
     return found
 
 

@@ -220,17 +220,17 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file; raise CheckpointError for anything else."""
+def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
+    """Return a JSON object from a file; raise CheckpointError for anything else. remedy: what to do about it."""
     try:
         with path.open("rb") as stream:
             value = json_text.loads(stream.read(json_text.TEXT_LIMIT + 1))
     except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({first_line(error)}); download it again") from error
+        raise CheckpointError(f"{path} is not valid JSON ({first_line(error)}); {remedy}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object; download it again")
+        raise CheckpointError(f"{path} does not hold a JSON object; {remedy}")
     return value
 
 

@@ -14,6 +14,7 @@ from compress.errors import CheckpointError
 from compress.evaluate import record
 from compress.evaluate.scores import Comparison
 from compress.evaluate.speed import LayerSpeed, Speed
+from compress.evaluate.suite import Result
 from compress.pages import speed
 
 SAID = {"prompt": "Once\nupon", "base": " a time,\n\tthere", "model": "\x00\u2028"}
@@ -43,10 +44,20 @@ def test_what_was_measured_is_read_back(tmp_path: Path) -> None:
     assert found["generations"] == [{**SAID, "model": "other"}]
 
 
+def test_older_files_are_read(tmp_path: Path) -> None:
+    """Suites and rates without what came later have nothing there; the rest is kept."""
+    suite = Result("quick", "base", (), {}, (), ("odd",), (), 1.0).plain()
+    older = {key: value for key, value in suite.items() if key not in record.LATER["suites"]}
+    (tmp_path / record.FILE).write_text(json.dumps({"suites": [older]}))
+    assert record.load(tmp_path)["suites"] == [suite]
+    record.add(tmp_path, [scores("a.txt", 1.0)])
+    assert record.load(tmp_path)["suites"] == [suite]
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ([], "does not hold a JSON object"),
+        ([], "does not hold a JSON object; delete it and measure again"),
         ({"texts": {}}, "'texts' is no list"),
         ({"texts": [{"text": "a"}]}, "'texts' has no tokens"),
         ({"generations": [{**SAID, "base": 1}]}, "'base' is 1"),
