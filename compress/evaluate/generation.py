@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -14,6 +15,8 @@ from compress.kv import reading
 from compress.kv.reading import Reading
 from compress.model import load as lm
 from compress.model import writing
+
+HALF = "\ufffd"  # in the place of a letter whose other bytes are those of other tokens
 
 
 class Written(NamedTuple):
@@ -75,9 +78,18 @@ def continued(
     model = load()
     draw = writing.Draw(directory.name, temperature, torch.Generator().manual_seed(seed))
     found = writing.write(model, torch.tensor([ids]), max_new_tokens, draw, stop=writing.end_tokens(model))[0].tolist()
-    # decoded together with the prompt: some tokenizers drop the space before a first word
-    whole, start = (cast(str, tokenizer.decode(part, skip_special_tokens=True)) for part in (found, ids))
-    return Written(whole.removeprefix(start), reading.of_model(model))
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    return Written(text_behind(decode, found, len(ids)), reading.of_model(model))
+
+
+def text_behind(decode: Callable[[Sequence[int]], Any], tokens: Sequence[int], count: int) -> str:
+    """Return the text of tokens behind the first `count`; decode: token ids to text.
+
+    All are decoded together: some tokenizers drop the space before a first word. A letter that the first ones begin and
+    the others end is part of it.
+    """
+    whole, start = decode(tokens), decode(tokens[:count]).rstrip(HALF)
+    return str(whole[len(start) :] if whole.startswith(start) else decode(tokens[count:]))
 
 
 def prompt_ids(directory: Path, prompt: str, is_first: bool = True) -> list[int]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from compress.evaluate import scores
+from compress.evaluate.generation import text_behind
 
 WORST = 10  # tokens that are shown
 BEFORE = 16  # tokens in front of each
@@ -118,6 +119,5 @@ def _token(models: Sequence[Any], names: Sequence[str], tokens: Tensor, decode: 
 
 
 def _piece(decode: Decode, before: Sequence[int], token: int) -> str:
-    """Return the text of a token; decoded behind others, since some tokenizers drop the space before a first word."""
-    head, whole = decode(before), decode([*before, token])
-    return whole.removeprefix(head) if whole.startswith(head) and whole != head else decode([token])
+    """Return the text of a token behind others; alone where it has none of its own, as one that is left out."""
+    return text_behind(decode, [*before, token], len(before)) or decode([token])

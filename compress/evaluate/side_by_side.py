@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.evaluate.generation import text_behind
 from compress.model import writing
 from compress.model.positions import max_positions
 
@@ -43,5 +44,4 @@ def _written(model: Any, start: Tensor, decode: Callable[[Sequence[int]], str]) 
     new = NEW if positions is None else min(NEW, positions - start.shape[1])
     draw = writing.Draw(str(model.name_or_path), 0.0, torch.Generator())
     found = writing.write(model, start, new, draw, stop).tolist()
-    # decoded together with the prompt: some tokenizers drop the space before a first word
-    return [decode(row).removeprefix(decode(row[: start.shape[1]])) for row in found]
+    return [text_behind(decode, row, start.shape[1]) for row in found]

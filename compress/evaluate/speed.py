@@ -103,7 +103,8 @@ def measure(
 
 def _generation(models: Sequence[Any], batch: int, prompt_tokens: int, new_tokens: int) -> list[tuple[float, float]]:
     """Return tokens a second of the prompt and of what follows, by each model's own generate: the better of two."""
-    _check_size(models[0], batch, prompt_tokens + new_tokens)
+    for model in models:
+        _check_size(model, batch, prompt_tokens + new_tokens)
     vocabulary = min(model.get_input_embeddings().num_embeddings for model in models)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (batch, prompt_tokens), generator=generator).to(models[0].device)

@@ -134,7 +134,7 @@ def _flow(asked: _Asked) -> Flow:
 
     def record(name: str, is_linear: bool, inputs: tuple[Tensor, ...]) -> None:
         called.add(name)
-        if is_linear:
+        if is_linear and inputs:  # not called by keyword
             alive.append(inputs[0])
             shared[name] = first.setdefault(id(inputs[0]), name)
 

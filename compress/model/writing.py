@@ -67,7 +67,6 @@ def write(
     length, positions = start.shape[1] + new_tokens, max_positions(model.config.get_text_config())
     if positions is not None and length > positions:
         raise CalibrationError(f"{draw.name} has {positions} positions, {length} tokens are too many; ask for fewer")
-    model.generation_config = GenerationConfig()  # unset fields of the next line would be filled from the checkpoint's
     settings = GenerationConfig(
         do_sample=False,
         num_beams=1,
@@ -77,10 +76,14 @@ def write(
         pad_token_id=stop[0] if stop else None,
     )
     start = start.to(model.device)
-    generate = cast(Callable[..., Tensor], model.generate)
-    written = generate(
-        start, attention_mask=torch.ones_like(start), generation_config=settings, logits_processor=[draw], **kw
-    )
+    generate, own = cast(Callable[..., Tensor], model.generate), model.generation_config
+    model.generation_config = GenerationConfig()  # unset fields of `settings` would be filled from the checkpoint's
+    try:
+        written = generate(
+            start, attention_mask=torch.ones_like(start), generation_config=settings, logits_processor=[draw], **kw
+        )
+    finally:
+        model.generation_config = own
     return written.cpu()
 
 

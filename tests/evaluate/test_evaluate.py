@@ -338,7 +338,7 @@ def test_generation_stops_at_the_end_of_text(base: Path, tmp_path: Path) -> None
     model = load.load_model(base)
     ids = tokens_of("abc")
     drawn = writing.write(model, torch.tensor([ids]), 12, writing.Draw("base", 0.0, torch.Generator()))[0].tolist()[3:]
-    assert len(drawn) == 12
+    assert len(drawn) == 12 and writing.end_tokens(model) == (EOS_ID,)  # writing leaves the model's settings
     stop = next(token for i, token in enumerate(drawn) if i > 3 and token not in drawn[:i])
     end = drawn.index(stop) + 1
     assert end < 12
