@@ -23,6 +23,7 @@ from torch import Tensor
 
 from compress.errors import CalibrationError, NumericalError
 from compress.evaluate.feed import LAST, fed
+from compress.evaluate.generation import text_behind
 from compress.evaluate.items import Item, Material, Outcome, Task, Text
 from compress.evaluate.scores import BATCH_NBYTES, BATCH_TOKENS
 from compress.model import writing
@@ -67,7 +68,7 @@ def score(
     are not finite.
     """
     if task.way == "written":
-        stop = writing.end_tokens(model)  # now: `write` sets the generation settings aside
+        stop = writing.end_tokens(model)
         return [_written(model, task, item, material, stop) for item in task.items]
     rows = [row for i, item in enumerate(task.items) for row in _rows(i, item, task, material)]
     read = _read(model, rows, task, make_cache, batch_tokens)
@@ -76,6 +77,12 @@ def score(
         own = {row.answer: (row, read[k]) for k, row in enumerate(rows) if row.item == i}
         found.append(_chosen(item, own) if task.way == "likelihood" else _greedy(item, own[item.right], material))
     return found
+
+
+def longest_context(task: Task, material: Material) -> int:
+    """Return the tokens of the longest context of a task that is not written."""
+    rows = (row for i, item in enumerate(task.items) for row in _rows(i, item, task, material))
+    return max(row.first for row in rows) + 1
 
 
 def _rows(number: int, item: Item, task: Task, material: Material) -> Iterator[Row]:
@@ -180,6 +187,7 @@ def _logits(model: Any, batch: Sequence[tuple[int, ...]], first: int, make_cache
         cache = make_cache()
         if first:
             fed(model, tokens[:, :first], cache)
+        cache.exact_prefill = True  # what is read together: padding and later tokens make no earlier ones coded
         return model(input_ids=tokens[:, first:], past_key_values=cache, use_cache=True).logits
     if LAST in inspect.signature(model.forward).parameters:
         return model(input_ids=tokens, use_cache=False, **{LAST: longest - first}).logits
@@ -222,7 +230,6 @@ def _written(model: Any, task: Task, item: Item, material: Material, stop: Seque
         )
     draw = writing.Draw(str(model.name_or_path), 0.0, torch.Generator())
     whole = writing.write(model, torch.tensor([start]), item.new_tokens, draw, stop)[0].tolist()
-    # decoded together with the context: some tokenizers drop the space before a first word
-    said = material.decode(whole).removeprefix(material.decode(start)) if text else material.decode(whole[len(start) :])
+    said = text_behind(material.decode, whole, len(start)) if text else material.decode(whole[len(start) :])
     figures = task.figures(item, said) if task.figures is not None else {}
     return Outcome(item.name, task.correct(item, said), said, figures=figures)

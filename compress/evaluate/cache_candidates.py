@@ -22,6 +22,7 @@ from compress.model.positions import max_positions
 from compress.progress import Progress
 from compress.run import kv_cache
 from compress.run.calibration_text import say_fewer
+from compress.runtime.kv_config import stored_section
 
 CALIBRATION = (32, 512)  # samples and their length, for recipes that are calibrated here
 OWN = "own"  # the cache of the checkpoint itself
@@ -40,11 +41,21 @@ def with_cache(
     directory: Path, execution: Execution, caches: Mapping[str, CacheSettings], calib: str | None, progress: Progress
 ) -> tuple[PreTrainedModel, Candidate]:
     """Load a model that writes through one cache, and return that cache, too; without any, the checkpoint's own."""
-    recipes = fitting(lm.load_config(directory), caches, None)
+    check(directory, caches, calib)
     model = load_model(directory, execution)
-    (found,) = candidates(model, directory, recipes, calib, progress)
+    (found,) = candidates(model, directory, caches, calib, progress)
     generation.attach(model, found.settings, found.static)
     return model, found
+
+
+def check(directory: Path, caches: Mapping[str, CacheSettings], calib: str | None) -> None:
+    """Raise RecipeError or CalibrationError for a cache that the model cannot use as it is named; reads no weights."""
+    config = lm.load_config(directory)
+    for name, settings in fitting(config, caches, None).items():
+        if settings.needs() and calib is None:
+            raise _without_text(name)
+    if not caches and stored_section(config.to_dict()) is None:
+        raise _without_cache(directory)
 
 
 def fitting(
@@ -75,7 +86,7 @@ def candidates(
     stored = getattr(model, "kv_cache", None)
     if not caches:
         if stored is None:
-            raise RecipeError(f"{directory} stores no cache of its own; name a recipe")
+            raise _without_cache(directory)
         return [readable(model, Candidate(OWN, stored.settings, stored.static))]
     found = []
     for name, settings in caches.items():
@@ -88,9 +99,17 @@ def candidates(
     return found
 
 
+def _without_cache(directory: Path) -> RecipeError:
+    return RecipeError(f"{directory} stores no cache of its own; name a recipe")
+
+
+def _without_text(name: str) -> CalibrationError:
+    return CalibrationError(f"the cache recipe {name} is calibrated: give a text with --calib, not the one to score")
+
+
 def _calibration_tokens(model: Any, directory: Path, name: str, calib: str | None) -> Tensor:
     if calib is None:
-        raise CalibrationError(f"the cache recipe {name} is calibrated: give a text with --calib, not the one to score")
+        raise _without_text(name)
     count, length = CALIBRATION
     length = min(length, max_positions(model.config.get_text_config()) or length)
     tokenizer = lm.load_tokenizer(directory)

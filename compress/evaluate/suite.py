@@ -38,12 +38,14 @@ from compress.evaluate import (
     task_scores,
     tokenizers,
 )
+from compress.evaluate.cache_candidates import check as check_cache
 from compress.evaluate.cache_candidates import with_cache
 from compress.evaluate.cache_reading import readings
-from compress.evaluate.cache_scores import Candidate
+from compress.evaluate.cache_scores import Candidate, policies
 from compress.evaluate.items import Material, Task
 from compress.evaluate.scores import Comparison, Execution, positions, summary, text_windows, windows_at_a_time
 from compress.evaluate.task_scores import TaskScore
+from compress.kv import generation
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
 from compress.model.positions import max_positions
@@ -166,11 +168,14 @@ def open_models(directory: Path, base: Path, execution: Execution, asked: Asked,
             f"{base.name} knows {sizes[0]:,} token ids, {directory.name} {sizes[1]:,}; predictions over other tokens "
             "cannot be compared"
         )
+    if asked.kv is not None:
+        check_cache(directory, asked.kv, asked.calib)
     both = (base, directory)
     words = lm.load_tokenizer(base), lm.load_tokenizer(directory)
     original = lm.load_model(base, execution.dtype, execution.device)
     if asked.kv is None:
         return Models(both, original, lm.load_model(directory, execution.dtype, execution.device), words)
+    generation.detach(original)  # the exact cache, where the original stores another one
     model, found = with_cache(directory, execution, asked.kv, asked.calib, say)
     return Models(both, original, model, words, found)
 
@@ -231,7 +236,8 @@ def run(directory: Path, base: Path, asked: Asked, execution: Execution, progres
     configs = [model.config.get_text_config() for model in (models.base, models.model)]
     lent = windows[0] if windows else torch.zeros(0, size.seq_len, dtype=torch.long)
     stuff = material(models.tokenizers[0], configs, lent)
-    tasks = [_task(models, each, stuff, say) for each in tasks_with_items(asked, stuff)]
+    asked_tasks = list(tasks_with_items(asked, stuff))
+    tasks = [_task(models, each, stuff, say) for each in asked_tasks]
     found = _findings(models, asked.texts, windows, say) if windows else []
     written = tuple(_written(models, windows, stuff, say) if scored else ())
     return Result(
@@ -241,7 +247,7 @@ def run(directory: Path, base: Path, asked: Asked, execution: Execution, progres
         floor,
         tuple(tasks),
         tuple(found),
-        tuple(each for each in (kick.books(tasks),) if each),
+        tuple(each for each in (kick.books(tasks), _exact_contexts(models, asked_tasks, stuff)) if each),
         time.perf_counter() - start,
         *(("", "") if models.cache is None else (models.cache.name, readings(models.model, models.cache).text)),
         written,
@@ -292,6 +298,19 @@ def _task(models: Models, made: Task, stuff: Material, say: Progress) -> TaskSco
     say(f"{made.name}, model", 0, 0)
     own = answers.score(models.model, made, stuff, models.make_cache)
     return task_scores.of_task(made, own, original)
+
+
+def _exact_contexts(models: Models, tasks: Sequence[Task], stuff: Material) -> str:
+    """Return in a sentence which tasks a cache cannot change, because it keeps their contexts exact; "" for none."""
+    held = models.cache
+    if held is None or held.settings.evict is not None or held.settings.read is not None:
+        return ""
+    codings = held.codings(models.model.config)
+    exact = min(policy.sink + policy.residual_length + policy.flush for policy in policies(codings))
+    longest = {task.name: answers.longest_context(task, stuff) for task in tasks if task.way != "written"}
+    short = [name for name, tokens in longest.items() if tokens <= exact]
+    said = f"contexts of at most {exact} tokens, which the cache {held.name} keeps exact"
+    return f"{', '.join(short)}: {said}, so that no loss can be seen" if short else ""
 
 
 def _written(models: Models, windows: Sequence[Tensor], stuff: Material, say: Progress) -> list[dict[str, str]]:

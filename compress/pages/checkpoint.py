@@ -46,7 +46,7 @@ def page(report: Report, recipe: str, scores: Mapping[str, Any] | None = None) -
         _sizes(report),
         _kept(report),
         _calibration(report),
-        _cost(report),
+        _cost(report, bool(scores.get("speed"))),
         speed.section(scores.get("speed", ())),
         sampling.section(scores.get("sampling", ())),
         html.section("What both write", writing.beside(scores.get("generations", ()))),
@@ -71,13 +71,15 @@ def _headline(report: Report, scores: Mapping[str, Any]) -> str:
     measured = scores.get("texts") or suite.texts(scores.get("suites", ()))
     for row in measured[:1]:
         error = f" ± {svg.number(row['kl_se'])}" if row.get("kl_se") else ""
-        found.append((svg.number(row["kl_mean"]), f"KL to the original{error}, nats a token"))
-        found.append((f"{row['perplexity']:.2f}", f"perplexity ({row['base_perplexity']:.2f} of the original)"))
+        through, base = (
+            (f", through the cache {row['cache']}", row["base"]) if row.get("cache") else ("", "the original")
+        )
+        found.append((svg.number(row["kl_mean"]), f"KL to {base}{error}, nats a token{through}"))
+        found.append((f"{row['perplexity']:.2f}", f"perplexity ({row['base_perplexity']:.2f} of {base})"))
         found.append((f"{row['same_top1']:.1%}", "same most likely token"))
-    if measured:
-        return html.facts(found) + suite.alarm(scores.get("suites", ()))
     how = "compress report DIR --base ORIGINAL --text FILE measures the loss and adds it here."
-    return html.facts(found) + html.paragraph(f"Not scored yet: {how}", "faint")
+    missing = "" if measured else html.paragraph(f"Not scored yet: {how}", "faint")
+    return html.facts(found) + missing + suite.alarm(scores.get("suites", ()))
 
 
 def _loss(scores: Mapping[str, Any]) -> str:
@@ -227,7 +229,7 @@ def _calibration(report: Report) -> str:
     return html.section("Calibration", html.paragraph(said), remarks)
 
 
-def _cost(report: Report) -> str:
+def _cost(report: Report, is_timed: bool) -> str:
     """Return time and memory beside what was predicted."""
     seconds, memory = report["seconds"], report["memory"]
     rows: list[list[html.Cell]] = []
@@ -237,11 +239,13 @@ def _cost(report: Report) -> str:
     if memory.get("measured_peak"):
         shown = [process_memory.show(memory[key]) for key in ("measured_peak", "predicted_peak")]
         rows.append(["largest memory", *shown])
+    how = "Speed was not timed: compress bench DIR --base ORIGINAL adds tokens a second to this page."
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     return html.section(
         "Time and memory",
         html.table("Measured and predicted", ("", "measured", "predicted"), rows),
         html.paragraph(f"On {report['device']}, with {versions}. Self-check: {report['self_check']}.", "faint"),
+        "" if is_timed else html.paragraph(how, "faint"),
     )
 
 

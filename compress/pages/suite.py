@@ -14,9 +14,9 @@ LIKELIHOOD = "Likelihood of the right answers, nats a token"
 
 
 def texts(suites: Suites) -> list[Mapping[str, Any]]:
-    """Return the scores of texts in all suites; where some were read without a cache, in those."""
-    plain = [suite for suite in suites if not suite["cache"]]
-    return [row for suite in plain or suites for row in suite["texts"]]
+    """Return the scores of texts in all suites, with their "base" and "cache"; those without a cache come first."""
+    ordered = sorted(suites, key=lambda suite: bool(suite["cache"]))
+    return [{**row, "base": suite["base"], "cache": suite["cache"]} for suite in ordered for row in suite["texts"]]
 
 
 def alarm(suites: Suites) -> str:
@@ -70,7 +70,7 @@ def _tasks(rows: Suites) -> str:
     losses = [[row["task"], row["nll"], row["paired"]["base_nll"], nll_difference(row["paired"])] for row in known]
     said = (
         "Right: share of items. Lost and gained: items that only the original, or only the compressed model has right. "
-        "An interval that holds 0 shows no difference."
+        "Where the interval holds 0 no difference was found: the true one may lie anywhere in it."
     )
     return (
         html.paragraph(said)

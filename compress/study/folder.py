@@ -195,13 +195,18 @@ class CellFolder:
             raise OutputError(f"{self.path / name} is damaged; delete {self.path} to measure it again") from error
 
 
+ANSWERS = 2  # version of how tasks are asked; 2: through the cache of a cell that has one
+
+
 def identity(settings: Settings, model: str) -> dict[str, Any]:
     """Return what all cells of a study share and what decides their figures; model: its fingerprint.
 
     A suite and tasks stand in it only where they are asked for: cells without them keep their names.
     """
+    has_tasks = settings.suite is not None or bool(settings.tasks)
     parts = [each.partition("=") for each in settings.tasks]
     asked = {
+        "answers": ANSWERS if has_tasks else None,
         "suite": settings.suite,
         "tasks": sorted(f"{name}{sign}{grid.hashed(file)}" for name, sign, file in parts),
     }

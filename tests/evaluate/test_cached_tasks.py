@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +12,18 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from compress import api
 from compress.evaluate import Execution, answers, cache, suite
 from compress.evaluate.cache_candidates import with_cache
 from compress.evaluate.items import Item, Material, Outcome, Task
 from compress.evaluate.suite import Asked
 from compress.kv.settings import cache_settings
-from runs import TEXT, cli
+from runs import TEXT, Setup, cli, job
 
 HELD_OUT = TEXT.with_name("books_heldout.txt")
-COARSE = cache_settings({"method": "kivi", "bits": 2, "group_size": 8, "residual_length": 8, "flush": 8, "sink": 2})
+PLAIN = {"method": "kivi", "bits": 2, "group_size": 8, "residual_length": 8, "flush": 8, "sink": 2}
+COARSE = cache_settings(PLAIN)
+INEXACT = dataclasses.replace(COARSE, exact_prefill=False)
 CONTEXTS = ((7, 44), (8, 44), (9, 28), (10, 1))  # seed and tokens; nothing is coded while an answer is read
 STAYS = 8  # tokens that COARSE keeps exact
 
@@ -29,10 +33,10 @@ def base(pico_dir: Callable[..., Path]) -> Path:
     return pico_dir("llama")
 
 
-@pytest.fixture(scope="module")
-def opened(base: Path) -> Any:
-    """A model with COARSE attached, and what makes such caches."""
-    model, found = with_cache(base, Execution(), {"coarse": COARSE}, None, lambda *said: None)
+@pytest.fixture(scope="module", params=[COARSE, INEXACT], ids=["exact prefill", "inexact prefill"])
+def opened(base: Path, request: pytest.FixtureRequest) -> Any:
+    """A model with a coarse cache attached, and what makes such caches."""
+    model, found = with_cache(base, Execution(), {"coarse": request.param}, None, lambda *said: None)
     return model, lambda: found.as_generated(model.config)
 
 
@@ -114,12 +118,43 @@ def rest(asked: Asked) -> tuple[Any, ...]:
     return asked.texts, asked.tasks, asked.seq_len, asked.max_tokens
 
 
+def test_the_original_reads_an_exact_cache(base: Path, tmp_path: Path) -> None:
+    """Also where the checkpoint is its own original, and stores the compressed cache that is measured."""
+    api.quantize(dataclasses.replace(job(base, Setup(str(coarse(tmp_path))), tmp_path / "own"), pack=False))
+    asked = Asked("quick", (str(HELD_OUT),), seq_len=128, max_tokens=256, kv={})
+    own, beside = (suite.run(tmp_path / "own", each, asked, Execution()) for each in (tmp_path / "own", base))
+    assert own.texts == beside.texts and own.texts[0].kl_mean > 0
+    assert own.written == beside.written and any(row["base"] != row["model"] for row in own.written)
+    assert [each.paired for each in own.tasks] == [each.paired for each in beside.tasks]
+
+
+def coarse(folder: Path) -> Path:
+    """A recipe of COARSE."""
+    path = folder / "coarse.yaml"
+    path.write_text(json.dumps({"kv_cache": PLAIN}))
+    return path
+
+
+def test_tasks_that_a_cache_keeps_exact_are_named(base: Path) -> None:
+    """Contexts of up to sink, residual_length and flush together are whole behind it."""
+    name, contexts = "arithmetic", {}
+    for residual in (8, 64):
+        settings = cache_settings({**PLAIN, "residual_length": residual})
+        found = suite.run(base, base, Asked(None, (), (name,), kv={"held": settings}), Execution())
+        contexts[residual] = found.remarks, found.tasks[0].paired
+    assert contexts[8][0] == () and contexts[8][1].nll_difference != 0
+    (said,) = contexts[64][0]
+    assert said.startswith("arithmetic: contexts of at most 74 tokens, which the cache held keeps exact")
+    assert contexts[64][1].nll_difference == pytest.approx(0, abs=1e-5)
+
+
 def test_the_command(base: Path, tmp_path: Path) -> None:
     """The model beside itself, without --base; a checkpoint without a cache of its own is refused."""
     words = ("--suite", "quick", "--text", str(HELD_OUT), "--seq-len", "128", "--max-tokens", "256")
-    done = cli("eval", str(base), *words, "--kv", "kivi2", "--json")
+    done = cli("eval", str(base), *words, "--kv", str(coarse(tmp_path)), "--json")
     found = json.loads(done.out)
-    assert done.code == 0 and found["cache"] == "kivi2" and found["base"] == base.name and found["findings"] == []
+    assert done.code == 0 and found["cache"] == "coarse" and found["base"] == base.name and found["findings"] == []
+    assert found["texts"][0]["kl_mean"] > 1e-4
     done = cli("eval", str(base), "--task", "arithmetic", "--kv", "own")
     assert done.code == 1 and "stores no cache of its own" in done.err
     done = cli("eval", str(base), "--base", str(base), "--task", "arithmetic", "--calib", str(HELD_OUT))

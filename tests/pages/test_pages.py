@@ -110,6 +110,24 @@ def test_drawings_are_named() -> None:
     assert root.get("role") == "img" and root.get("aria-label", "").startswith("Sizes. ")
 
 
+def test_scores_through_a_cache_are_not_taken_for_those_of_the_weights() -> None:
+    """Without other scores the head names cache and base; what looks broken stands there with or without scores."""
+    row = {"kl_mean": 0.25, "kl_se": None, "perplexity": 20.0, "base_perplexity": 19.0, "same_top1": 0.9}
+    plain = {"base": "base", "cache": "", "texts": [{**row, "kl_mean": 0.5}], "findings": []}
+    cached = {"base": "packed", "cache": "kv2", "texts": [row], "findings": []}
+    task = {**plain, "texts": [], "findings": ["that"]}
+    report = {"nbytes": {"total": 10}, "bpw": 2.0, "source_nbytes": 20}
+
+    def head(*suites: Any, **more: Any) -> str:
+        return checkpoint._headline(report, {"suites": list(suites), **more})
+
+    assert "KL to packed, nats a token, through the cache kv2" in head(cached) and "19.00 of packed" in head(cached)
+    for found in (head(cached, plain), head(cached, texts=[{**row, "kl_mean": 0.5}])):
+        assert "KL to the original, nats a token<" in found and ">0.5<" in found and "kv2" not in found
+    assert "Not scored yet" in head(task) and "Looks broken:</strong> that" in head(task)
+    assert "kv2" in head(cached, task) and "Not scored yet" not in head(cached, task)
+
+
 def luminance(color: str) -> float:
     parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
