@@ -112,7 +112,7 @@ def _check_alone(asked: Asked, others: dict[str, Any]) -> None:
         raise typer.BadParameter("runs alone; leave out --suite, --task and --choices", param_hint="--tasks")
     for option, value in others.items():
         if value:
-            raise typer.BadParameter("goes with --text, not with --tasks; leave it out", param_hint=option)
+            raise typer.BadParameter("has no effect on --tasks; leave it out", param_hint=option)
 
 
 def _check_suite(caches: Mapping[str, CacheSettings] | None, calib: str | None, adapter: Path | None) -> None:

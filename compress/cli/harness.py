@@ -11,12 +11,12 @@ from typer import BadParameter, Option
 
 from compress.cli.kept import keep
 from compress.cli.options import check_model
-from compress.cli.suites import beside
+from compress.cli.suites import BESIDE, beside
 
 if TYPE_CHECKING:
     from compress.evaluate.task_scores import TaskScore
 
-HEADS = ("task", "items", "right", "95%", "original", "lost", "gained", "p", "changed")
+HEADS = ("task", "items", "right", "95%", "original", *BESIDE)
 
 HarnessTasks = Annotated[
     str | None,

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 GROUPS = ("items", "right", "original", "NLL", "original's")
 SCORES = ("text", "tokens", "KL, nats a token", "perplexity", "original", "other top-1")
-TASKS = ("task", "items", "right", "original", "lost", "gained", "p", "changed", "NLL", "less the original's, 95%")
+BESIDE = ("difference, 95%", "lost, gained", "p", "changed")
+TASKS = ("task", "items", "right", "original", *BESIDE, "NLL", "less the original's, 95%")
 
 Texts = Annotated[
     list[str] | None,
@@ -154,6 +155,8 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def beside(paired: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the original's share of right items, lost and gained ones, p, and the share of changed answers."""
-    counts = str(paired["lost"]), str(paired["gained"]), f"{paired['p_value']:.2g}"
-    return (f"{paired['base_accuracy']:.1%}", *counts, f"{paired['all_flips']:.1%}")
+    """Return the original's share of right items, and what the columns of BESIDE say of the difference."""
+    from compress.pages.suite import difference
+
+    counts = f"{paired['lost']}, {paired['gained']}", f"{paired['p_value']:.2g}"
+    return (f"{paired['base_accuracy']:.1%}", difference(paired), *counts, f"{paired['all_flips']:.1%}")

@@ -180,7 +180,7 @@ def _cost(cells: Sequence[Cell]) -> str:
     remark = f"Interrupted, so that the time is of the last part only: {', '.join(resumed)}." if resumed else ""
     return html.section(
         "Time and memory",
-        html.paragraph(f"{duration(whole)} in all. {remark}"),
+        html.paragraph(f"{duration(whole)} for all cells together. {remark}"),
         _filled("What it takes to make each", names, rows),
         html.folded("As bars", html.figure(svg.bars("Seconds to make", seconds, svg.Axis("seconds")), "Seconds.")),
     )

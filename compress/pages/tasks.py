@@ -25,9 +25,9 @@ def section(cells: Sequence[Cell]) -> str:
         return ""
     tasks = list(dict.fromkeys(row["task"] for cell in asked for row in rows(cell)))
     said = html.paragraph(
-        "Right: share of items. Lost and gained: items that only the original, or only the recipe has right. An "
-        "interval that holds 0 shows no difference. Recipes with a cache answer through it: where "
-        "contexts are no longer than what it keeps exact, as the original does."
+        "Right: share of items. Lost and gained: items that only the original, or only the recipe has right. Where the "
+        "interval holds 0 no difference was found: the true one may lie anywhere in it. Recipes with a cache answer "
+        "through it: where contexts are no longer than what it keeps exact, as the original does."
     )
     lines = [(cell, row) for cell in asked for row in rows(cell)]
     drawn = [cell for cell in asked if not cell["is_cache_only"]]  # those of the cache alone have the original's size

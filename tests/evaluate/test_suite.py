@@ -202,7 +202,7 @@ def test_options_that_would_do_nothing_are_refused() -> None:
     for words, said in (
         (["--tasks", "piqa", "--suite", "quick"], "runs alone"),
         (["--suite", "quick", "--adapter", "lora"], "goes with --text"),
-        (["--tasks", "piqa", "--adapter", "lora"], "goes with --text"),
+        (["--tasks", "piqa", "--adapter", "lora"], "has no effect on --tasks"),
     ):
         done = cli("eval", "anything", *words)
         assert done.code == 2 and said in " ".join(done.err.split()), done.err
