@@ -101,7 +101,7 @@ def _size(text: str) -> int:
 
 def _costs(asked: Asked, choices: Collection[Choice], progress: Progress) -> dict[Choice, dict[str, Any]]:
     """Return what making each choice takes; one that trains takes minutes to time."""
-    found = dict[Choice, dict[str, Any]]()
+    found: dict[Choice, dict[str, Any]] = {}
     for choice in choices:
         progress(f"timing a block of {choice.recipe}", len(found), len(choices))
         found[choice] = _cost(asked, choice)

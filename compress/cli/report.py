@@ -26,6 +26,10 @@ def report(
     prompt: Annotated[
         list[str] | None, typer.Option(help="Text that both models continue; repeatable, with --base.")
     ] = None,
+    study: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="study.json of the same model: its recipes beside this checkpoint."),
+    ] = None,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 512,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each text to score.")] = 32768,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that follow a prompt.")] = 48,
@@ -34,7 +38,8 @@ def report(
 ) -> None:
     """Write report.html into a checkpoint: bits, losses and errors by layer, sizes, time and memory, in one file.
 
-    With --base, texts are scored and prompts continued by both models; that is kept in scores.json for later pages.
+    With --base, texts are scored and prompts continued by both models; that is kept in scores.json for later pages, as
+    are the recipes of --study.
     """
     with errors():
         paths.check_checkpoint(directory)
@@ -46,9 +51,13 @@ def report(
         from compress import evaluate as evaluation
         from compress.cli import tables
         from compress.evaluate import page, record
+        from compress.study import losses
 
+        points = [] if study is None else losses.points(study)
         execution = evaluation.Execution(dtype=dtype, device=device_named(device))
         page.write(directory)  # damaged facts, and a folder that nothing is written into, are refused before measuring
+        if points:
+            record.add_studies(directory, points)
         if base is not None:
             texts, generations = [], []
             with tables.progress_bar() as progress:

@@ -3,7 +3,8 @@
     {"texts": [{"text", "perplexity", "kl_mean", ...}], "generations": [{"prompt", "base", "model"}],
      "suites": [{"suite", "base", "texts", "tasks", "findings", ...}],
      "sampling": [{"text", "seq_len", "settings", "temperatures", "sampled", ...}],
-     "speed": [{"device", "threads", "batch", "decode_tokens_per_s", ...}]}
+     "speed": [{"device", "threads", "batch", "decode_tokens_per_s", ...}],
+     "studies": [{"model", "text", "recipes": [{"label", "nbytes", "kl_mean", ...}]}]}
 
 A text, a prompt or a suite that was measured before is replaced. The file is no part of the checkpoint: nothing that
 loads a model reads it.
@@ -104,7 +105,17 @@ LATER: dict[str, dict[str, Any]] = {  # what older files have not
     "speed": {"base": "", "base_prefill_tokens_per_s": None, "base_decode_tokens_per_s": None},
 }
 REMEDY = "delete it and measure again"
-MEASURED: dict[str, Any] = {"sampling": SAMPLING, "speed": SPEED}  # in a file only where it was measured
+STUDIES = [  # of compress/study/losses.py
+    {
+        **{"model": TEXT, "text": TEXT, "window": INTEGER},
+        "recipes": [{"label": TEXT, "nbytes": INTEGER, "kl_mean": NUMBER, "kl_se": SOME, "tokens": INTEGER}],
+    }
+]
+MEASURED: dict[str, Any] = {
+    "sampling": SAMPLING,
+    "speed": SPEED,
+    "studies": STUDIES,
+}  # in a file only where it was measured
 
 
 def is_kept(directory: Path) -> bool:
@@ -149,17 +160,22 @@ def add(
 
 def add_sampling(directory: Path, found: Mapping[str, Any]) -> None:
     """Add what generation settings do (`sampling.Found.plain`) to what is kept of a checkpoint."""
-    _add(directory, "sampling", found, ("text", "seq_len"))
+    _add(directory, "sampling", [found], ("text", "seq_len"))
 
 
 def add_speed(directory: Path, found: Mapping[str, Any]) -> None:
     """Add rates (`speed.Speed.plain`) to what is kept of a checkpoint."""
-    _add(directory, "speed", found, ("device", "threads", "batch", "prompt_tokens", "new_tokens"))
+    _add(directory, "speed", [found], ("device", "threads", "batch", "prompt_tokens", "new_tokens"))
 
 
-def _add(directory: Path, name: str, found: Mapping[str, Any], by: Sequence[str]) -> None:
+def add_studies(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add recipes of a study (`study.losses.points`), that the page shows the checkpoint among."""
+    _add(directory, "studies", rows, ("model", "text"))
+
+
+def _add(directory: Path, name: str, rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> None:
     kept = load(directory)
-    kept[name] = _replaced(kept.get(name, ()), [found], by)
+    kept[name] = _replaced(kept.get(name, ()), rows, by)
     write_text(directory / FILE, json.dumps(kept, indent=1) + "\n")
 
 

@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from compress import process_memory
-from compress.pages import html, sampling, speed, suite, svg, writing
+from compress.pages import frontier, html, sampling, speed, suite, svg, writing
 from compress.pages.outliers import SUSPECT, far_above
 from compress.progress import duration
 
@@ -41,6 +41,7 @@ def page(report: Report, recipe: str, scores: Mapping[str, Any] | None = None) -
     sections = [
         _loss(scores),
         suite.section(scores.get("suites", ())),
+        frontier.section(scores.get("studies", ()), report["nbytes"]["total"], _measured(scores)),
         _layers(report["layers"]),
         _worst(report["layers"]),
         _sizes(report),
@@ -68,7 +69,7 @@ def _headline(report: Report, scores: Mapping[str, Any]) -> str:
     else:
         found.append((process_memory.show(total), "stored"))
     found += speed.headline(scores.get("speed", ()))
-    measured = scores.get("texts") or suite.texts(scores.get("suites", ()))
+    measured = _measured(scores)
     for row in measured[:1]:
         error = f" ± {svg.number(row['kl_se'])}" if row.get("kl_se") else ""
         through, base = (
@@ -80,6 +81,11 @@ def _headline(report: Report, scores: Mapping[str, Any]) -> str:
     how = "compress report DIR --base ORIGINAL --text FILE measures the loss and adds it here."
     missing = "" if measured else html.paragraph(f"Not scored yet: {how}", "faint")
     return html.facts(found) + missing + suite.alarm(scores.get("suites", ()))
+
+
+def _measured(scores: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return scores of texts, those that are not of suites first."""
+    return [*scores.get("texts", ()), *suite.texts(scores.get("suites", ()))]
 
 
 def _loss(scores: Mapping[str, Any]) -> str:

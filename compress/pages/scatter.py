@@ -7,9 +7,9 @@ away with a thin line to it. One for which there is no room at all is left out; 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from compress.pages import svg
 
@@ -29,6 +29,16 @@ class Mark(NamedTuple):
     group: str  # points of a group have one color
     is_best: bool  # whether it is on the line
     error: float = 0.0  # standard error of y
+
+
+def unbeaten(points: Iterable[Any], size: Callable[[Any], float], loss: Callable[[Any], float]) -> list[Any]:
+    """Return those that no other beats in both size and loss, smallest first; of equal sizes the one of less loss."""
+    found, lowest = [], math.inf
+    for point in sorted(points, key=lambda point: (size(point), loss(point))):
+        if loss(point) < lowest:
+            lowest = loss(point)
+            found.append(point)
+    return found
 
 
 class _Box(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compress.pages import html, suite, svg
-from compress.pages.scatter import Mark, scatter
+from compress.pages.scatter import Mark, scatter, unbeaten
 
 MIB = 2**20
 SIGNIFICANT = 0.05
@@ -63,11 +63,8 @@ def _chart(name: str, cells: Sequence[Cell], tasks: Sequence[str]) -> str:
         points.append((cell, sum(row["score"] for row in found) / len(found), error))
     if len({cell["nbytes"] for cell in cells}) < 2:
         return ""
-    best, highest = set[str](), -1.0
-    for cell, value, _ in sorted(points, key=lambda point: (point[0]["nbytes"], -point[1])):
-        if value > highest:
-            best.add(cell["key"])
-            highest = value
+    front = unbeaten(points, lambda point: point[0]["nbytes"], lambda point: -point[1])
+    best = {cell["key"] for cell, _, _ in front}
     marks = [
         Mark(cell["nbytes"] / MIB, value, cell["label"], cell["purpose"], cell["key"] in best, error)
         for cell, value, error in points

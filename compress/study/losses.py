@@ -11,6 +11,8 @@ from typing import Any
 
 from compress import recipe
 from compress.errors import CheckpointError, OutputError
+from compress.evaluate import record
+from compress.pages import scatter
 from compress.storage import json_text
 from compress.storage.checkpoint import read_json
 from compress.storage.json_text import INTEGER, NUMBER, OBJECT, TEXT
@@ -60,12 +62,32 @@ class Known:
 
 def unbeaten(losses: Sequence[Any], size: Any) -> list[Any]:
     """Return those that lose less than all that are not larger, smallest first; size: of one."""
-    found, lowest = [], math.inf
-    for loss in sorted(losses, key=lambda loss: (size(loss), loss.kl)):
-        if loss.kl < lowest:
-            lowest = loss.kl
-            found.append(loss)
-    return found
+    return scatter.unbeaten(losses, size, lambda loss: loss.kl)
+
+
+def points(path: Path) -> list[dict[str, Any]]:
+    """Return the recipes for weights in a study, of each text: what a checkpoint's page draws beside it.
+
+    Each has "model", "text", "window" and "recipes": "label", "nbytes", "kl_mean", "kl_se", "tokens". Raises
+    OutputError for what is no study.
+    """
+    found = _checked(path)
+    keys = ("kl_mean", "kl_se", "tokens")
+    rows = []
+    for text in found["settings"]["texts"]:
+        recipes = [
+            {
+                "label": str(cell.get("label", cell["name"])),
+                "nbytes": cell["nbytes"],
+                **{key: row.get(key) for key in keys},
+            }
+            for cell in found["cells"]
+            if not cell.get("is_cache_only") and (row := _row(cell, text)) is not None
+        ]
+        rows.append({"model": found["model"], "text": text, "window": found["settings"]["window"], "recipes": recipes})
+    if wrong := json_text.mismatch(rows, record.STUDIES):
+        raise OutputError(f"{path} is no study, or of another version ({wrong})")
+    return rows
 
 
 def shipped() -> list[Known]:
@@ -74,8 +96,8 @@ def shipped() -> list[Known]:
     return [read(Path(str(each))) for each in sorted(folder.iterdir(), key=str) if each.name.endswith(".json")]
 
 
-def read(path: Path) -> Known:
-    """Return the study in a file. Raises OutputError for what is none."""
+def _checked(path: Path) -> dict[str, Any]:
+    """Return what a study.json holds. Raises OutputError for what is none."""
     try:
         found = read_json(path)
     except CheckpointError as error:
@@ -83,14 +105,24 @@ def read(path: Path) -> Known:
     wrong = json_text.mismatch(found, LAYOUT)
     if wrong or not found["settings"]["texts"]:
         raise OutputError(f"{path} is no study, or of another version ({wrong or 'no text'})")
+    return found
+
+
+def _row(cell: Mapping[str, Any], text: str) -> Mapping[str, Any] | None:
+    """Return the scores of a cell on a text, None where it has none."""
+    rows = (each for each in cell["texts"] if each.get("text") == text and each.get("kl_mean") is not None)
+    return next(rows, None)
+
+
+def read(path: Path) -> Known:
+    """Return the study in a file. Raises OutputError for what is none."""
+    found = _checked(path)
     text, names = found["settings"]["texts"][0], set(recipe.names())
     losses: dict[str, Loss] = {}
     caches: dict[str, Loss] = {}
     for cell in found["cells"]:
         is_plain = all(each.startswith(CALIBRATION) for each in cell["overrides"])
-        row = next(
-            (each for each in cell["texts"] if each.get("text") == text and each.get("kl_mean") is not None), None
-        )
+        row = _row(cell, text)
         if cell["name"] in names and is_plain and row is not None:
             kept = caches if cell.get("is_cache_only") else losses
             loss = _loss(cell, row)

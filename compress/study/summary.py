@@ -9,14 +9,14 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from compress.calib.documents import source_name
 from compress.pages import html, tasks
 from compress.pages import study as page
+from compress.pages.scatter import unbeaten
 from compress.storage.checkpoint import write_text
 from compress.storage.workdir import writing
 from compress.study import grid
@@ -105,21 +105,14 @@ def frontiers(cells: Sequence[Result]) -> dict[str, dict[str, list[str]]]:
     found: dict[str, dict[str, list[str]]] = {}
     for kind, (members, size) in kinds.items():
         texts = dict.fromkeys(row["text"] for cell in members for row in cell["texts"])
-        found[kind] = {
-            text: [x["key"] for x in best([(size(x), loss(x, text), x) for x in members if loss(x, text) is not None])]
-            for text in texts
-        }
+        found[kind] = {text: _front(members, size, text) for text in texts}
     return found
 
 
-def best(points: Sequence[tuple[float, float | None, Result]]) -> list[Result]:
-    """Return what is on the frontier of (size, loss, cell), smallest first; of equal sizes the one of less loss."""
-    found, lowest = [], math.inf
-    for _, value, cell in sorted(points, key=lambda point: (point[0], point[1], point[2]["key"])):
-        if value is not None and value < lowest:
-            lowest = value
-            found.append(cell)
-    return found
+def _front(cells: Sequence[Result], size: Callable[[Result], float], text: str) -> list[str]:
+    """Return the keys of the cells that no other beats on a text."""
+    points = [(size(cell), value, cell["key"]) for cell in cells if (value := loss(cell, text)) is not None]
+    return [key for _, _, key in unbeaten(sorted(points), lambda point: point[0], lambda point: point[1])]
 
 
 def loss(cell: Result, text: str) -> float | None:

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from compress.pages import checkpoint, html, svg
+from compress.pages import checkpoint, frontier, html, svg
 from compress.run.report import OPTIONAL, PAGE
 from compress.storage import json_text
 
@@ -126,6 +126,22 @@ def test_scores_through_a_cache_are_not_taken_for_those_of_the_weights() -> None
         assert "KL to the original, nats a token<" in found and ">0.5<" in found and "kv2" not in found
     assert "Not scored yet" in head(task) and "Looks broken:</strong> that" in head(task)
     assert "kv2" in head(cached, task) and "Not scored yet" not in head(cached, task)
+
+
+def test_a_checkpoint_among_the_recipes_of_a_study() -> None:
+    """On the text that it was scored on; elsewhere the page says so. Only what is beaten by none is joined."""
+    points = [("small", 1, 0.5), ("beaten", 3, 0.6), ("large", 4, 0.1)]
+    recipes = [
+        {"label": label, "nbytes": n << 20, "kl_mean": kl, "kl_se": None, "tokens": 9} for label, n, kl in points
+    ]
+    study = {"model": HOSTILE, "text": "a.txt", "window": 512, "recipes": recipes}
+    own = {"text": "a.txt", "kl_mean": 0.2, "kl_se": 0.01, "seq_len": 256, "tokens": 4080}
+    page = frontier.section([study], 2 << 20, [{**own, "text": "b.txt"}, own])
+    parsed(page)
+    assert "Beaten by no other: small, this checkpoint, large" in page and "in windows of 256, 4,080 tokens" in page
+    page = frontier.section([study], 2 << 20, [{**own, "text": "b.txt"}])
+    assert "Beaten by no other: small, large" in page and "this checkpoint was not scored on a.txt" in page
+    assert frontier.section([{**study, "recipes": []}], 1, [own]) == frontier.section([], 1, [own]) == ""
 
 
 def luminance(color: str) -> float:

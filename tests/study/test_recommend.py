@@ -22,7 +22,7 @@ from compress.kv.settings import cache_settings
 from compress.run.job import Job
 from compress.study import losses, recommend
 from compress.study.recommend import BEST, SMALLEST, TRADE, Asked, Choice
-from runs import TEXT, stored_tensors
+from runs import RTN, TEXT, cli, job, one_line, stored_tensors
 
 
 def choice(name: str, nbytes: int, kl: float) -> Choice:
@@ -94,6 +94,21 @@ def test_a_study_is_read_as_far_as_it_is_of_recipes_as_they_are(tmp_path: Path) 
 def test_what_is_shipped_can_be_read() -> None:
     for known in losses.shipped():
         assert known.losses and known.parameters > 0 and known.frontier
+
+
+def test_recipes_of_a_study_come_onto_the_page_of_a_checkpoint(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """They are kept for later pages; a study that is none is refused before anything is written."""
+    packed = tmp_path / "packed"
+    api.quantize(job(pico_dir("llama"), RTN, packed))
+    broken = study(tmp_path / "broken.json", {**CELLS[0], "texts": [{"text": "held", "kl_mean": "x", "tokens": 1}]})
+    assert "is no study" in one_line(cli("report", str(packed), "--study", str(broken)))
+    assert not (packed / "scores.json").exists()
+    good = study(tmp_path / "s.json", *CELLS)
+    for options in (["--study", str(good)], []):
+        assert cli("report", str(packed), *options).code == 0
+        page = (packed / "report.html").read_text(encoding="utf-8")
+        assert "Among other recipes" in page and "Beaten by no other: int4, int8" in page and "kv4" not in page
+        assert "this checkpoint was not scored on held" in page
 
 
 def test_ranks_agree_as_spearman_says(tmp_path: Path) -> None:
