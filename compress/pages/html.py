@@ -45,7 +45,8 @@ a { color: var(--accent); } code { font: .9em ui-monospace, Menlo, Consolas, mon
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; min-width: 50%; }
 caption { text-align: left; padding-bottom: .3rem; }
 th, td { padding: .25rem .7rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line);
-  vertical-align: top; } td.words { min-width: 5rem; } td.words:first-child { min-width: 8.5rem; }
+  vertical-align: top; } td[data-value] { white-space: nowrap; }
+td.words { min-width: 5rem; } td.words:first-child { min-width: 8.5rem; }
 th { color: var(--faint); font-weight: 600; } .words { text-align: left; }
 th button { all: unset; cursor: pointer; } th button:focus-visible { outline: 2px solid var(--accent); }
 figure { margin: .8rem 0; overflow-x: auto; } svg { width: 100%; min-width: 34rem; height: auto; display: block; }

@@ -154,4 +154,4 @@ def _legend(groups: Sequence[str], colors: dict[str, str], left: float) -> Itera
         yield f'<circle cx="{at + 5:.1f}" cy="9" r="{RADIUS}" style="fill:{colors[group]}"/>'
         yield svg.text(at + 14, 13, group)
         at += 26 + LETTER * len(group)
-    yield svg.text(svg.WIDTH - 4, 13, "filled, joined: no other is both smaller and better", "end", "name")
+    yield svg.text(svg.WIDTH - 4, 13, "filled, joined: beaten by no other", "end", "name")
