@@ -310,7 +310,7 @@ def _exact_contexts(models: Models, tasks: Sequence[Task], stuff: Material) -> s
     longest = {task.name: answers.longest_context(task, stuff) for task in tasks if task.way != "written"}
     short = [name for name, tokens in longest.items() if tokens <= exact]
     said = f"contexts of at most {exact} tokens, which the cache {held.name} keeps exact"
-    return f"{', '.join(short)}: {said}, so that no loss can be seen" if short else ""
+    return f"{', '.join(short)}: {said}, so that they show no loss of it" if short else ""
 
 
 def _written(models: Models, windows: Sequence[Tensor], stuff: Material, say: Progress) -> list[dict[str, str]]:
