@@ -64,8 +64,8 @@ blockquote { margin: .4rem 0; padding: .5rem .8rem; background: var(--panel); bo
   white-space: pre-wrap; overflow-wrap: anywhere; font-size: .92rem; }
 .beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(17rem, 1fr)); gap: .8rem; }
 pre { background: var(--panel); border: 1px solid var(--line); padding: .7rem; overflow-x: auto; font-size: .85rem; }
-@media print { section, figure, blockquote, tr { break-inside: avoid; } svg { min-width: 0; }
-  figure, .frame { overflow: visible; }
+@media print { .beside, figure, blockquote, tr { break-inside: avoid; }
+  h2, h3 { break-after: avoid; } svg { min-width: 0; } figure, .frame { overflow: visible; }
   table { font-size: .7rem; } th, td { padding-right: .4rem; } td.words, td.words:first-child { min-width: 0; } }
 """
 
