@@ -33,6 +33,7 @@ def _chart(study: Row, nbytes: int, measured: Sequence[Row]) -> str:
     if own is not None and own["kl_mean"] > 0:
         marks.append(Mark(nbytes / MIB, own["kl_mean"], OWN, OWN, False, own["kl_se"] or 0.0))
         said += f"; this checkpoint in windows of {own['seq_len']}, {own['tokens']:,} tokens"
+        said += f", through the cache {own['cache']}, beside {own['base']}" if own.get("cache") else ""
     else:
         said += f"; this checkpoint was not scored on {text}: compress report DIR --base ORIGINAL --text FILE does"
     best = set(unbeaten(marks, lambda mark: mark.x, lambda mark: mark.y))

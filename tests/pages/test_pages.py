@@ -139,6 +139,8 @@ def test_a_checkpoint_among_the_recipes_of_a_study() -> None:
     page = frontier.section([study], 2 << 20, [{**own, "text": "b.txt"}, own])
     parsed(page)
     assert "Beaten by no other: small, this checkpoint, large" in page and "in windows of 256, 4,080 tokens" in page
+    page = frontier.section([study], 2 << 20, [{**own, "cache": "kv2", "base": "packed"}])
+    assert "4,080 tokens, through the cache kv2, beside packed." in page
     page = frontier.section([study], 2 << 20, [{**own, "text": "b.txt"}])
     assert "Beaten by no other: small, large" in page and "this checkpoint was not scored on a.txt" in page
     assert frontier.section([{**study, "recipes": []}], 1, [own]) == frontier.section([], 1, [own]) == ""
