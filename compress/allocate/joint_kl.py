@@ -40,10 +40,11 @@ import torch
 from torch import Tensor
 
 from compress import process_memory, ranks
-from compress.allocate import prefix_tree, workers
+from compress.allocate import prefix_tree
 from compress.allocate.prefix_tree import ModelSource, PathEvaluator, Resources, Variant, VariantPath
 from compress.calib import reference_logprobs
 from compress.errors import BudgetError
+from compress.ranks import children
 
 Assignment = Mapping[str, Variant]
 T = TypeVar("T")
@@ -135,7 +136,7 @@ class JointKL:
             )
         parts = shares(len(paths), len(samples), self.resources.processes)
         try:
-            with workers.starting():
+            with children.starting():
                 tasks = [(r, c, self.pool.submit(_task, paths[r], samples[c])) for r, c in parts]
             done = [(rows, columns, task.result()) for rows, columns, task in tasks]
         except BrokenProcessPool as error:
@@ -145,7 +146,7 @@ class JointKL:
                 "processes, or raise the memory limit"
             ) from error
         except BaseException:
-            workers.end(self.pool)
+            children.end(self.pool)
             self.pool = None
             raise
         yield from done
@@ -259,7 +260,7 @@ def _start(
     reference: reference_logprobs.ReferenceLogprobs,
 ) -> None:
     """Note what a worker process needs; errors are raised by its first task, where they are passed on."""
-    workers.started()
+    children.started()
     torch.set_num_threads(1)
     _setup.update(make=lambda: PathEvaluator(source, torch.from_numpy(tokens), folder, resources), reference=reference)
 
