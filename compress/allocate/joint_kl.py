@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import multiprocessing
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,9 +130,7 @@ class JointKL:
             return
         if self.pool is None:
             given = (self.source, self.tokens.numpy(), self.work, self.resources, self.reference)
-            self.pool = ProcessPoolExecutor(
-                self.resources.processes, multiprocessing.get_context("spawn"), initializer=_start, initargs=given
-            )
+            self.pool = children.pool(self.resources.processes, _start, given)
         parts = shares(len(paths), len(samples), self.resources.processes)
         try:
             with children.starting():

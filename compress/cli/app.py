@@ -40,6 +40,7 @@ def main() -> None:
     """Entry point of `compress`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no warning when a process forks
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # what libraries start imports nothing from the working directory
     streams.open_all()
     if ranks.given()[0] > 0:
         streams.mute()

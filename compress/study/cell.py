@@ -1,4 +1,4 @@
-"""Measure one cell in a process of its own: `python -m compress.study.cell FOLDER`.
+"""Measure one cell in a process of its own, as `python -m compress.study.cell FOLDER` does.
 
 The process quantizes the model into FOLDER/checkpoint, which goes on where an earlier process has stopped, scores it,
 and writes FOLDER/cell.json last. It ends when the process that has started it ends: that one holds the other end of

@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import Popen
 
 from compress import ranks
+from compress.ranks import children
 from compress.study import cell as measuring
 from compress.study.folder import LOG, CellFolder
 
 POLL = 0.1  # seconds between two looks at the own processes
 LOOK = 1.0  # seconds between two looks at cells that others measure
-COMMAND = (sys.executable, "-m", measuring.__name__)  # of a child; the folder of its cell follows
+COMMAND = children.module_command(measuring.__name__)  # of a child; the folder of its cell follows
 TAIL = 2000  # characters of a log in which the reason of a failure is looked for
 
 OnResult = Callable[[CellFolder], None]
@@ -44,7 +44,7 @@ class _Running:
     """A cell that a child of this process measures."""
 
     cell: CellFolder
-    process: subprocess.Popen[bytes]
+    process: Popen[bytes]
     lock: int
     begun: float
     place: int
@@ -99,19 +99,12 @@ def _start_next(waiting: list[CellFolder], running: list[_Running], effort: Effo
     return False
 
 
-def _started(cell: CellFolder, lock: int, place: int, effort: Effort) -> subprocess.Popen[bytes]:
-    """Start the process of a cell, which has the lock, too, and hears neither Ctrl-C nor what is typed."""
+def _started(cell: CellFolder, lock: int, place: int, effort: Effort) -> Popen[bytes]:
+    """Start the process of a cell, which has the lock, too."""
     threads = max(1, (os.cpu_count() or 1) // effort.jobs) if effort.jobs > 1 else None
+    environment = ranks.environment_alone(place, effort.devices, threads)
     with (cell.path / LOG).open("wb") as log:
-        return subprocess.Popen(
-            [*COMMAND, str(cell.path.absolute())],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=ranks.environment_alone(place, effort.devices, threads),
-            pass_fds=(lock,),
-            start_new_session=True,
-        )
+        return children.start((*COMMAND, str(cell.path.absolute())), log.fileno(), environment, lock)
 
 
 def _has_ended(running: _Running, limit: float | None) -> bool:
