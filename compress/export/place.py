@@ -15,7 +15,7 @@ from types import TracebackType
 from compress.errors import CheckpointError, OutputError
 from compress.importers import gguf_header
 from compress.storage import paths
-from compress.storage.checkpoint import sync_directory
+from compress.storage.files import sync_directory
 from compress.storage.workdir import WorkDirectory, writing
 from compress.version import __version__
 

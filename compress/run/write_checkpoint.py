@@ -18,7 +18,8 @@ from compress.run import beside, identity, kv_cache, model_card, remote_code, re
 from compress.run.job import RunState
 from compress.runtime import hf
 from compress.storage import notice
-from compress.storage.checkpoint import CONFIG, INDEX, read_header, read_json, sync, write_text
+from compress.storage.checkpoint import CONFIG, INDEX, read_header, read_json, write_text
+from compress.storage.files import sync
 from compress.storage.manifest import PAGE, RECIPE, SCORES
 from compress.storage.paths import EXPORTED
 from compress.storage.workdir import Output

@@ -8,22 +8,21 @@ a file that has its final name is complete.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError, first_line, shown
 from compress.storage import config_sizes, json_text, notice, paths
+from compress.storage.files import replacing
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"  # all tensors in one file; an index beside it, of an earlier save, does not count
@@ -336,7 +335,7 @@ def write_shard(path: Path, tensors: Mapping[str, Writable], *, metadata: Mappin
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     digest = hashlib.sha256()
-    with _replacing(path) as stream:
+    with replacing(path) as stream:
         for chunk in _chunks(raw, [value for _, value in entries]):
             digest.update(chunk)
             stream.write(chunk)
@@ -358,37 +357,8 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file whole or not at all."""
-    with _replacing(path) as stream:
+    with replacing(path) as stream:
         stream.write(text.encode(errors="backslashreplace"))  # names of files may hold what is no character
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file beside `path`, which takes its place at the end."""
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as stream:
-        yield stream
-        sync(stream)
-    os.replace(part, path)
-    sync_directory(path.parent)
-
-
-def sync(stream: BinaryIO) -> None:
-    """Force a file to disk before it is renamed into place."""
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
-def sync_directory(directory: Path) -> None:
-    """Force the names in a directory to disk, so that what was renamed stays so after a power failure."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def sha256(path: Path) -> str:

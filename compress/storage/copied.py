@@ -12,7 +12,8 @@ import shutil
 from pathlib import Path
 
 from compress.errors import OutputError
-from compress.storage.checkpoint import CONFIG, MANIFEST, sync
+from compress.storage.checkpoint import CONFIG, MANIFEST
+from compress.storage.files import sync
 from compress.storage.paths import UNFINISHED
 
 CHUNK = 16 << 20  # bytes

@@ -40,7 +40,8 @@ from typing import Any, ClassVar
 from compress import process_memory
 from compress.errors import CheckpointError, OutputError
 from compress.storage import copied, json_text, paths
-from compress.storage.checkpoint import read_json, sync_directory, write_text
+from compress.storage.checkpoint import read_json, write_text
+from compress.storage.files import sync_directory
 
 SPARE = 64 << 20  # bytes that must stay free on the disk beside what the run writes
 NAMES = {"lock", "run.json", "run.json.part", "blocks", "model", "stream", "calibration", "old"}

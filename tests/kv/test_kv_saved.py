@@ -19,7 +19,7 @@ from compress.kv import attention, generation, hooks, saved
 from compress.kv.cache import make_cache
 from compress.kv.saved import columns, file, load_cache, raw_nbytes, save_cache, token_ids
 from compress.kv.settings import cache_settings
-from compress.storage import checkpoint
+from compress.storage import files
 from pico import build, of_type
 
 TOKENS = 300
@@ -280,7 +280,7 @@ def test_a_file_is_replaced_as_a_whole(name: str, tmp_path: Path, monkeypatch: p
     save_cache(exact(), path, model(), prompt(), "small")
     before: Callable[[], bytes] = path.read_bytes
     old = before()
-    monkeypatch.setattr(checkpoint.os if name == "os.replace" else checkpoint, name.rpartition(".")[2], fail)
+    monkeypatch.setattr(files.os if name == "os.replace" else files, name.rpartition(".")[2], fail)
     with pytest.raises(OutputError, match="No space left"):
         save_cache(exact(), path, model(), prompt(), "high")
     assert before() == old and list(tmp_path.iterdir()) == [path]

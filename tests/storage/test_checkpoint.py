@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from compress.errors import CheckpointError
-from compress.storage import checkpoint
+from compress.storage import checkpoint, files
 from compress.storage.checkpoint import CONFIG, DTYPES, INDEX, open_checkpoint, read_header, write_shard, write_text
 
 
@@ -121,7 +121,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(
         raise OSError(errno.ENOSPC, "no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "sync", full)
+        patch.setattr(files, "sync", full)
         with pytest.raises(OSError, match="no space left"):
             write(path)
     assert path.read_text() == "old"
