@@ -13,6 +13,7 @@ from compress.calib import chats
 from compress.calib.pieces import PIECE_NBYTES
 from compress.errors import CalibrationError, cut, first_line, needs, one_line
 from compress.storage import json_text
+from compress.storage.files import open_regular
 from compress.storage.paths import TEXT_SUFFIXES
 
 LINE_NBYTES = 1 << 16  # how much further a piece may go to end where a line ends
@@ -54,7 +55,7 @@ def source_name(source: str | Path) -> str:
 
 def _read_text(path: Path, column: str, chat: Chat) -> Iterator[str]:
     offset = 0
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         while raw := stream.read(PIECE_NBYTES):
             raw += stream.readline(LINE_NBYTES)
             for _ in range(3):  # where the line goes on, end at least where a character of up to four bytes ends
@@ -67,7 +68,7 @@ def _read_text(path: Path, column: str, chat: Chat) -> Iterator[str]:
 
 def _read_jsonl(path: Path, column: str, chat: Chat) -> Iterator[str]:
     offset = 0
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         for number, raw in enumerate(stream, 1):
             line = _decode(raw, path, offset).removeprefix("\ufeff")
             offset += len(raw)
@@ -122,7 +123,7 @@ def _read_dataset(source: str, column: str, chat: Chat) -> Iterator[str]:
 def _check_json(folder: Path) -> None:
     """Refuse a local data set with a JSON file that does not begin with an object: pyarrow dies of a null there."""
     for path in [*folder.rglob("*.json"), *folder.rglob("*.jsonl")]:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             if (start := stream.read(LINE_NBYTES).lstrip()[:1]) and start not in b"{[":
                 raise CalibrationError(f"{path} does not begin with a JSON object; give objects, one a line")
 

@@ -20,6 +20,7 @@ from compress.errors import BudgetError, CalibrationError
 from compress.model import load
 from compress.progress import Progress
 from compress.run import source
+from compress.storage.files import make_folder
 
 T = TypeVar("T")
 
@@ -115,7 +116,7 @@ class Evaluators:
         if not len(windows):
             raise CalibrationError(f"{text} has only {available} tokens, one window needs {seq_len}; give more text")
         folder = self.folder / "text"
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         self.close()  # each takes all the memory there is
         self._open["text"] = self._on(windows[: max(1, tokens // seq_len)], folder)
         return self._open["text"]

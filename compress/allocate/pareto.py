@@ -29,6 +29,7 @@ from compress.errors import BudgetError, RecipeError
 from compress.progress import Progress
 from compress.run.job import Job
 from compress.storage.checkpoint import write_text
+from compress.storage.files import replacing
 from compress.storage.workdir import writing
 
 SCORED = 16384  # tokens of a text that is given
@@ -143,7 +144,8 @@ def write(front: dict[str, Any], folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         if image is not None:
             files.append(folder / "frontier.png")
-            files[-1].write_bytes(image)
+            with replacing(files[-1]) as stream:
+                stream.write(image)
         files.append(folder / "report.html")
         write_text(files[-1], page(front, image))
     return files

@@ -21,6 +21,7 @@ from compress.allocate import search_state
 from compress.allocate.problem import Allocated, Choice, Problem, ShareEvaluator
 from compress.storage import json_text
 from compress.storage.checkpoint import write_text
+from compress.storage.files import read_text
 from compress.storage.json_text import NUMBER
 
 MOST = 4.0  # factor by which a round changes a damage, at most, either way: one gradient is not taken at its word
@@ -67,7 +68,7 @@ class _Store:
         self.path = evaluator.folder / f"rounds-{identity}.json"
         self.known: dict[str, list[float]] = {}  # what is measured -> the numbers
         with suppress(OSError, ValueError):  # no file, or one that cannot be read: all is measured anew
-            stored = json.loads(self.path.read_text(encoding="utf-8"))
+            stored = json.loads(read_text(self.path))
             if json_text.mismatch(stored, {str: [NUMBER]}) is None:
                 self.known = stored
 

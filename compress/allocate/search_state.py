@@ -17,6 +17,7 @@ from typing import Any
 from compress.allocate.problem import Choice, Problem
 from compress.allocate.surrogate import WINDOW, Observation
 from compress.storage.checkpoint import write_text
+from compress.storage.files import read_text
 
 VERSION = 1  # of the search and its state: another one starts over
 
@@ -55,7 +56,7 @@ def save(folder: Path, identity: str, state: SearchState) -> None:
 def load(folder: Path, identity: str) -> SearchState | None:
     """Read the state of this search; None if there is none, or what is there cannot be read."""
     try:
-        stored = json.loads((folder / f"search-{identity}.json").read_text(encoding="utf-8"))
+        stored = json.loads(read_text(folder / f"search-{identity}.json"))
         if stored.pop("identity") != identity:
             return None
         stored["measured"] = [_measured(one) for one in stored["measured"]]

@@ -26,6 +26,7 @@ from compress import formats
 from compress.errors import CheckpointError, OutputError
 from compress.formats import stored
 from compress.storage.checkpoint import StoredTensor, read_header, write_shard, write_text
+from compress.storage.files import make_folder
 from compress.storage.json_text import OBJECT
 from compress.storage.workdir import WorkDirectory, writing
 from compress.types import PackedWeight
@@ -56,7 +57,7 @@ class Database(WorkDirectory):
         with writing(self.folder, self.option), self._take_lock(busy):
             if self.is_begun and self.records.is_dir():
                 self._forget_empty()
-            self.records.mkdir(exist_ok=True)
+            make_folder(self.records)
             if not self.is_begun and any(self.records.iterdir()):
                 raise OutputError(f"{self.folder} has levels but no run.json; give another folder, or remove it")
             opened = False

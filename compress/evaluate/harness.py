@@ -25,6 +25,7 @@ from compress.evaluate.task_scores import TaskScore
 from compress.model import load
 from compress.model.positions import max_positions
 from compress.progress import Progress
+from compress.storage.files import read_text
 
 WAY = "lm-eval"
 FIGURES = ("acc", "exact_match", "em", "pass@1")  # which is taken where there are several
@@ -82,7 +83,7 @@ def _name(path: Path) -> str:
 
     Plain.add_constructor("!function", lambda loader, node: str(node.value))
     try:
-        found = yaml.load(path.read_text(encoding="utf-8"), Plain)  # noqa: S506  (a safe loader)
+        found = yaml.load(read_text(path), Plain)  # noqa: S506  (a safe loader)
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise CalibrationError(f"cannot read the task {path} ({first_line(error)})") from error
     if not isinstance(found, dict) or not isinstance(found.get("task"), str):

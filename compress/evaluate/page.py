@@ -10,6 +10,7 @@ from compress.pages import checkpoint
 from compress.progress import note
 from compress.run import report
 from compress.storage.checkpoint import write_text
+from compress.storage.files import read_text
 from compress.storage.manifest import PAGE, RECIPE
 
 
@@ -17,7 +18,7 @@ def write(directory: Path) -> Path:
     """Write the page of a checkpoint and return its path. Raises CheckpointError for damaged facts."""
     found, scores = report.load(directory, report.PAGE), record.load(directory)
     recipe = directory / RECIPE
-    settings = recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else ""
+    settings = read_text(recipe, errors="replace") if recipe.is_file() else ""
     path = directory / PAGE
     write_text(path, checkpoint.page(found, settings, scores))
     return path

@@ -9,6 +9,7 @@ from typing import Any
 from compress.errors import CalibrationError, first_line, shown
 from compress.evaluate.items import Item
 from compress.storage import json_text
+from compress.storage.files import read_text
 
 
 def check(file: str, task: str, count: int, **positive: int) -> None:
@@ -30,7 +31,7 @@ def read_lines(file: str, count: int, make: Callable[[Mapping[str, Any], str], I
     """
     path = Path(file)
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_text(path, "utf-8-sig").splitlines()
     except (OSError, UnicodeError) as error:
         raise CalibrationError(f"cannot read the questions of {path} ({first_line(error)})") from error
     found: dict[str, Item] = {}

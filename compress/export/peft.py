@@ -36,7 +36,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compress.errors import CheckpointError, OutputError
@@ -55,6 +54,7 @@ from compress.storage.checkpoint import (
     write_shard,
     write_text,
 )
+from compress.storage.files import open_regular
 from compress.types import PackedWeight, WeightTransforms
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -271,7 +271,7 @@ def _write(directory: Path, pairs: Mapping[str, Factors], base: str, base_finger
         tensors[f"{PREFIX}{name}.lora_A.weight"] = a.cpu().contiguous()
         tensors[f"{PREFIX}{name}.lora_B.weight"] = b.cpu().contiguous()
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt", FINGERPRINT: base_fingerprint})
+    write_shard(directory / WEIGHTS_FILE, tensors, metadata={FINGERPRINT: base_fingerprint})
     write_text(directory / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
 
@@ -283,6 +283,7 @@ def _read(directory: Path) -> tuple[dict[str, Factors], str | None]:
         raise CheckpointError(f"{directory} is no plain LoRA adapter ({unlike or config.get('peft_type')})")
     tensors: dict[str, Tensor] = {}
     try:
+        open_regular(directory / WEIGHTS_FILE).close()
         with safe_open(directory / WEIGHTS_FILE, "pt") as file:
             base = (file.metadata() or {}).get(FINGERPRINT)
             for key in file.keys():  # noqa: SIM118 (not a dict)

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from compress.errors import CheckpointError, shown
 from compress.importers import gguf_blocks
+from compress.storage.files import open_regular
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 TEXT_LIMIT = 16 << 20  # bytes of one text: a chat template, or a vocabulary's own rules
@@ -94,7 +95,7 @@ def read(path: Path) -> Header:
     if not os.path.isfile(path):
         raise CheckpointError(f"{path} is missing; download it again")
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             return _Reader(stream, path).header()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); check its permissions") from error

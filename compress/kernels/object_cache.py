@@ -22,6 +22,8 @@ LIMIT = 256 << 20  # bytes of all files
 SUFFIX = ".object"
 HASH = 32  # bytes
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
+# How a file is opened: a link is not followed, and a pipe does not block; 0 where a system has no such flag.
+UNFOLLOWED = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def key(parts: Iterable[str]) -> bytes:
@@ -40,7 +42,7 @@ def load(key: bytes) -> bytes | None:
         if folder is None or not _is_ours(os.stat(folder)):
             return None
         path = folder / (key.hex() + SUFFIX)
-        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
+        with open(os.open(path, os.O_RDONLY | UNFOLLOWED), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or not _is_ours(status):
                 return None

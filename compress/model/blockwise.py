@@ -26,6 +26,7 @@ from compress.model.block_calls import BlockArgs, Layout, Place, Recorded, equal
 from compress.model.skeleton import Skeleton
 from compress.numerics import checks, products
 from compress.runtime.packed import PackedModule
+from compress.storage.files import new_descriptor
 
 BlockInputs = Callable[[], Iterable[tuple[Tensor, BlockArgs]]]  # all batches of a block, the same at every call
 
@@ -68,7 +69,7 @@ class HiddenStates:
             if self.file is None:
                 self.tensor = paging.host_memory((self.sides * self.samples, *self.slice_shape), states)
             else:
-                self.descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+                self.descriptor = new_descriptor(self.file, 0o600)
         if self.pager is not None:
             self.pager.forget(start, start + states.shape[0])
         if self.tensor is not None:

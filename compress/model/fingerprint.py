@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from compress.storage.checkpoint import Checkpoint
+from compress.storage.files import open_regular
 from compress.version import __version__
 
 SAMPLED = 1 << 20  # bytes hashed at the start, middle and end of each shard to tell models apart
@@ -35,7 +36,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
             digest.update(f"{name} {stored.dtype} {stored.shape} {stored.offset}".encode())
     for file in checkpoint.files:
         size = file.stat().st_size
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             for start in sorted({0, max(0, size // 2), max(0, size - SAMPLED)}):
                 stream.seek(start)
                 digest.update(stream.read(SAMPLED))

@@ -93,6 +93,7 @@ from compress.recipe.schema import (
 )
 from compress.recipe.steps import plain_step, plain_tuning, transforms, tuning
 from compress.recipe.yaml import Entries, check_keys, compose, error_at, mapping, rename, sequence, value
+from compress.storage.files import open_regular
 
 if TYPE_CHECKING:
     from compress.types import ExpertPruning, Scheme
@@ -206,7 +207,7 @@ def _plain_rule(rule: Rule) -> dict[str, Any]:
 def _from_file(path: Path) -> Node:
     """Return the tree of a file; one that is no recipe but text is refused without a word of it in the error."""
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             raw = stream.read(FILE_LIMIT + 1)
         content = raw.decode("utf-8")
     except OSError as error:

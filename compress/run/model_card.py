@@ -17,6 +17,7 @@ from compress import process_memory
 from compress.kv.settings import KINDS
 from compress.model.opener import opener
 from compress.run.job import RunState
+from compress.storage.files import open_regular
 from compress.storage.paths import HUB_ID
 from compress.types import LayerPlan
 
@@ -175,8 +176,8 @@ def base_model(model: str, given: str | None) -> str | None:
 def base_card(directory: Path) -> dict[str, Any]:
     """Return words and lists of words of the front matter of a directory's card; {} where there is none to be read."""
     try:
-        with (directory / CARD).open(encoding="utf-8", errors="replace") as stream:
-            found = FRONT.match(stream.read(READ))
+        with open_regular(directory / CARD) as stream:
+            found = FRONT.match(stream.read(READ).decode(errors="replace"))
         values = yaml.load(found[1], Loader=Words) if found else None
     except (OSError, yaml.YAMLError, RecursionError, ValueError):
         return {}

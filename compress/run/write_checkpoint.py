@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from compress.progress import Progress, note
 from compress.run import beside, identity, kv_cache, model_card, remote_code, report, trained_tensors, verify
 from compress.run.job import RunState
 from compress.runtime import hf
-from compress.storage import notice
+from compress.storage import files, notice
 from compress.storage.checkpoint import CONFIG, INDEX, read_header, read_json, write_text
-from compress.storage.files import sync
+from compress.storage.files import read_text
 from compress.storage.manifest import PAGE, RECIPE, SCORES
 from compress.storage.paths import EXPORTED
 from compress.storage.workdir import Output
@@ -70,7 +69,7 @@ def _write_page(directory: Path, result: dict[str, Any], out: Path) -> None:
     """Write the page of a checkpoint; one that cannot be written is a note, since the checkpoint does without."""
     page = directory / PAGE
     try:
-        write_text(page, pages.page(result, (directory / RECIPE).read_text(encoding="utf-8")))
+        write_text(page, pages.page(result, read_text(directory / RECIPE)))
     except Exception as error:  # noqa: BLE001  (whatever is wrong with a page, the checkpoint is finished)
         page.with_name(page.name + ".part").unlink(missing_ok=True)
         note(f"no {PAGE} was written ({first_line(error)}); compress report {out} tries it again")
@@ -119,6 +118,4 @@ def copy_files(source: Path, directory: Path) -> None:
         if name.endswith("_config.json") and any(remote_code.references(values := read_json(path))):
             write_text(directory / name, json.dumps(remote_code.without(values), indent=2, ensure_ascii=False) + "\n")
             continue
-        shutil.copyfile(path, directory / name)
-        with (directory / name).open("r+b") as stream:
-            sync(stream)
+        files.copy(path, directory / name)

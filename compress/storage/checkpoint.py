@@ -22,7 +22,7 @@ from torch import Tensor
 
 from compress.errors import CheckpointError, first_line, shown
 from compress.storage import config_sizes, json_text, notice, paths
-from compress.storage.files import replacing
+from compress.storage.files import open_regular, replacing
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"  # all tensors in one file; an index beside it, of an earlier save, does not count
@@ -104,7 +104,7 @@ class StoredTensor(NamedTuple):
         tensor = torch.empty(self.shape, dtype=self.dtype)
         if self.nbytes:
             view = memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
-            with self.file.open("rb", buffering=0) as stream:
+            with open_regular(self.file, buffering=0) as stream:
                 stream.seek(self.offset)
                 done = 0
                 while done < self.nbytes:
@@ -222,7 +222,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
     """Return a JSON object from a file; raise CheckpointError for anything else. remedy: what to do about it."""
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             value = json_text.loads(stream.read(json_text.TEXT_LIMIT + 1))
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({first_line(error)}); {remedy}") from error
@@ -294,7 +294,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     if not os.path.isfile(path):  # False for a name that no file can have, too
         raise CheckpointError(f"shard {path} is missing; download the checkpoint again")
     size = path.stat().st_size
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         length = int.from_bytes(stream.read(8), "little") if size >= 8 else 0
         if not 0 < length <= min(json_text.TEXT_LIMIT, size - 8):
             raise CheckpointError(
@@ -364,7 +364,7 @@ def write_text(path: Path, text: str) -> None:
 def sha256(path: Path) -> str:
     """Return the hash of a file's bytes."""
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         while chunk := stream.read(CHUNK):
             digest.update(chunk)
     return digest.hexdigest()

@@ -8,15 +8,14 @@ directory holds a file UNFINISHED, by which the next run knows it for what it is
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 from compress.errors import OutputError
+from compress.storage import files
 from compress.storage.checkpoint import CONFIG, MANIFEST
-from compress.storage.files import sync
+from compress.storage.files import open_new
 from compress.storage.paths import UNFINISHED
 
-CHUNK = 16 << 20  # bytes
 LAST = (CONFIG, MANIFEST)
 
 
@@ -26,7 +25,7 @@ def put(model: Path, out: Path) -> None:
     The caller has made sure that `out` may be replaced.
     """
     out.mkdir(parents=True, exist_ok=True)
-    (out / UNFINISHED).write_bytes(b"")
+    open_new(out / UNFINISHED).close()
     names = sorted((name for name in os.listdir(model)), key=lambda name: (name in LAST, LAST[-1] == name, name))
     others = sorted(set(os.listdir(out)) - {*names, UNFINISHED})
     for name in (*LAST[::-1], *others):
@@ -39,8 +38,6 @@ def put(model: Path, out: Path) -> None:
 
 def copy(source: Path, target: Path) -> None:
     """Copy one file. Raises OutputError if the copy has another size."""
-    with source.open("rb") as read, target.open("wb") as written:
-        shutil.copyfileobj(read, written, CHUNK)
-        sync(written)
+    files.copy(source, target)
     if target.stat().st_size != source.stat().st_size:
         raise OutputError(f"{target} has {target.stat().st_size} bytes, not {source.stat().st_size}; run this again")

@@ -10,6 +10,7 @@ from compress.errors import CalibrationError, CheckpointError, OutputError
 
 CONFIG = "config.json"
 GGUF = ".gguf"
+CHAT_TEMPLATES = "additional_chat_templates"  # a folder in a model's, which transformers reads
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = "compress_manifest.json"
 UNFINISHED = "compress_unfinished"  # in a directory that a checkpoint is being copied to
@@ -55,6 +56,14 @@ def check_checkpoint(directory: Path) -> None:
         if not os.access(directory, os.X_OK):
             reason = "or you may not read it"
         raise CheckpointError(f"{directory} has no {CONFIG}; {reason}")
+    _check_files(directory)
+
+
+def _check_files(directory: Path) -> None:
+    """Raise CheckpointError for a pipe, socket or device among the files of a model: who reads it waits for ever."""
+    for path in (*directory.iterdir(), *(directory / CHAT_TEMPLATES).glob("*")):
+        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+            raise CheckpointError(f"{path} is no file but a pipe, a socket or a device; remove it")
 
 
 def check_adapter(adapter: Path) -> None:

@@ -39,7 +39,7 @@ from typing import Any, ClassVar
 
 from compress import process_memory
 from compress.errors import CheckpointError, OutputError
-from compress.storage import copied, json_text, paths
+from compress.storage import copied, files, json_text, paths
 from compress.storage.checkpoint import read_json, write_text
 from compress.storage.files import sync_directory
 
@@ -110,8 +110,9 @@ class WorkDirectory:
         for _ in range(100):  # a run that ends may remove the lock or the directory between any two steps
             self.folder.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError), ExitStack() as opened:
+                self._check_owner()
                 self._check_folder()
-                lock = opened.enter_context((self.folder / "lock").open("ab"))
+                lock = opened.enter_context(files.open_lock(self.folder / "lock"))
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -119,6 +120,11 @@ class WorkDirectory:
                 if os.path.samestat(os.fstat(lock.fileno()), (self.folder / "lock").stat()):
                     return opened.pop_all()
         raise OutputError(busy)
+
+    def _check_owner(self) -> None:
+        """Raise OutputError for a folder of another user, who would decide what its records say."""
+        if files.is_of_another_user(self.folder):
+            raise OutputError(f"{self.folder} belongs to another user; remove it, or give another {self.option}")
 
     def _check_folder(self) -> None:
         """Raise OutputError for a folder that is not ours, before anything is written into it."""
@@ -166,8 +172,8 @@ class Output(WorkDirectory):
                     self._remove(self.calibration)
                 if self.restart or not self._resumable():
                     self._forget()
-                self.blocks.mkdir(exist_ok=True)
-                self.model.mkdir(exist_ok=True)
+                files.make_folder(self.blocks)
+                files.make_folder(self.model)
                 self._remove_parts(self.model, self.blocks)
         except BaseException:
             self._leave()
@@ -265,7 +271,9 @@ class Output(WorkDirectory):
             (self.work / name).unlink(missing_ok=True)
 
     def _remove(self, directory: Path) -> None:
-        if directory.exists():
+        if directory.is_symlink():
+            directory.unlink()
+        elif directory.exists():
             shutil.rmtree(directory)
 
     def _leave(self) -> None:
@@ -321,6 +329,7 @@ def writing(path: Path, option: str = "--out") -> Iterator[None]:
         errno.EEXIST: f"a file of this name is in the way; give another {option}",
         errno.ENOTEMPTY: "something has appeared there; move it away and run the same command to go on",
         errno.EBUSY: f"it is a mount point or in use; give another {option}",
+        errno.ELOOP: f"a link is in its place; remove it, or give another {option}",
         errno.ENOTDIR: f"a part of the path is a file; give another {option}",
         errno.ENAMETOOLONG: f"the name is too long; give another {option}",
     }

@@ -30,6 +30,7 @@ from compress import recipe
 from compress.errors import CheckpointError, OutputError
 from compress.evaluate.items import Outcome, Task
 from compress.storage.checkpoint import read_json, write_text
+from compress.storage.files import lock_descriptor, make_folder, open_lock, open_new
 from compress.storage.json_text import LINES, NUMBER, SOME, TEXT
 from compress.storage.workdir import WorkDirectory, writing
 from compress.study import grid
@@ -58,7 +59,8 @@ class StudyFolder(WorkDirectory):
     def open(self, identity: dict[str, Any]) -> None:
         """Make the directory, or check that the study in it is this one. Raises OutputError."""
         with writing(self.folder):
-            self.records.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.records)
             with self.locked():
                 self.begin(identity, {})
 
@@ -71,7 +73,9 @@ class StudyFolder(WorkDirectory):
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock of the whole study, once it is free."""
-        with (self.folder / "lock").open("ab") as lock:
+        with writing(self.folder, self.option):
+            lock = open_lock(self.folder / "lock")
+        with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
@@ -87,8 +91,9 @@ class StudyFolder(WorkDirectory):
     def locked_answers(self) -> Iterator[None]:
         """Hold the lock of the original's answers, once it is free."""
         with writing(self.answered):
-            self.answered.mkdir(exist_ok=True)
-        with (self.answered / "lock").open("ab") as lock:
+            make_folder(self.answered)
+            lock = open_lock(self.answered / "lock")
+        with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
@@ -118,7 +123,7 @@ class StudyFolder(WorkDirectory):
         """Return the folder of a cell, with what is asked of it written down."""
         folder = self.cell(cell.key(identity))
         with writing(folder.path):
-            folder.path.mkdir(exist_ok=True)
+            make_folder(folder.path)
             if not (folder.path / RESULT).is_file():
                 if cell.recipe is not None:
                     _put(folder.path / RECIPE, recipe.dump(cell.recipe))
@@ -174,7 +179,7 @@ class CellFolder:
     def take(self) -> int | None:
         """Return the descriptor of the cell's lock, None while another process has it. Closing it frees the cell."""
         with writing(self.path):
-            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            lock = lock_descriptor(self.path / "lock")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -239,5 +244,6 @@ def _plain(cell: Cell, settings: Settings) -> dict[str, Any]:
 def _put(path: Path, text: str) -> None:
     """Write a file whole or not at all, whoever else does the same."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
+    with open_new(part) as stream:
+        stream.write(text.encode())
     os.replace(part, path)

@@ -25,6 +25,7 @@ from compress.errors import RecipeError
 from compress.progress import note
 from compress.recipe import Recipe
 from compress.recipe.catalogue import COSTS, Entry, Header
+from compress.storage.files import open_regular
 
 VERSION = 1  # of what a cell is and holds; another version measures all cells anew
 ORIGINAL = "original"  # the cell of the model as it is
@@ -171,7 +172,7 @@ def hashed(source: str) -> str:
     if not path.is_file():
         return source
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         while chunk := stream.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()

@@ -19,6 +19,8 @@ from subprocess import Popen
 
 from compress import ranks
 from compress.ranks import children
+from compress.storage.files import open_new, read_text
+from compress.storage.workdir import writing
 from compress.study import cell as measuring
 from compress.study.folder import LOG, CellFolder
 
@@ -103,7 +105,9 @@ def _started(cell: CellFolder, lock: int, place: int, effort: Effort) -> Popen[b
     """Start the process of a cell, which has the lock, too."""
     threads = max(1, (os.cpu_count() or 1) // effort.jobs) if effort.jobs > 1 else None
     environment = ranks.environment_alone(place, effort.devices, threads)
-    with (cell.path / LOG).open("wb") as log:
+    with writing(cell.path):
+        log = open_new(cell.path / LOG)
+    with log:
         return children.start((*COMMAND, str(cell.path.absolute())), log.fileno(), environment, lock)
 
 
@@ -132,5 +136,5 @@ def _reason(code: int, log: Path) -> str:
         return "killed by the system, which was out of memory"
     if code < 0:
         return f"ended by {signal.Signals(-code).name}"
-    said = log.read_text(encoding="utf-8", errors="replace")[-TAIL:].strip().splitlines()
+    said = read_text(log, errors="replace")[-TAIL:].strip().splitlines()
     return said[-1] if said else f"ended with code {code}"

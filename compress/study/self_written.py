@@ -9,6 +9,7 @@ from pathlib import Path
 from compress.progress import silent
 from compress.run import calibration_text, prepare
 from compress.run.job import Job
+from compress.storage.files import open_lock
 from compress.storage.workdir import Output
 from compress.study.folder import StudyFolder
 
@@ -29,7 +30,7 @@ def put(study: StudyFolder, job: Job) -> None:
         return
     written = study.folder / FOLDER / f"{prepared.samples}x{prepared.seq_len}"
     written.mkdir(parents=True, exist_ok=True)
-    with (written.parent / f"{written.name}.lock").open("ab") as lock:
+    with open_lock(written.parent / f"{written.name}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         calibration_text.calibration(job, prepared, silent, written)
     _copy(written, output)
@@ -38,7 +39,7 @@ def put(study: StudyFolder, job: Job) -> None:
 def _copy(written: Path, output: Output) -> None:
     """Copy the text into a folder of unfinished work, which is known by its lock."""
     output.work.mkdir(parents=True, exist_ok=True)
-    (output.work / "lock").touch()
+    open_lock(output.work / "lock").close()
     part = output.out.with_name("calibration.copy")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(written, part)

@@ -23,6 +23,7 @@ from compress.model.edits import EditContext
 from compress.model.graph import Attention
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import StoredTensor, read_header, write_shard
+from compress.storage.files import make_folder
 from compress.transform import kv_heads, qk_pairs
 from compress.transform.bases import value_rows
 from compress.transform.kv_heads import HeadMoments, HeadWeights, Layout
@@ -143,7 +144,7 @@ class _Block:
             if heals:
                 tensors, facts[3:] = self._healed(block, tensors)
             stored = {name: self._named(name, tensor.cpu()) for name, tensor in tensors.items()}
-            self.path.parent.mkdir(exist_ok=True)
+            make_folder(self.path.parent)
             write_shard(self.path, {**stored, FACTS: torch.tensor(facts, dtype=torch.float64)})
         merged = MergedBlock(self.path)
         if heals:

@@ -12,7 +12,7 @@ import pytest
 from compress import api
 from compress.errors import OutputError
 from compress.run import pipeline
-from compress.storage import copied, paths
+from compress.storage import copied, files, paths
 from runs import RTN, cli, contents, job
 
 
@@ -69,7 +69,7 @@ def test_a_copy_that_is_cut_off_is_no_checkpoint(
 
 
 def test_a_copy_of_another_size_is_an_error(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copied.shutil, "copyfileobj", lambda *_: None)
+    monkeypatch.setattr(files.shutil, "copyfileobj", lambda *_: None)
     with pytest.raises(OutputError, match="has 0 bytes, not 13"):
         copied.put(model, tmp_path / "out")
 

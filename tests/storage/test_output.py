@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from compress.errors import OutputError
-from compress.storage import checkpoint, files
+from compress.storage import checkpoint
 from compress.storage.checkpoint import write_text
+from compress.storage.files import sync_directory
 from compress.storage.workdir import Output, writing
 from runs import cli, interrupt
 
@@ -289,7 +290,7 @@ def test_names_are_forced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def sync(directory: Path) -> None:
         seen.append((directory, set(os.listdir(directory))))
 
-    monkeypatch.setattr(files, "sync_directory", sync)
+    monkeypatch.setattr("compress.storage.files.sync_directory", sync)
     monkeypatch.setattr("compress.storage.workdir.sync_directory", sync)
     checkpoint.write_shard(tmp_path / "shard", {})
     write_text(tmp_path / "text", "")
@@ -300,7 +301,7 @@ def test_names_are_forced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_sync_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that cannot do it is no error, a failing disk is one."""
-    files.sync_directory(tmp_path)
+    sync_directory(tmp_path)
     for code, fine in ((errno.EINVAL, True), (errno.EIO, False)):
 
         def fsync(descriptor: int, code: int = code) -> None:
@@ -308,7 +309,7 @@ def test_sync_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
         monkeypatch.setattr(os, "fsync", fsync)
         if fine:
-            files.sync_directory(tmp_path)
+            sync_directory(tmp_path)
         else:
             with pytest.raises(OSError, match="no"):
-                files.sync_directory(tmp_path)
+                sync_directory(tmp_path)
