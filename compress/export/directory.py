@@ -19,11 +19,10 @@ from compress.export.place import RECORD
 from compress.export.weights import Packed
 from compress.importers.source import Decoded
 from compress.run import write_checkpoint
-from compress.storage.checkpoint import CONFIG, MANIFEST, SINGLE, Readable, write_shard, write_text
+from compress.storage.checkpoint import CONFIG, SINGLE, Readable, write_shard, write_text
 from compress.version import __version__
 
 SHARD = 512 << 20  # bytes of a file, unless one tensor is larger
-OURS = (MANIFEST, "report.json", "recipe.yaml")  # of the packed checkpoint
 
 Named = tuple[str, Tensor | Readable]  # with its full name
 
@@ -54,8 +53,6 @@ def write(
 def finish(export: Export, out: Path, config: Mapping[str, Any]) -> None:
     """Write all files of a directory that hold no weights; config: what is laid over config.json."""
     write_checkpoint.copy_files(export.source.directory, out)
-    for name in OURS:
-        (out / name).unlink(missing_ok=True)
     write_text(out / CONFIG, json.dumps({**export.config(), **config}, indent=2) + "\n")
     record = {"version": __version__, "source": export.source.directory.name, "notes": export.notes}
     write_text(out / RECORD, json.dumps(record, indent=1) + "\n")

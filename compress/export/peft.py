@@ -44,10 +44,9 @@ from compress.model.skeleton import Skeleton
 from compress.run import write_checkpoint
 from compress.runtime import hf
 from compress.runtime.linear import PackedLinear
-from compress.storage import notice
+from compress.storage import files, notice
 from compress.storage.checkpoint import (
     CONFIG,
-    MANIFEST,
     open_checkpoint,
     read_header,
     read_json,
@@ -55,6 +54,7 @@ from compress.storage.checkpoint import (
     write_text,
 )
 from compress.storage.files import open_regular
+from compress.storage.manifest import RECIPE
 from compress.types import PackedWeight, WeightTransforms
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -196,8 +196,8 @@ def export(checkpoint: Path, out: Path, adapter: Path) -> int:
             write_shard(out / file.name, kept)
     write_checkpoint.write_index(out)
     write_checkpoint.copy_files(source.directory, out)
-    for name in (MANIFEST, "report.json"):  # of the whole
-        (out / name).unlink(missing_ok=True)
+    if (checkpoint / RECIPE).is_file():
+        files.copy(checkpoint / RECIPE, out / RECIPE)
     bare = hf.build_config({name: dataclasses.replace(form, lowrank=None) for name, form in stored.items()})
     written = notice.added({**source.config, "quantization_config": bare.to_dict()})
     write_text(out / CONFIG, json.dumps(written, indent=2) + "\n")

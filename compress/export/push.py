@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import fnmatch
 import glob
+import os
+import shlex
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from compress.errors import CheckpointError, OutputError, first_line
-from compress.storage import paths
+from compress.storage import known_files, paths
 from compress.storage.checkpoint import CONFIG, MANIFEST
 from compress.storage.manifest import Manifest
 
+NAMED = 8  # files in an error
 STALE = ("*.safetensors", "*.safetensors.index.json")  # of a repository, where they are not uploaded
 
 
@@ -41,11 +45,12 @@ class Target(NamedTuple):
     private: bool | None = None  # of a repository that is made; None: as the account has it
 
 
-def check(directory: Path) -> Upload:
+def check(directory: Path, included: Collection[str] = ()) -> Upload:
     """Return what would be uploaded of a checkpoint.
 
     Raises CheckpointError for one that is unfinished, was saved again by other software, or is not as it was written:
-    every file is read and its hash compared.
+    every file is read and its hash compared. Raises it for files that are none of a model's, unless they are
+    `included` by name, and for links out of the directory.
     """
     paths.check_checkpoint(directory)
     manifest = Manifest.read(directory)
@@ -57,11 +62,29 @@ def check(directory: Path) -> Upload:
     manifest.check_listed({CONFIG, *(path.name for path in directory.glob("*.safetensors"))})
     read, left = manifest.unlisted()
     manifest.check_listed(read)
+    _check_known(directory, manifest.files, included)
     for name in sorted(manifest.files):
         manifest.check_size(name)
         manifest.check_hash(name)
     names = sorted({*manifest.files, MANIFEST})
     return Upload({name: (directory / name).stat().st_size for name in names}, left)
+
+
+def _check_known(directory: Path, names: Collection[str], included: Collection[str]) -> None:
+    """Raise CheckpointError for a listed file that may be no part of the model, and for a link to one elsewhere."""
+    if missing := sorted(set(included) - set(names)):
+        raise CheckpointError(f"{directory} has no {missing[0]} that {MANIFEST} lists; give other names of files")
+    unknown = sorted(name for name in names if not known_files.is_published(name) and name not in included)
+    if unknown:
+        options = " ".join(f"--include {shlex.quote(name)}" for name in unknown[:NAMED])
+        more = f" and {len(unknown) - NAMED} more" if len(unknown) > NAMED else ""
+        raise CheckpointError(
+            f"{directory} lists what is no part of a model: {', '.join(unknown[:NAMED])}{more}; write the checkpoint "
+            f"again, which leaves it out, or upload it all the same with {options}"
+        )
+    for name in sorted(names):
+        if os.path.lexists(directory / name) and not known_files.is_inside(directory / name):
+            raise CheckpointError(f"{directory / name} is a link to elsewhere, or no file; put the file in its place")
 
 
 def stale(names: list[str], upload: Upload) -> list[str]:

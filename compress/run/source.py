@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from compress import process_memory
@@ -47,6 +48,9 @@ def resolve(model: str, adapter: Path | None = None) -> Path:
     return _directory(path.absolute(), file and file.absolute(), adapter and adapter.absolute())
 
 
+_made = set[Path]()  # directories of this process, whose links lead to the files that a user has named
+
+
 @functools.cache
 def _directory(path: Path, file: Path | None, adapter: Path | None) -> Path:
     """Make the directory of a model that is no checkpoint directory by itself."""
@@ -54,6 +58,7 @@ def _directory(path: Path, file: Path | None, adapter: Path | None) -> Path:
     atexit.register(_remove, folder, os.getpid())
     directory = folder / path.name.removesuffix(paths.GGUF)
     directory.mkdir()
+    _made.add(directory)
     if file is None:
         for each in path.iterdir():
             if each.is_file() and each.name != paths.MANIFEST:  # whose files are not all that is loaded
@@ -69,6 +74,13 @@ def _directory(path: Path, file: Path | None, adapter: Path | None) -> Path:
         lora.check(adapter)
         (directory / lora.FOLDER).symlink_to(adapter)
     return directory
+
+
+def beside_model(directory: Path) -> Iterator[Path]:
+    """Yield the files in the directory of a model, each where its user has it if `resolve` has made the directory."""
+    for path in directory.iterdir():
+        if os.path.isfile(path):
+            yield Path(os.readlink(path)) if directory in _made and path.is_symlink() else path
 
 
 def _remove(folder: Path, process: int) -> None:

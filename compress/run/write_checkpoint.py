@@ -10,23 +10,22 @@ from typing import Any
 import torch
 
 from compress import process_memory, recipe
-from compress.errors import first_line
+from compress.errors import cut, first_line, one_line
 from compress.pages import checkpoint as pages
 from compress.progress import Progress, note
 from compress.run import beside, identity, kv_cache, model_card, remote_code, report, trained_tensors, verify
 from compress.run.job import RunState
+from compress.run.source import beside_model
 from compress.runtime import hf
-from compress.storage import files, notice
+from compress.storage import files, known_files, notice
 from compress.storage.checkpoint import CONFIG, INDEX, read_header, read_json, write_text
 from compress.storage.files import read_text
-from compress.storage.manifest import PAGE, RECIPE, SCORES
-from compress.storage.paths import EXPORTED
+from compress.storage.manifest import PAGE, RECIPE
 from compress.storage.workdir import Output
 
 TIED = "tie_word_embeddings"
 COPIED_LIMIT = 64 << 20  # bytes; larger files beside a model are not its configuration
-OF_OTHERS = {"quantize_config.json", "quant_config.json", "hf_quant_config.json", EXPORTED}  # how a model was stored
-NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".py", ".pkl", ".md"}
+NAMED = 8  # files in the note on those that are left out
 
 
 def finish(output: Output, run: RunState, started: float, progress: Progress) -> dict[str, Any]:
@@ -103,19 +102,19 @@ def write_index(directory: Path) -> None:
 
 
 def copy_files(source: Path, directory: Path) -> None:
-    """Copy tokenizer, generation settings and other small files that hold no weights and no code, nor name any."""
-    for path in sorted(source.iterdir()):
+    """Copy what belongs to a model and holds no weights and no code, nor names any; a note says what is left out."""
+    left_out = []
+    for path in sorted(beside_model(source)):
         name = path.name
-        if (
-            not path.is_file()
-            or name.startswith(".")
-            or name in (CONFIG, INDEX, PAGE, SCORES, *OF_OTHERS)
-            or name.endswith(".index.json")
-        ):
+        if known_files.is_of_source(name):
             continue
-        if path.suffix.lower() in NOT_COPIED or path.stat().st_size > COPIED_LIMIT:
-            continue
-        if name.endswith("_config.json") and any(remote_code.references(values := read_json(path))):
+        if not known_files.is_copied(name) or not known_files.is_inside(path) or path.stat().st_size > COPIED_LIMIT:
+            left_out.append(name)
+        elif name.endswith("_config.json") and any(remote_code.references(values := read_json(path))):
             write_text(directory / name, json.dumps(remote_code.without(values), indent=2, ensure_ascii=False) + "\n")
-            continue
-        files.copy(path, directory / name)
+        else:
+            files.copy(path, directory / name)
+    if left_out:
+        names = ", ".join(cut(one_line(name)) for name in left_out[:NAMED])
+        more = f" and {len(left_out) - NAMED} more" if len(left_out) > NAMED else ""
+        note(f"not copied from {source.name}, as no part of a model or a link to elsewhere: {names}{more}")

@@ -1,0 +1,100 @@
+"""What lies beside a model and is no part of it: neither in what is made of it, nor at the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from compress.run import source
+from compress.storage import known_files
+from pico import save_pico
+from runs import RTN, cli, command, one_line
+
+SECRETS = ("id_rsa", "private_eval.jsonl", "secrets.env", "token.txt")
+COPIED = {"LICENSE", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model with secrets beside it, and with links to a file that is not its own."""
+    directory = save_pico("llama", tmp_path / "model")
+    (tmp_path / "elsewhere").write_text("secret")
+    for name in SECRETS:
+        (directory / name).write_text("secret")
+    (directory / "LICENSE").write_text("free")
+    (directory / "vocab.txt").symlink_to("../elsewhere")
+    (directory / "NOTICE").symlink_to(tmp_path / "elsewhere")
+    return directory
+
+
+def hold_no_secret(directory: Path) -> bool:
+    return all(b"secret" not in path.read_bytes() for path in directory.iterdir())
+
+
+def test_secrets_stay_where_they_are(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    made = cli(*command(model, RTN, out))
+    assert made.code == 0, made.err
+    left_out = ", ".join(sorted(("NOTICE", *SECRETS, "vocab.txt")))
+    assert f"not copied from model, as no part of a model or a link to elsewhere: {left_out}\n" in made.err
+    assert hold_no_secret(out)
+    assert {path.name for path in out.iterdir()} >= COPIED
+    assert cli("push", str(out), "me/x", "--dry-run").code == 0
+    for name in SECRETS:
+        (out / name).write_text("secret")
+    exported = cli("export", str(out), "--to", "dense", "--out", str(tmp_path / "dense"))
+    assert exported.code == 0 and f"a link to elsewhere: {SECRETS[0]}, " in exported.err
+    assert hold_no_secret(tmp_path / "dense") and {path.name for path in (tmp_path / "dense").iterdir()} >= COPIED
+
+
+def test_what_an_older_version_has_copied_is_not_uploaded_unasked(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert cli(*command(model, RTN, out)).code == 0
+    (out / "id_rsa").write_text("secret")
+    manifest = json.loads((out / "compress_manifest.json").read_text())
+    manifest["files"]["id_rsa"] = known_hash(out / "id_rsa")
+    manifest["files"]["LICENSE"] = known_hash(model / "LICENSE")
+    (out / "compress_manifest.json").write_text(json.dumps(manifest))
+    refused = cli("push", str(out), "me/x", "--dry-run")
+    assert refused.code == 1 and "lists what is no part of a model: id_rsa; " in one_line(refused)
+    named = cli("push", str(out), "me/x", "--dry-run", "--include", "id_rsa")
+    assert named.code == 0 and "id_rsa" in named.out
+    assert "has no nothing that" in one_line(cli("push", str(out), "me/x", "--dry-run", "--include", "nothing"))
+    shutil.copy(out / "LICENSE", tmp_path / "license")
+    (out / "LICENSE").unlink()
+    (out / "LICENSE").symlink_to(tmp_path / "license")
+    linked = cli("push", str(out), "me/x", "--dry-run", "--include", "id_rsa")
+    assert linked.code == 1 and "LICENSE is a link to elsewhere" in one_line(linked)
+
+
+def known_hash(path: Path) -> str:
+    from compress.storage.checkpoint import sha256
+
+    return sha256(path)
+
+
+def test_a_directory_of_links_that_the_run_has_made(model: Path, tmp_path: Path) -> None:
+    """With an adapter: what its links lead to is judged where the user has it."""
+    from compress.importers import lora
+
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lora, "check", lambda adapter: None)
+        made = source.resolve(str(model), adapter)
+    assert made != model
+    inside = {path.name for path in source.beside_model(made) if known_files.is_inside(path)}
+    assert inside == {path.name for path in model.iterdir() if not path.is_symlink()}
+
+
+@pytest.mark.parametrize("name", ["README.md", "tokenizer.json", "notes"])
+def test_a_pipe_beside_a_model_is_refused(name: str, model: Path, tmp_path: Path) -> None:
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    for words in (command(model, RTN, tmp_path / "out"), ["eval", str(model), "--text", str(model / "LICENSE")]):
+        result = cli(*words)
+        assert result.code == 1 and f"{name} is no file but a pipe, a socket or a device; remove it" in one_line(result)
