@@ -35,16 +35,22 @@ def save(
     quality: Annotated[
         Quality, typer.Option(help="Of keys and values; a checkpoint with a cache of its own keeps every bit.")
     ] = "standard",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that kv save did not write.")] = False,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Let a model read a prompt, and save the cache that it computes."""
+    """Let a model read a prompt, and save the cache that it computes.
+
+    A file of an earlier kv save is replaced, any other only with --overwrite.
+    """
     with errors():
         text = _text(prompt, prompt_file)
         check_model(model)
         paths.check_writable(out.parent, "--out")
         if out.is_dir():
             raise typer.BadParameter(f"{out} is a directory; give a file", param_hint="--out")
+        read = [path for path in (paths.local_model(model), prompt_file) if path is not None]
+        paths.check_saved_cache(out, overwrite, read)
         from compress.evaluate import saved_cache
         from compress.run.source import resolve
 

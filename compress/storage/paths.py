@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from compress.errors import CalibrationError, CheckpointError, OutputError
+from compress.storage import json_text
+from compress.storage.files import open_regular
 
 CONFIG = "config.json"
 GGUF = ".gguf"
@@ -15,6 +19,7 @@ ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = "compress_manifest.json"
 UNFINISHED = "compress_unfinished"  # in a directory that a checkpoint is being copied to
 EXPORTED = "compress_export.json"  # in every exported directory: what it was made from
+SAVED_CACHE = "compress_kv"  # in the header of the cache of a prompt
 METHOD = "compress"  # quant_method of packed checkpoints
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
@@ -61,7 +66,8 @@ def check_checkpoint(directory: Path) -> None:
 
 def _check_files(directory: Path) -> None:
     """Raise CheckpointError for a pipe, socket or device among the files of a model: who reads it waits for ever."""
-    for path in (*directory.iterdir(), *(directory / CHAT_TEMPLATES).glob("*")):
+    names = os.listdir(directory) if os.access(directory, os.R_OK) else []
+    for path in (*(directory / name for name in names), *(directory / CHAT_TEMPLATES).glob("*")):
         if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
             raise CheckpointError(f"{path} is no file but a pipe, a socket or a device; remove it")
 
@@ -109,6 +115,30 @@ def check_out(out: Path, overwrite: bool) -> None:
         raise OutputError(f"{out} exists already; give another --out, or --overwrite to replace it")
     if not os.path.isdir(out) or (os.listdir(out) and not os.path.isfile(out / MANIFEST)):
         raise OutputError(f"{out} is not a checkpoint that compress wrote; delete it yourself or give another --out")
+
+
+def check_saved_cache(out: Path, overwrite: bool, read: Iterable[Path]) -> None:
+    """Raise OutputError if the cache of a prompt must not be written to `out`; read: what the command reads.
+
+    Only a file of the same kind is replaced, or any file with `overwrite`; never what is read, nor a link or a device.
+    """
+    if not os.path.lexists(out):
+        return
+    if os.path.islink(out) or not os.path.isfile(out):
+        raise OutputError(f"{out} is no regular file; give another --out")
+    for path in read:
+        if os.path.exists(path) and os.path.samefile(path, out.parent if os.path.isdir(path) else out):
+            raise OutputError(f"{out} is read by this command; give another --out")
+    if not overwrite and not _is_saved_cache(out):
+        raise OutputError(f"{out} is not a cache that compress kv save wrote; give another --out, or --overwrite")
+
+
+def _is_saved_cache(path: Path) -> bool:
+    """Return whether the header of a safetensors file says that it is the cache of a prompt."""
+    with suppress(OSError, ValueError, AttributeError), open_regular(path) as stream:
+        header = stream.read(min(int.from_bytes(stream.read(8), "little"), json_text.TEXT_LIMIT))
+        return SAVED_CACHE in json_text.loads(header).get("__metadata__", {})
+    return False
 
 
 def check_writable(folder: Path, option: str) -> None:

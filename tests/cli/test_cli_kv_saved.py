@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -80,3 +81,32 @@ def test_wrong_input_is_one_line(model: Path, tmp_path: Path) -> None:
         result = cli("kv", *words)
         assert result.code == 1 and one_line(result), (words, result)
     assert not out.exists()
+
+
+def test_only_own_files_are_replaced(model: Path, tmp_path: Path) -> None:
+    """Refused before the model is read: the file is as it was, and nothing is beside it."""
+    out, text = tmp_path / "x.kv", tmp_path / "prompt.txt"
+    text.write_text("abc")
+    link, pipe = tmp_path / "link.kv", tmp_path / "pipe.kv"
+    link.symlink_to(text)
+    os.mkfifo(pipe)
+    copied = Path(shutil.copytree(model, tmp_path / "model"))
+    words = ("kv", "save", str(copied), "--prompt-file", str(text), "--out")
+    refused = {
+        **{text: "is read by this command", copied / "config.json": "is read by this command"},
+        **{link: "is no regular file", pipe: "is no regular file", Path("/dev/null"): "is no regular file"},
+    }
+    for path, why in refused.items():
+        for more in ((), ("--overwrite",)):
+            result = cli(*words, str(path), *more)
+            assert result.code == 1 and f"{path} {why}; give another --out" in one_line(result), result
+    for content in (b"notes", b"", (model / "model.safetensors").read_bytes(), b"\x02" + bytes(7) + b"[]"):
+        out.write_bytes(content)
+        result = cli(*words, str(out))
+        assert result.code == 1 and "is not a cache that compress kv save wrote" in one_line(result)
+        assert out.read_bytes() == content
+    assert cli(*words, str(out), "--overwrite").code == 0
+    first = out.read_bytes()
+    text.write_text("another text")
+    assert cli(*words, str(out)).code == 0 and out.read_bytes() != first
+    assert text.read_text() == "another text"

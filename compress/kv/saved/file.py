@@ -30,9 +30,9 @@ from compress.errors import CheckpointError, OutputError, first_line
 from compress.kv.saved import columns, identity, parts
 from compress.kv.saved.parts import CODED, Part
 from compress.numerics import rans
-from compress.storage import checkpoint, json_text
+from compress.storage import checkpoint, json_text, paths
 
-KEY, HASH = "compress_kv", "compress_kv_sha256"
+KEY, HASH = paths.SAVED_CACHE, f"{paths.SAVED_CACHE}_sha256"
 VERSION = 1
 PART = {"shape": [json_text.INTEGER], "dtype": json_text.TEXT}
 OPTIONAL = (dict, type(None))
