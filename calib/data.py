@@ -28,6 +28,7 @@ from compress.calib.pieces import Piece, batches
 from compress.errors import BudgetError, CalibrationError, CheckpointError
 from compress.importers import open_checkpoint
 from compress.storage.checkpoint import Checkpoint, read_header, read_json, write_shard, write_text
+from compress.storage.files import make_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -191,7 +192,8 @@ def _of_model(tokens: Tensor) -> Calibration:
 
 def store(folder: Path, request: dict[str, Any], calibration: Calibration) -> None:
     """Keep self-generated text for `restore`; request: JSON values, all that decides the text."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_shard(folder / STORED_TOKENS, {"tokens": calibration.tokens})
     write_text(folder / STORED_FACTS, json.dumps({"request": request, "sha256": calibration.sha256}, indent=1))
 

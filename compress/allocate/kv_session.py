@@ -26,6 +26,7 @@ from compress.run.job import Job
 from compress.storage import json_text
 from compress.storage.checkpoint import read_json, write_text
 from compress.storage.json_text import INTEGER, NUMBER, TEXT
+from compress.storage.workdir import check_owner
 
 COSTS: dict[str, Any] = {  # in a file: `CacheCosts`
     "units": [
@@ -62,6 +63,8 @@ def offer(job: Job, allocation: Allocation, tokens: Tensor, folder: Path, progre
         "software versions": fingerprint.versions(),
     }
     path = folder / f"cache-{hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]}.json"
+    if folder.exists():
+        check_owner(folder, "--measurements")
     if not path.is_file():
         if not job.measures:
             raise NotMeasuredError(f"{folder} has nothing of this cache")

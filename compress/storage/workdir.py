@@ -110,7 +110,7 @@ class WorkDirectory:
         for _ in range(100):  # a run that ends may remove the lock or the directory between any two steps
             self.folder.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError), ExitStack() as opened:
-                self._check_owner()
+                check_owner(self.folder, self.option)
                 self._check_folder()
                 lock = opened.enter_context(files.open_lock(self.folder / "lock"))
                 try:
@@ -120,11 +120,6 @@ class WorkDirectory:
                 if os.path.samestat(os.fstat(lock.fileno()), (self.folder / "lock").stat()):
                     return opened.pop_all()
         raise OutputError(busy)
-
-    def _check_owner(self) -> None:
-        """Raise OutputError for a folder of another user, who would decide what its records say."""
-        if files.is_of_another_user(self.folder):
-            raise OutputError(f"{self.folder} belongs to another user; remove it, or give another {self.option}")
 
     def _check_folder(self) -> None:
         """Raise OutputError for a folder that is not ours, before anything is written into it."""
@@ -289,6 +284,12 @@ class Output(WorkDirectory):
                     self._remove(self.calibration)
                     (self.work / "lock").unlink()
                     self.work.rmdir()
+
+
+def check_owner(folder: Path, option: str) -> None:
+    """Raise OutputError for a folder of another user, who decides what its records say; option: that changes it."""
+    if files.is_of_another_user(folder):
+        raise OutputError(f"{folder} belongs to another user; remove it, or give another {option}")
 
 
 def _is_like(stored: dict[str, Any], arrangement: dict[str, Any]) -> bool:
