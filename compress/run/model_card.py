@@ -6,6 +6,7 @@ kind of task are those of the base's own card, where that lies beside the base.
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 import yaml
 
 from compress import process_memory
+from compress.errors import one_line
 from compress.kv.settings import KINDS
 from compress.model.opener import opener
 from compress.run.job import RunState
@@ -44,7 +46,7 @@ class Words(yaml.SafeLoader):
     }
 
 
-PACKED = """# {model}, quantized with compress (recipe `{recipe}`)
+PACKED = """# {model}, quantized with compress (recipe {recipe})
 
 {bpw:.3f} stored bits per packed weight, {whole:.3f} over the whole model; {total} in all (the original: {source}). The
 weights are packed: transformers and vLLM read them where the package `{package}` is installed. Without it,
@@ -70,7 +72,7 @@ Not measured by the run that wrote this: divergence from the original, tasks, sp
 happened (`compress report DIR` shows it as a page), `compress verify DIR` checks the files.
 """
 
-TRANSFORMED = """# {model}, transformed with compress (recipe `{recipe}`)
+TRANSFORMED = """# {model}, transformed with compress (recipe {recipe})
 
 Transformed weights in full precision ({total}; the original: {source}): it loads like any checkpoint. What was done,
 and whether it changed the function, is under `notes` in `report.json`.
@@ -113,18 +115,30 @@ def text(run: RunState, report: Mapping[str, Any]) -> str:
     checkpoint, opened_by = run.prepared.skeleton.checkpoint, opener(run.prepared.skeleton.config).__name__
     front = front_matter(run, report, base_card(checkpoint.directory), opened_by)
     body = _body(run, report).format(
-        model=report["model"],
-        recipe=report["recipe"],
+        model=plain(report["model"]),
+        recipe=code(report["recipe"]),
         bpw=report["bpw"],
         whole=report["whole"]["bpw"],
         total=process_memory.show(report["nbytes"]["total"]),
         source=process_memory.show(report["source_nbytes"]),
         package=PACKAGE,
-        base=BASE.format(**report) if report["base"] else "",
+        base=BASE.format(base=plain(report["base"])) if report["base"] else "",
         made=_made(run, report),
         opener=opened_by,
     )
     return f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n{body}"
+
+
+def plain(text: str) -> str:
+    """Return text as Markdown that shows it as it is: names of models and files may hold HTML, links or line ends."""
+    return re.sub(r"([\\`*_\[\]#|~])", r"\\\1", html.escape(one_line(text), quote=False))
+
+
+def code(text: str) -> str:
+    """Return text as a code span of Markdown, with more backticks around it than are in it."""
+    fence = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
+    inner = f" {one_line(text)} " if "`" in text else one_line(text)
+    return f"{fence}{inner}{fence}"
 
 
 def _body(run: RunState, report: Mapping[str, Any]) -> str:
@@ -202,11 +216,11 @@ def _cache(section: Mapping[str, Any]) -> str:
     for kind in KINDS:
         coding = section[kind]
         bits = f", {coding['bits']:g} bits" if isinstance(coding.get("bits"), int | float) else ""
-        said.append(f"{kind} by `{coding['method']}`{bits}, the last {coding['residual_length']} tokens exact")
+        said.append(f"{kind} by {code(coding['method'])}{bits}, the last {coding['residual_length']} tokens exact")
     said = [said[0].replace("keys by", "keys and values by", 1)] if section["keys"] == section["values"] else said
     others = f"; {len(section['layers'])} layers have settings of their own" if section["layers"] else ""
     if evict := section.get("evict"):
-        others += f". Tokens are evicted: {_stays(evict)}, chosen by `{evict['method']}`"
+        others += f". Tokens are evicted: {_stays(evict)}, chosen by {code(evict['method'])}"
     return f"Cache of generation: {'; '.join(said)}, and the first {section['keys']['sink']}{others}."
 
 
@@ -216,7 +230,7 @@ def _made(run: RunState, report: Mapping[str, Any]) -> str:
     if calibration is None:
         lines.append("No calibration text was used.")
     else:
-        source = "text that the model wrote itself" if calibration["self_generated"] else f"`{calibration['source']}`"
+        source = "text that the model wrote itself" if calibration["self_generated"] else code(calibration["source"])
         lines.append(
             f"Calibrated on {calibration['num_samples']} samples of {calibration['seq_len']} tokens: {source}."
         )

@@ -120,3 +120,29 @@ def test_the_tag_of_bits_is_that_of_the_blocks(tmp_path: Path) -> None:
     setup = Setup("int3", (*SMALL, "group_size=32"))
     api.quantize(job(save_pico("llama", tmp_path / "base"), setup, tmp_path / "out"))
     assert "3-bit" in ModelCard.load(tmp_path / "out" / "README.md").data.tags
+
+
+HOSTILE = "<img src=x onerror=alert(1)> [x](javascript:1) `` *b* a|b\n# head"
+
+
+def test_names_are_shown_as_they_are() -> None:
+    shown = model_card.plain(HOSTILE)
+    assert shown == "&lt;img src=x onerror=alert(1)&gt; \\[x\\](javascript:1) \\`\\` \\*b\\* a\\|b \\# head"
+    assert (
+        model_card.code(HOSTILE) == f"``` {HOSTILE.replace(chr(10), ' ')} ```" and model_card.code("int4") == "`int4`"
+    )
+
+
+def test_a_hostile_name_of_a_model_and_of_a_text_is_no_html(tmp_path: Path) -> None:
+    name = "<img src=x onerror=alert(1)>"
+    model = save_pico("llama", tmp_path / name)
+    text = tmp_path / "`<script>`.txt"
+    text.write_text(Path(__file__).read_text())
+    out = tmp_path / "packed"
+    done = cli("quantize", str(model), *GPTQ.options(), "--calib", str(text), "--out", str(out))
+    assert done.code == 0, done.err
+    card = (out / "README.md").read_text()
+    assert "# &lt;img src=x onerror=alert(1)&gt;, quantized" in card and name not in card
+    assert "`` `<script>`.txt ``" in card
+    page = (out / "report.html").read_text()
+    assert name not in page and "`<script>`" not in page
