@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from compress.errors import CompressError, ProcessLostError, first_line, needs
-from compress.ranks import Ranks, given
+from compress.ranks import Ranks, given, wire
 
 T = TypeVar("T")
 
@@ -49,14 +49,10 @@ class Connected(Ranks):
         self._gloo = dist.new_group(backend="gloo", timeout=LONGEST)
 
     def share(self, value: T) -> T:
-        values = [value if self.is_main else None]
-        self._call("broadcast_object_list", values, src=0, group=self._gloo)
-        return values[0]  # type: ignore[return-value]
+        return self._spread_value(value, 0)
 
     def gather(self, value: T) -> list[T]:
-        values: list[Any] = [None] * self.size
-        self._call("all_gather_object", values, value, group=self._gloo)
-        return values
+        return [self._spread_value(value, source) for source in range(self.size)]
 
     def add_up(self, sums: Sequence[Tensor]) -> None:
         for tensor in sums:
@@ -66,7 +62,7 @@ class Connected(Ranks):
         self._call("broadcast", tensor, src=source, group=self._group(tensor))
 
     def exchange(self, tensors: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        told = self.gather([[(tuple(t.shape), t.dtype) for t in group] for group in tensors])
+        told: Any = self.gather([[(tuple(t.shape), t.dtype) for t in group] for group in tensors])
         incoming = [facts[self.rank] for facts in told]
         sizes = [[math.prod(shape) * dtype.itemsize for shape, dtype in facts] for facts in incoming]
         device = next((t.device for group in tensors for t in group), self.device)
@@ -80,13 +76,34 @@ class Connected(Ranks):
 
     def hand(self, value: T, source: int, target: int) -> T:
         if self.rank == source:
-            self._call("send_object_list", [value], dst=target, group=self._gloo)
+            message = wire.encode(value)
+            self._call("send", torch.tensor([len(message)]), dst=target, group=self._gloo)
+            self._call("send", message, dst=target, group=self._gloo)
         if self.rank != target:
             return value
-        values: list[Any] = [None]
-        self._call("recv_object_list", values, src=source, group=self._gloo)
-        received: T = values[0]
-        return received
+        size = torch.zeros(1, dtype=torch.int64)
+        self._call("recv", size, src=source, group=self._gloo)
+        message = torch.empty(int(size), dtype=torch.uint8)
+        self._call("recv", message, src=source, group=self._gloo)
+        return self._value(message)
+
+    def _spread_value(self, value: T, source: int) -> T:
+        """Return in every process what the process `source` has given; none of it is unpickled."""
+        message = wire.encode(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([len(message)])
+        self._call("broadcast", size, src=source, group=self._gloo)
+        if self.rank == source:
+            self._call("broadcast", message, src=source, group=self._gloo)
+            return value
+        message = torch.empty(int(size), dtype=torch.uint8)
+        self._call("broadcast", message, src=source, group=self._gloo)
+        return self._value(message)
+
+    def _value(self, message: Tensor) -> Any:
+        try:
+            return wire.decode(message, self.device)
+        except (ValueError, TypeError, AttributeError, ImportError, RuntimeError, OverflowError) as error:
+            raise ProcessLostError(f"another process sent what is no message ({first_line(error)}); {GO_ON}") from error
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
