@@ -1,14 +1,14 @@
 """Share the work of a run among processes that torchrun has started; results have the same bytes for any number.
 
-    torchrun --nproc_per_node 4 -m compress quantize MODEL --recipe int4
+    torchrun --nproc_per_node 4 --no-python compress quantize MODEL --recipe int4
 
 `joined` makes a run one of several, if the environment says that it is; `current` then gives the others. All processes
 do the same, but for what is shared out: batches of the calibration text, linears, candidates, windows. They hand each
 other the results, and no sum depends on who made its parts. Process 0, the main one, alone writes files. All read the
 model's and the output's directory, which lie on a file system that they share.
 
-torch.distributed carries everything: tensors on the CPU by gloo, on a GPU by NCCL. A thread of each process tells the
-others that it lives, so that all end within a minute of the death of one.
+torch.distributed carries everything: tensors on the CPU by gloo, on a GPU by NCCL, other values as data (wire.py). A
+thread of each process tells the others that it lives, so that all end within a minute of the death of one.
 """
 
 from __future__ import annotations
@@ -164,9 +164,13 @@ def joined(device: str) -> Iterator[Ranks]:
         ranks.gather(None)
     except BaseException as error:
         ranks.leave(error)
-        if not ranks.is_main and not isinstance(error, KeyboardInterrupt) and not ranks.is_said(error):
-            text = str(error) if isinstance(error, CompressError) else traceback.format_exc()
-            print(f"compress: process {ranks.rank}: {text}", file=sys.__stderr__, flush=True)
+        try:
+            has_words = not isinstance(error, KeyboardInterrupt) and (ranks.is_main or not ranks.is_said(error))
+            if has_words and ranks.may_say() and not ranks.is_main:
+                text = str(error) if isinstance(error, CompressError) else traceback.format_exc()
+                print(f"compress: process {ranks.rank}: {text}", file=sys.__stderr__, flush=True)
+        finally:
+            ranks.wait_for_line(error)
         raise
     else:
         ranks.leave()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -25,6 +26,9 @@ T = TypeVar("T")
 BEAT = 5.0  # seconds between two signs of life
 PATIENCE = 40.0  # seconds without one after which a process is taken for dead
 STARTING = 600.0  # seconds until the first one
+SILENCE = 12.0  # seconds without a sign of life after SIGTERM; torchrun kills 30 s after it has sent that
+UNWINDING = 8.0  # seconds in which a process that has heard SIGTERM may end by itself
+HEARING = 0.5  # seconds until a signal that has interrupted the run is known to be SIGTERM
 SAYING = 3.0  # seconds that are waited for what a dead process has said
 LONGEST = timedelta(days=7)  # of waiting for others, which the signs of life cut short
 ANSWERING = timedelta(seconds=20)  # of the store
@@ -122,6 +126,15 @@ class Connected(Ranks):
             time.sleep(0.1)
         return isinstance(error, ProcessLostError) and self.rank > 1
 
+    def may_say(self) -> bool:
+        """Return whether this process has not said why the run ends; it has, from now on."""
+        return self.pulse.announcing.acquire(blocking=False)
+
+    def wait_for_line(self, error: BaseException) -> None:
+        """Wait for what `_Pulse` says of a process that was killed, if SIGTERM is why this one ends."""
+        if self.pulse.terminated.wait(HEARING if isinstance(error, KeyboardInterrupt) else 0):
+            self.pulse.answered.wait(SILENCE + HEARING)
+
     def leave(self, error: BaseException | None = None) -> None:
         """Tell the others that this process ends, and why."""
         if error is not None:
@@ -153,8 +166,14 @@ class _Pulse:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.others = rank, [other for other in range(size) if other != rank]
         self.store, self.watching = _store(), _store()  # of the thread of the run, and of that below
-        self.ended = threading.Event()
+        self.ended, self.terminated, self.answered = threading.Event(), threading.Event(), threading.Event()
+        self.announcing = threading.Lock()  # taken by the thread that says why the run ends
         threading.Thread(target=self._beat, daemon=True).start()
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        with suppress(ValueError):  # not the main thread, which alone hears signals
+            signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        threading.Thread(target=self._hear, args=(reading, _store()), daemon=True).start()
 
     def say(self, text: str) -> None:
         """Tell the others why this process ends."""
@@ -171,12 +190,46 @@ class _Pulse:
             time.sleep(0.2)
         return ""
 
-    def words(self, rank: int) -> str:
-        """Return what a process has said."""
+    def words(self, rank: int, store: Store | None = None) -> str:
+        """Return what a process has said; store: the connection of the thread that asks."""
+        store = store or self.store
         with suppress(RuntimeError):
-            if self.store.check([f"words/{rank}"]):
-                return self.store.get(f"words/{rank}").decode()
+            if store.check([f"words/{rank}"]):
+                return store.get(f"words/{rank}").decode()
         return ""
+
+    def lost(self, store: Store) -> str:
+        """Wait for a sign of life of all others; return a line on one that gives none, "" if there is none to say.
+
+        Only the first of the processes that live has it to say.
+        """
+        begun, first = time.monotonic(), {rank: self._sign(rank, store) for rank in self.others}
+        silent = set(self.others)
+        while silent and time.monotonic() - begun < SILENCE:
+            time.sleep(0.2)
+            silent = {rank for rank in silent if self._sign(rank, store) == first[rank] != b"end"}
+            silent = {rank for rank in silent if not self.words(rank, store)}
+        is_first = min({self.rank, *self.others} - silent) == self.rank
+        return f"process {min(silent)} gives no sign of life; {GO_ON}" if silent and is_first else ""
+
+    def _sign(self, rank: int, store: Store) -> bytes:
+        """Return the last sign of life of a process."""
+        with suppress(RuntimeError):
+            if store.check([f"beat/{rank}"]):
+                return bytes(store.get(f"beat/{rank}"))
+        return b""
+
+    def _hear(self, reading: int, store: Store) -> None:
+        """Answer SIGTERM also where the thread of the run cannot, since it waits for a process that is no more."""
+        while signal.SIGTERM not in os.read(reading, 64):
+            pass
+        self.terminated.set()
+        line = self.lost(store)
+        if line and self.announcing.acquire(blocking=False):
+            print(f"compress: {line}", file=sys.__stderr__, flush=True)
+        self.answered.set()
+        if not self.ended.wait(UNWINDING):
+            os._exit(128 + signal.SIGTERM)
 
     def _beat(self) -> None:
         seen = {rank: (b"", time.monotonic()) for rank in self.others}

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from compress import evaluate, ranks
-from compress.cli import app
+from compress.cli import app, interruption
 from compress.errors import NumericalError, OutputError, ProcessLostError
 from compress.model.skeleton import Skeleton
 from compress.quant import gptq, row_tiles
@@ -133,8 +133,11 @@ def test_torchrun_starts_the_command_line(folder: Path) -> None:
     assert cli("verify", str(folder / "out")).code == 0
 
 
-def killed(work: Callable[[], object], is_due: Callable[[], bool], victim: int) -> list[int]:
-    """Run two processes, kill one of them when it is due, unless it has ended; return the exit codes."""
+def killed(work: Callable[[], object], is_due: Callable[[], bool], victim: int, then: int = 0) -> list[int]:
+    """Run two processes, kill one of them when it is due, unless it has ended; return the exit codes.
+
+    then: the signal that the other gets; 0: none.
+    """
     with forked.store() as place:
         pids = [forked.start(place, rank, 2, work) for rank in range(2)]
         peek = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -142,6 +145,7 @@ def killed(work: Callable[[], object], is_due: Callable[[], bool], victim: int) 
             time.sleep(0.002)
         os.kill(pids[victim], signal.SIGKILL)
         dead = time.monotonic()
+        os.kill(pids[1 - victim], then)
         codes = [forked.code(pid) for pid in pids]
         assert time.monotonic() - dead < 60
         return codes
@@ -162,6 +166,55 @@ def test_a_killed_process_ends_the_other_and_one_process_goes_on(
     (folder / "2").rename(folder / "1")
     in_processes.main(folder, ["gptq"])
     assert contents(folder / "1" / "gptq") == contents(folder / "expected" / "gptq")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_is_named_where_torchrun_ends_the_other(
+    folder: Path, victim: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By SIGTERM, which finds it in a collective operation or on its way out of one."""
+    monkeypatch.setattr(connected, "BEAT", 0.5)
+    monkeypatch.setattr(connected, "SILENCE", 4.0)
+
+    def work() -> None:
+        interruption.install()
+        in_processes.main(folder, ["gptq"])
+
+    first = folder / "2" / "gptq.partial" / "blocks" / "00000.json"
+    codes = killed(work, first.exists, victim, signal.SIGTERM)
+    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] != 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("compress: ")]
+    assert [f"process {victim} gives no sign of life" in line or "has ended" in line for line in lines] == [True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_of_torchrun_is_announced(folder: Path, victim: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "compress"]
+    many = ["--set", "calibration.num_samples=512", "--set", "calibration.seq_len=64"]
+    run = subprocess.Popen([*command, *words(folder), *many], stderr=subprocess.PIPE, text=True)
+    while not (folder / "out.partial" / "blocks" / "00000.json").exists():
+        assert run.poll() is None
+        time.sleep(0.01)
+    os.kill(next(pid for pid in descendants(run.pid) if rank_of(pid) == victim), signal.SIGKILL)
+    dead = time.monotonic()
+    err = run.communicate(timeout=LIMIT)[1]
+    lines = [line for line in err.splitlines() if line.startswith("compress: ")]
+    assert time.monotonic() - dead < 60
+    assert any("gives no sign of life" in line or "has ended" in line for line in lines), err
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that they have started."""
+    listed = [(each / "children").read_text().split() for each in Path(f"/proc/{pid}/task").iterdir()]
+    children = [int(word) for each in listed for word in each]
+    return children + [grandchild for child in children for grandchild in descendants(child)]
+
+
+def rank_of(pid: int) -> int:
+    """Return the number that torchrun has given a process, -1 for another."""
+    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((int(entry[5:]) for entry in entries if entry.startswith(b"RANK=")), -1)
 
 
 @pytest.mark.slow
