@@ -127,3 +127,17 @@ def test_workers_of_a_measurement_execute_nothing_of_the_working_directory(hosti
     )
     assert done.code == 0, done.err
     assert executed(hostile) == ""
+
+
+@pytest.mark.slow
+def test_torchrun_executes_nothing_of_the_working_directory_by_the_documented_line(hostile: Path) -> None:
+    """With -m it does, by Python's own rule."""
+    commands = {
+        "": ["--no-python", str(Path(sys.executable).with_name("compress")), "--version"],
+        "torch": ["-m", "compress.study.cell"],
+    }
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+    for expected, words in commands.items():
+        torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node", "2", *words]
+        done = subprocess.run(torchrun, cwd=hostile, env=environment, capture_output=True, text=True, check=False)
+        assert expected in executed(hostile) and bool(executed(hostile)) == bool(expected), done.stderr
