@@ -104,11 +104,11 @@ class StoredTensor(NamedTuple):
         tensor = torch.empty(self.shape, dtype=self.dtype)
         if self.nbytes:
             view = memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
-            with open_regular(self.file, buffering=0) as stream:
-                stream.seek(self.offset)
+            with open_regular(self.file) as stream:
+                stream.raw.seek(self.offset)
                 done = 0
                 while done < self.nbytes:
-                    count = stream.readinto(view[done:])
+                    count = stream.raw.readinto(view[done:])
                     if not count:
                         raise CheckpointError(
                             f"{self.file.name} ended within tensor {shown(self.name)}; copy the file again"

@@ -14,15 +14,16 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import BinaryIO
 
 CHUNK = 16 << 20  # bytes copied at a time
 
 
-def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a file to read its bytes; raise OSError for what is no regular file, such as a pipe or a device."""
-    return open(_regular(path, os.O_RDONLY, errno.EINVAL), "rb", buffering)  # type: ignore[return-value]
+    return open(_regular(path, os.O_RDONLY, errno.EINVAL), "rb")
 
 
 def read_text(path: Path, encoding: str = "utf-8", errors: str = "strict") -> str:
@@ -44,9 +45,9 @@ def new_descriptor(path: Path, mode: int = 0o666) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
 
 
-def open_lock(path: Path) -> BinaryIO:
+def open_lock(path: Path) -> FileIO:
     """Open the file of a lock, which is made where there is none; raise OSError for a link, a pipe or a device."""
-    return open(lock_descriptor(path), "r+b", 0)  # type: ignore[return-value]
+    return open(lock_descriptor(path), "r+b", buffering=0)
 
 
 def lock_descriptor(path: Path) -> int:
