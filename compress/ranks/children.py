@@ -1,8 +1,8 @@
 """Start Python processes, the only place of this package that does, so that none imports from the working directory.
 
 `python -m`, `python -c` and what multiprocessing starts put the working directory first in sys.path: whoever stands in
-the folder of a downloaded model would run its torch.py. Workers also do not outlive the run, and leave to it the
-signals that it answers itself.
+the folder of a downloaded model would run what is called torch there. Workers also do not outlive the run, and leave
+to it the signals that it answers itself.
 """
 
 from __future__ import annotations

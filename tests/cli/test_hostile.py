@@ -26,7 +26,7 @@ from pico import save_pico
 from runs import RTN, TEXT, cli, job
 
 MARKER = "code-was-run"
-PROGRESS = re.compile(r"compress: \d+ (cells|of \d+)")  # of a study
+PROGRESS = re.compile(r"compress: (\d+ (cells|of \d+)|not copied from )")  # of a study; what is left out of a copy
 MODULE = """
 from pathlib import Path
 Path({marker!r}).touch()
