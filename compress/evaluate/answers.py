@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import CalibrationError, NumericalError
-from compress.evaluate.feed import LAST, fed
+from compress.evaluate.feed import LAST, fed, read_on
 from compress.evaluate.generation import text_behind
 from compress.evaluate.items import Item, Material, Outcome, Task, Text
 from compress.evaluate.scores import BATCH_NBYTES, BATCH_TOKENS
@@ -188,7 +188,7 @@ def _logits(model: Any, batch: Sequence[tuple[int, ...]], first: int, make_cache
         if first:
             fed(model, tokens[:, :first], cache)
         cache.exact_prefill = True  # what is read together: padding and later tokens make no earlier ones coded
-        return model(input_ids=tokens[:, first:], past_key_values=cache, use_cache=True).logits
+        return read_on(model, tokens, first, cache)
     if LAST in inspect.signature(model.forward).parameters:
         return model(input_ids=tokens, use_cache=False, **{LAST: longest - first}).logits
     return model(input_ids=tokens, use_cache=False).logits[:, first:]

@@ -28,7 +28,7 @@ from transformers import DynamicCache
 
 from compress.errors import CalibrationError
 from compress.evaluate.cache_scores import Candidate, Say, exact_tokens, policies
-from compress.evaluate.feed import fed
+from compress.evaluate.feed import fed, read_on
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the room for needles
 NAMES = (
@@ -148,11 +148,12 @@ def answers(model: Any, context: Context, cache: Any) -> Tensor:
 @torch.no_grad()
 def asked(model: Any, context: Context, cache: Any) -> Tensor:
     """Return what `answers` does for a cache that holds the prompt."""
-    cells = torch.zeros(2, len(DEPTHS), dtype=torch.float64)
+    cells, text = torch.zeros(2, len(DEPTHS), dtype=torch.float64), context.prompt.to(model.device)
     for index in context.order:
         tokens, count = context.questions[index]
-        tokens = tokens.to(model.device)
-        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -count - 1 : -1].float()
+        tokens, start = tokens.to(model.device), text.shape[1]
+        text = torch.cat((text, tokens), 1)
+        logits = read_on(model, text, start, cache)[:, -count - 1 : -1].float()
         answer = tokens[:, -count:]
         cells[0, index] = -logits.log_softmax(-1).gather(-1, answer[..., None]).double().mean().cpu()
         cells[1, index] = float((logits.argmax(-1) == answer).all())

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from compress.errors import NumericalError, RecipeError
+from compress.evaluate.feed import read_on
 from compress.evaluate.scores import score
 from compress.kv.cache import CachePath, KVCache, make_cache
 from compress.kv.evict.kept_tokens import prompt_of
@@ -126,7 +127,7 @@ def exact_tokens(codings: Codings) -> int:
 def through(model: Any, tokens: Tensor, cache: Any, chunks: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
     """Yield the logits [B, n, vocab] of each chunk of tokens [B, seq_len], read through the cache."""
     for start, stop in chunks:
-        logits = model(input_ids=tokens[:, start:stop], past_key_values=cache, use_cache=True).logits
+        logits = read_on(model, tokens[:, :stop], start, cache)
         missing = stop - start - logits.shape[1]  # of a prompt that lost tokens on its way, which is not scored
         yield torch.cat((logits[:, :1].expand(-1, missing, -1), logits), 1) if missing else logits
 

@@ -56,13 +56,14 @@ def save(directory: Path, prompt: str, out: Path, quality: str, device: str = "c
     generation.check_length(config, ids.shape[1])
     check_layers(_empty(directory, config))
     model = lm.load_model(directory, "auto", device)
-    start = time.perf_counter()
+    began = time.perf_counter()
     cache: Any = generation.fresh(model) if hasattr(model, "kv_cache") else DynamicCache(config=model.config)
     with torch.no_grad():
-        for chunk in ids.to(model.device).split(CHUNK, 1):
-            fed(model, chunk, cache)
+        text = ids.to(model.device)
+        for start in range(0, text.shape[1], CHUNK):
+            fed(model, text[:, : start + CHUNK], cache, start)
     file = save_cache(cache, out, model, ids, quality, {"model_name": directory.name})
-    return _described(file, time.perf_counter() - start)
+    return _described(file, time.perf_counter() - began)
 
 
 def _empty(directory: Path, config: Any) -> Cache:

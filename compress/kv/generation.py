@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import CompressError, RecipeError, UnreadCacheError
-from compress.kv import attention, hooks
+from compress.kv import attention, handed, hooks
 from compress.kv.cache import CachePath, KVCache, make_cache, named_path, needs_queries, no_queries
 from compress.kv.codec import Codec, Spec
 from compress.kv.evict import blocks
@@ -109,7 +109,7 @@ def switch(model: nn.Module) -> None:
     before: list[str | None] = []
 
     def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        cache = next((value for value in kwargs.values() if isinstance(value, KVCache)), None)
+        cache = handed.cache_of(kwargs)
         if cache is None or cache.path != "fused":
             before.append(None)
             return
@@ -163,6 +163,7 @@ def _prepare(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *
         return getattr(type(model), _METHOD)(model, generation_config, model_kwargs, *rest, **others)
     check_length(model.config, others.get("max_cache_length", rest[-1] if rest else 0))
     model_kwargs["past_key_values"] = fresh(model)
+    handed.use(model, model_kwargs["past_key_values"])
     return None
 
 

@@ -1,7 +1,8 @@
 """Tell a cache of left padding and of the rotary embedding of each token, which `update` is not given.
 
 `attach(model)` adds hooks that look for a `KVCache` among the arguments of each forward pass, and do nothing where
-there is none. generate and plain calls of the model both pass through them.
+there is none. generate and plain calls of the model both pass through them. They also check that the cache is the one
+that was read and written (handed.py).
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compress.kv.cache import CodedLayer, KVCache
+from compress.kv import handed
+from compress.kv.cache import CodedLayer
 from compress.kv.evict import blocks, queries
 from compress.kv.evict.layer import Call, EvictingLayer
+from compress.kv.handed import cache_of
 from compress.kv.rope import sources
 
 _MARK = "_compress_kv_hooks"
@@ -32,7 +35,8 @@ def attach(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             handles.append(module.register_forward_pre_hook(rotation, with_kwargs=True))
-    setattr(model, _MARK, handles + queries.attach(model, _cache) + blocks.attach(model, _cache))
+    handles += queries.attach(model, cache_of) + blocks.attach(model, cache_of) + handed.attach(model)
+    setattr(model, _MARK, handles)
 
 
 def detach(model: nn.Module) -> None:
@@ -44,7 +48,7 @@ def detach(model: nn.Module) -> None:
 
 def _padding(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Count the leading zeros of the attention mask [B, tokens] of a first chunk."""
-    cache, mask = _cache(kwargs), kwargs.get("attention_mask")
+    cache, mask = cache_of(kwargs), kwargs.get("attention_mask")
     if cache is None or cache.get_seq_length() or not isinstance(mask, Tensor) or mask.dim() != 2:
         return
     pads = (mask.cumsum(-1) == 0).sum(-1)
@@ -53,7 +57,7 @@ def _padding(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 
 def _rotation(module: nn.Module, kwargs: dict[str, Any], makers: list[nn.Module]) -> None:
     """Pass on cos and sin of the new tokens, for the layer that is about to store them, and their positions."""
-    cache, turns = _cache(kwargs), kwargs.get("position_embeddings")
+    cache, turns = cache_of(kwargs), kwargs.get("position_embeddings")
     index = module.layer_idx
     if cache is None or not isinstance(turns, tuple) or not isinstance(index, int) or index >= len(cache.layers):
         return
@@ -66,7 +70,7 @@ def _rotation(module: nn.Module, kwargs: dict[str, Any], makers: list[nn.Module]
 
 def _eviction(module: nn.Module, args: Any, kwargs: dict[str, Any], makers: list[nn.Module]) -> Any:
     """Tell a layer that evicts of a forward pass; return its arguments with a mask of its own."""
-    cache, index = _cache(kwargs), module.layer_idx
+    cache, index = cache_of(kwargs), module.layer_idx
     layer = cache.layers[index] if cache is not None and isinstance(index, int) and index < len(cache.layers) else None
     hidden = kwargs.get("hidden_states", args[0] if args else None)
     if not isinstance(layer, EvictingLayer) or not isinstance(hidden, Tensor):
@@ -80,8 +84,3 @@ def _eviction(module: nn.Module, args: Any, kwargs: dict[str, Any], makers: list
     )
     setattr(module, queries.LAYER, layer)
     return args, {**kwargs, "attention_mask": layer.before(call, kwargs.get("attention_mask"), hidden.shape[1])}
-
-
-def _cache(kwargs: dict[str, Any]) -> KVCache | None:
-    """Return the cache among the arguments; its name differs between models."""
-    return next((value for value in kwargs.values() if isinstance(value, KVCache)), None)
