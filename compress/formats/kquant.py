@@ -4,7 +4,7 @@
     scale[i, g] = step[i, s] * (scale_code[i, g] - SCALE_ZERO)            s = j // 256
     minimum[i, g] = minimum_step[i, s] * minimum_code[i, g]
 
-A super-block of 256 columns of a row has one float16 step, and a second one for minima. `LAYOUTS` has what differs
+A super-block of 256 columns of a row has one step of 16 bits, and a second one for minima. `LAYOUTS` has what differs
 between the types. Those with minima (Q2_K, Q4_K, Q5_K) have unsigned codes and scales, the zeros above are 0. Those
 without (Q3_K, Q6_K) have signed ones, half of the range is subtracted. Both products are exact in float32, and so is
 scale * code: a weight with a minimum is rounded once, another never, so that every reader gives the same bits.
@@ -13,7 +13,7 @@ Stored tensors (N = out_features padded to a multiple of 16, K = in_features pad
 S super-blocks of a row):
 - `words<w>` int16, the planar words of compress/numerics/packing.py, a tile of 256 columns for each super-block;
 - `scales` and `minima` uint8 [G, N * scale_bits / 8], little-endian bit streams of codes;
-- `steps` and `minimum_steps` float16 [S, N].
+- `steps` and `minimum_steps` float16 [S, N], bfloat16 where they leave the normal range of float16.
 Where rows and columns need no padding these are as many bits as the blocks of llama.cpp have. Rows can be cut anywhere,
 columns at super-blocks.
 """
@@ -77,6 +77,11 @@ LAYOUTS = {
 @dataclass(frozen=True)
 class Params:
     type: Literal["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]  # of llama.cpp, whose grid it is
+    step_dtype: str = "float16"  # of the steps; llama.cpp has float16 only
+
+    def __post_init__(self) -> None:
+        if self.step_dtype not in ("float16", "bfloat16"):
+            raise ValueError(f"step_dtype {self.step_dtype!r} is not float16 or bfloat16")
 
     @property
     def layout(self) -> Layout:
@@ -88,9 +93,9 @@ class Scales(NamedTuple):
     """Stored scales of a weight; the last two are None for types without minima."""
 
     codes: Tensor  # uint8 [out, groups]
-    steps: Tensor  # float16 [out, super-blocks]
+    steps: Tensor  # 16 bits [out, super-blocks]
     minima: Tensor | None  # uint8 [out, groups]
-    minimum_steps: Tensor | None  # float16 [out, super-blocks]
+    minimum_steps: Tensor | None  # 16 bits [out, super-blocks]
 
 
 def padded_shape(shape: tuple[int, int]) -> tuple[int, int]:
@@ -104,7 +109,7 @@ def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, 
     stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {name: (size, torch.int16) for name, size in words.items()}
     for codes, steps in (_SCALES, _MINIMA) if layout.has_minima else (_SCALES,):
         stored[codes] = ((columns // layout.group_size, rows * layout.scale_bits // 8), torch.uint8)
-        stored[steps] = ((columns // SUPER_BLOCK, rows), torch.float16)
+        stored[steps] = ((columns // SUPER_BLOCK, rows), getattr(torch, params.step_dtype))
     return stored
 
 

@@ -1,7 +1,8 @@
 """K-quants by GPTQ: codes with error feedback on the two-level grids of llama.cpp's Q2_K to Q6_K.
 
 llama.cpp stores the scales of these types as integers times a float16 step of 256 columns, and the minima of some of
-them likewise (compress/formats/kquant.py). When the column loop reaches such a super-block, all of these numbers are
+them likewise (compress/formats/kquant.py). Steps that leave the normal range of float16 are bfloat16 here, which
+llama.cpp does not have. When the column loop reaches such a super-block, all of these numbers are
 chosen (compress/quant/superblocks.py), and the codes of its columns belong to them: `compress export --to gguf` writes
 the same weights. Sweeps of coordinate descent then revisit codes, scales and minima, and stay on the grid. The loop is
 that of gptq (arXiv 2210.17323). Super-blocks are taken in the order of their inputs' sizes, and so are the columns in
@@ -70,12 +71,12 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
     """Quantize weight [out, in], any float dtype, finite, by stats.hessian [in, in]. `seed` is unused."""
     assert stats is not None
-    params = plan_params(config, (weight.shape[0], weight.shape[1]))
     target = weight.T.float().contiguous()  # [in, out]
+    params = Params(config.type, superblocks.step_dtype(target, kquant.LAYOUTS[config.type]))
     hessian, notes = feedback.usable(stats)
     order = feedback.loop_order(hessian.diagonal(), SUPER_BLOCK)
     factor = upper_factor(hessian, config.damp, order)
-    rounder = _Rounder(target, order, params.layout)
+    rounder = _Rounder(target, order, params)
     feedback.run(target[order], factor.upper, rounder)
     codes = torch.empty_like(rounder.codes).index_copy_(0, order, rounder.codes)
     grid = rounder.grid
@@ -86,7 +87,8 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
         state = _Descent(feedback.Objective(target, hessian, damping), codes, grid, params.layout)
         state.sweep(params.layout.group_size, config.sweeps)
         codes, grid = state.codes, state.grid
-    tensors = kquant.pack(codes.T.contiguous(), grid.stored(params.layout), params)
+    scales = grid.stored(params.layout, getattr(torch, params.step_dtype))
+    tensors = kquant.pack(codes.T.contiguous(), scales, params)
     return Quantized(PackedWeight(Stored(FORMAT, params), tensors, (weight.shape[0], weight.shape[1])), tuple(notes))
 
 
@@ -95,8 +97,9 @@ class _Rounder(feedback.Rounder):
 
     width, group = 1, SUPER_BLOCK
 
-    def __init__(self, target: Tensor, order: Tensor, layout: Layout) -> None:
-        self.order, self.layout = order, layout
+    def __init__(self, target: Tensor, order: Tensor, params: Params) -> None:
+        self.order, self.dtype = order, getattr(torch, params.step_dtype)
+        layout = self.layout = params.layout
         self.owner = (order // layout.group_size).tolist()  # group of the k-th column
         self.codes = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
         self.grid = superblocks.empty(target.shape, layout, target.device)
@@ -107,7 +110,7 @@ class _Rounder(feedback.Rounder):
         index, within = int(columns[0]) // SUPER_BLOCK, columns % SUPER_BLOCK
         natural, importance = targets.new_zeros(SUPER_BLOCK, targets.shape[1]), targets.new_zeros(SUPER_BLOCK)
         natural[within], importance[within] = targets, metric.diagonal().square()
-        fitted = superblocks.fit(natural, importance, self.layout)
+        fitted = superblocks.fit(natural, importance, self.layout, self.dtype)
         groups = slice(index * self.layout.groups, (index + 1) * self.layout.groups)
         self.grid.scales[groups], self.grid.steps[index] = fitted.scales, fitted.steps[0]
         self.grid.minima[groups], self.grid.minimum_steps[index] = fitted.minima, fitted.minimum_steps[0]

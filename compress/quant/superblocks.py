@@ -21,8 +21,10 @@ from torch import Tensor
 from compress.formats.kquant import SUPER_BLOCK, Layout, Scales
 
 CHUNK = 1 << 18  # weights searched at a time: temporaries stay in the cache
-LEAST = 2.0**-24  # smallest float16 above 0: no step is 0, so that every scale can be divided by
-LARGEST = 65504.0  # largest float16
+MIN_FLOAT16_STEP = 2.0**-20  # below it float16 has fewer than five bits of a number
+MAX_FLOAT16_SCALE = 2.0**14  # of a group; a scale that is searched is up to twice what the largest weight needs
+MIN_STEPS = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126}  # no step is 0: every scale can be divided by
+MAX_STEPS = {torch.float16: 65504.0, torch.bfloat16: 2.0**127}
 RATIOS = tuple(1.08 - 0.06 * i for i in range(10))  # of the scale that covers the whole range of a group
 NEIGHBOURS = (-1, 0, 1)  # codes of a scale, and of a minimum, that are tried
 ROUNDS = 3  # of fitting steps and choosing codes again
@@ -37,9 +39,9 @@ class SuperGrid(NamedTuple):
     """Scales and minima as integers and steps, float32 all of them; one super-block, or several one after the other."""
 
     scales: Tensor  # [groups, rows], signed integers, none of them 0
-    steps: Tensor  # [super-blocks, rows], float16 numbers, none of them 0
+    steps: Tensor  # [super-blocks, rows], numbers that 16 bits hold, none of them 0
     minima: Tensor  # [groups, rows], integers, 0 for types without minima
-    minimum_steps: Tensor  # [super-blocks, rows], float16 numbers
+    minimum_steps: Tensor  # [super-blocks, rows], numbers that 16 bits hold
 
     def scale(self) -> Tensor:
         """Return the scales [groups, rows]."""
@@ -49,12 +51,12 @@ class SuperGrid(NamedTuple):
         """Return what is subtracted [groups, rows]."""
         return self.minima * _repeated(self.minimum_steps, self.minima)
 
-    def stored(self, layout: Layout) -> Scales:
-        """Return the scales in the order and types of the format."""
+    def stored(self, layout: Layout, dtype: torch.dtype) -> Scales:
+        """Return the scales in the order and types of the format; dtype: that of the steps."""
         codes = (self.scales.T + layout.scale_zero).to(torch.uint8)
         if not layout.has_minima:
-            return Scales(codes, self.steps.T.half(), None, None)
-        return Scales(codes, self.steps.T.half(), self.minima.T.to(torch.uint8), self.minimum_steps.T.half())
+            return Scales(codes, self.steps.T.to(dtype), None, None)
+        return Scales(codes, self.steps.T.to(dtype), self.minima.T.to(torch.uint8), self.minimum_steps.T.to(dtype))
 
 
 def empty(shape: tuple[int, ...], layout: Layout, device: torch.device) -> SuperGrid:
@@ -64,11 +66,26 @@ def empty(shape: tuple[int, ...], layout: Layout, device: torch.device) -> Super
     return SuperGrid(*(torch.ones(size, device=device) for size in (groups, blocks, groups, blocks)))
 
 
-def fit(target: Tensor, importance: Tensor, layout: Layout) -> SuperGrid:
-    """Fit the grid of one super-block to target [256, rows] float32, some rows at a time; importance [256] >= 0."""
+def step_dtype(target: Tensor, layout: Layout) -> str:
+    """Return the storage type for the steps of target [columns, rows]: float16 unless it does not hold most of them."""
+    levels = (1 << layout.bits) - 1 if layout.has_minima else 1 << (layout.bits - 1)
+    scale_levels = (1 << layout.scale_bits) - 1 if layout.has_minima else 1 << (layout.scale_bits - 1)
+    steps = target.abs().amax(0) / (levels * scale_levels)
+    steps = steps[steps > 0]
+    is_far = bool(steps.numel()) and (
+        steps.max() * scale_levels > MAX_FLOAT16_SCALE or steps.median() < MIN_FLOAT16_STEP
+    )
+    return "bfloat16" if is_far else "float16"
+
+
+def fit(target: Tensor, importance: Tensor, layout: Layout, dtype: torch.dtype = torch.float16) -> SuperGrid:
+    """Fit the grid of one super-block to target [256, rows] float32, some rows at a time; importance [256] >= 0.
+
+    dtype: that of the steps.
+    """
     found, importance = [], importance / importance.mean()
     for part in target.split(CHUNK // SUPER_BLOCK, dim=1):
-        search = _Search(part.unflatten(0, (layout.groups, -1)), importance.view(layout.groups, -1, 1), layout)
+        search = _Search(part.unflatten(0, (layout.groups, -1)), importance.view(layout.groups, -1, 1), layout, dtype)
         for _ in range(ROUNDS):
             search.refit()
         best = search.best
@@ -79,15 +96,15 @@ def fit(target: Tensor, importance: Tensor, layout: Layout) -> SuperGrid:
 class _Search:
     """The best grid so far of one super-block: weights [groups, columns, rows], importance [groups, columns, 1]."""
 
-    def __init__(self, x: Tensor, importance: Tensor, layout: Layout) -> None:
-        self.x, self.importance, self.layout = x, importance, layout
+    def __init__(self, x: Tensor, importance: Tensor, layout: Layout, dtype: torch.dtype) -> None:
+        self.x, self.importance, self.layout, self.dtype = x, importance, layout, dtype
         self.neighbours = tuple(pairs(NEIGHBOURS, NEIGHBOURS if layout.has_minima else (0,)))
         self.low, self.high = -layout.zero, (1 << layout.bits) - 1 - layout.zero
         scale, minimum = self._alone()
         half = 1 << (layout.scale_bits - 1)
         largest = scale.gather(0, scale.abs().argmax(0, keepdim=True))[0]
-        steps = _step(largest / (2 * half - 1 if layout.has_minima else -half))
-        minimum_steps = _step(minimum.amax(0) / (2 * half - 1))
+        steps = self._step(largest / (2 * half - 1 if layout.has_minima else -half))
+        minimum_steps = self._step(minimum.amax(0) / (2 * half - 1))
         minima = minimum_codes(minimum / minimum_steps, layout)
         start = SuperGrid(scale_codes(scale / steps, layout), steps, minima, minimum_steps)
         self.best, self.loss = self._chosen(start)
@@ -109,7 +126,7 @@ class _Search:
             ratios = (*RATIOS, *(-ratio for ratio in RATIOS))  # the level that is not mirrored on either side
         least, best, best_minimum = torch.full_like(span, torch.inf), span, lowest
         for ratio in ratios:
-            scale = _step(span * ratio)
+            scale = self._step(span * ratio)
             scale, minimum = self._fitted(self._codes(scale, lowest * -ratio), scale)
             codes = self._codes(scale, minimum)
             error = (codes * scale[:, None]).sub_(minimum[:, None]).sub_(self.x).square_().mul_(self.importance).sum(1)
@@ -158,7 +175,7 @@ class _Search:
         weighted = codes * self.importance
         squares, product = (weighted * codes).sum((0, 1)), (weighted * self.x).sum((0, 1))
         if not self.layout.has_minima:
-            return grid._replace(steps=torch.where(squares > 0, _step(product / squares), grid.steps))
+            return grid._replace(steps=torch.where(squares > 0, self._step(product / squares), grid.steps))
         minima = grid.minima
         cross = (weighted.sum(1) * minima).sum(0)
         minima_squares = (self.importance.sum(1) * minima.square()).sum(0)
@@ -168,8 +185,8 @@ class _Search:
         minimum_steps = (product * cross - minima_product * squares) / determinant
         is_known = (determinant > 1e-6 * squares * minima_squares) & (steps > 0) & (minimum_steps > 0)
         return grid._replace(
-            steps=torch.where(is_known, _step(steps), grid.steps),
-            minimum_steps=torch.where(is_known, _step(minimum_steps), grid.minimum_steps),
+            steps=torch.where(is_known, self._step(steps), grid.steps),
+            minimum_steps=torch.where(is_known, self._step(minimum_steps), grid.minimum_steps),
         )
 
     def _codes(self, scale: Tensor, minimum: Tensor) -> Tensor:
@@ -182,6 +199,12 @@ class _Search:
         error = self._codes(scale, minimum).mul_(scale[:, None]).sub_(minimum[:, None]).sub_(self.x)
         return error.square_().mul_(self.importance).sum(1)
 
+    def _step(self, values: Tensor) -> Tensor:
+        """Round steps to their storage type; what would be 0 becomes the smallest one of its sign."""
+        least, largest = MIN_STEPS[self.dtype], MAX_STEPS[self.dtype]
+        rounded = values.clamp(-largest, largest).to(self.dtype).float()
+        return torch.where(rounded == 0, torch.where(values < 0, -least, least), rounded)
+
 
 def scale_codes(values: Tensor, layout: Layout) -> Tensor:
     """Round scales, in steps, to integers that the type can hold; 0 becomes 1."""
@@ -193,9 +216,3 @@ def scale_codes(values: Tensor, layout: Layout) -> Tensor:
 def minimum_codes(values: Tensor, layout: Layout) -> Tensor:
     """Round minima, in steps, to integers that the type can hold."""
     return values.round().clamp_(0, (1 << layout.scale_bits) - 1)
-
-
-def _step(values: Tensor) -> Tensor:
-    """Round steps to float16; what would be 0 becomes the smallest one of its sign."""
-    rounded = values.clamp(-LARGEST, LARGEST).half().float()
-    return torch.where(rounded == 0, torch.where(values < 0, -LEAST, LEAST), rounded)

@@ -49,6 +49,11 @@ def _refuses_k(weight: Weight) -> str | None:
             f"rows of {weight.shape[1]} are no whole super-blocks of {SUPER_BLOCK}, which K-quants need; give it a "
             f"rule with another method (gptq, rtn) and group_size {BLOCK}"
         )
+    if weight.stored.params.step_dtype != "float16":
+        return (
+            "its weights are too large or too small for the float16 steps of K-quants in GGUF files; give it a rule "
+            f"with another method (gptq, rtn) and group_size {BLOCK}, or leave it unquantized"
+        )
     return weight.not_alone()
 
 
