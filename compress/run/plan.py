@@ -99,7 +99,7 @@ def describe(layer: LayerPlan) -> str:
     shown = [
         f"{key}={value}"
         for key, value in vars(stored.params).items()
-        if key not in ("tile_words", "scale_dtype", "narrow_tail") and value is not None
+        if key not in ("tile_words", "scale_dtype", "step_dtype", "narrow_tail") and value is not None
     ]
     inputs = activation_quant.describe(stored.activations) if stored.activations is not None else ""
     beside = lowrank_format.describe(stored.lowrank) if stored.lowrank is not None else ""
