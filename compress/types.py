@@ -321,3 +321,4 @@ class LayerReport:
     tokens: int  # calibration tokens that reached it
     seconds: float
     notes: tuple[str, ...] = ()
+    lost_rows: float = 0.0  # share of the rows of which nothing is left beside others over 1,000 times as large

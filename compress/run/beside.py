@@ -38,6 +38,7 @@ def write(output: Output, run: RunState, progress: Progress) -> None:
         task = LinearTask(layer, "", weight, _statistics(layer, run), None, None)
         result = quantize_linear.quantize(task, run.job.seed)
         row = report.measure(layer, weight, result.weight, None, result.notes)
+        row = report.checked(row, run.job.allow_partial)
         run.layers.append(dataclasses.replace(row, seconds=round(time.monotonic() - started, 4)))
         tensors |= {f"{name}.{key}": tensor.cpu() for key, tensor in result.weight.tensors.items()}
         nbytes += layer.nbytes

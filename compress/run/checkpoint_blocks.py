@@ -81,6 +81,7 @@ class CheckpointBlocks:
             if task.fisher is not None:
                 self.tuning.fisher[name] = task.fisher
         row = report.measure(task.layer, task.weight, result.weight, task.statistics.stats, result.notes)
+        row = report.checked(row, self.run.job.allow_partial)
         self.packed[row.name] = result.weight
         self.rows[row.name] = dataclasses.replace(row, seconds=round(seconds, 4))
 

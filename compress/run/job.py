@@ -35,7 +35,7 @@ class Job:
     overwrite: bool = False
     restart: bool = False
     work: Path | None = None  # folder for unfinished work, from which files are copied to `out`; None: beside `out`
-    allow_partial: bool = False  # whether less than half of the model's linear weights may be packed
+    allow_partial: bool = False  # whether less than half of the linear weights may be packed, and packed ones be lost
     pack: bool = True  # False: only the recipe's transforms, to a full-precision checkpoint
     measurements: Path | None = None  # folder of what an allocation is made from; None: beside the output
     measures: bool = True  # False: what an allocation needs and is not in that folder is an error (NotMeasuredError)

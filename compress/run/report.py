@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compress import formats, process_memory
-from compress.errors import CheckpointError, shown
+from compress.errors import CheckpointError, NumericalError, shown
 from compress.formats import stored
 from compress.model import fingerprint
 from compress.model.skeleton import Skeleton
@@ -27,6 +28,9 @@ from compress.storage.json_text import INTEGER, NUMBER, OBJECT, SOME, TEXT
 from compress.storage.manifest import Manifest
 from compress.types import LayerPlan, LayerReport, LinearSpec, PackedWeight, Plan, Scheme, Stats
 
+LOST = 0.9  # relative error from which on nothing is left of a weight; low bits on real ones reach 0.5
+MAX_LOST_ROWS = 0.5  # share of the rows
+SMALL_ROW = 1e-3  # norm of a row, as a share of the largest one
 MEASURED_ROWS = 512  # of which errors of outputs are taken
 MEASURED = 1 << 17  # weights whose errors are taken at a time
 PACKED = ("quantized linears", "packed embeddings and head")  # among the bytes of a report
@@ -84,6 +88,7 @@ class WeightErrors(NamedTuple):
     relative: float  # of ||W||^2
     hessian: float | None  # tr(R H R^T), None without statistics
     output: float | None  # of tr(W H W^T)
+    lost_rows: float = 0.0  # share of the rows that are not zero of which nothing is left, see `LayerReport`
 
 
 def errors(weight: Tensor, packed: PackedWeight, stats: Stats | None) -> WeightErrors:
@@ -93,19 +98,26 @@ def errors(weight: Tensor, packed: PackedWeight, stats: Stats | None) -> WeightE
     cost as much as the rounding itself. Where target correction has moved the target, the intended shift is part of
     the errors.
     """
+    unit = _unit(weight)
     residual = formats.decode(packed, torch.float32)
-    norm = error = 0.0
+    norms, rest_norms = list[Tensor](), list[Tensor]()
     for some, rest in zip(weight.split(_chunk(weight)), residual.split(_chunk(weight)), strict=True):
         original = some.float()
-        torch.sub(original, rest, out=rest)
-        norm, error = norm + _squares(original), error + _squares(rest)
+        torch.sub(original, rest, out=rest).mul_(unit)
+        norms.append(_squares(original.mul_(unit) if unit != 1 else original))
+        rest_norms.append(_squares(rest))
+    row_norm, row_error = torch.cat(norms), torch.cat(rest_norms)
+    norm, error = row_norm.sum(dtype=torch.float64).item(), row_error.sum(dtype=torch.float64).item()
     hessian = output = None
     if stats is not None and stats.count:
         rows = slice(None, None, -(-weight.shape[0] // MEASURED_ROWS))
-        whole, part = (_quadratic(matrix[rows].float(), stats.hessian) for matrix in (weight, residual))
-        hessian = part * (weight.shape[0] / weight[rows].shape[0])
+        whole, part = (_quadratic(matrix, stats.hessian) for matrix in (weight[rows].float() * unit, residual[rows]))
+        hessian = part * (weight.shape[0] / weight[rows].shape[0]) / unit**2
         output = part / whole if whole > 0 else 0.0
-    return WeightErrors(error, error / norm if norm > 0 else 0.0, hessian, output)
+    relative = error / norm if norm > 0 else float(error > 0)
+    is_small = (row_norm > 0) & (row_norm < row_norm.max() * SMALL_ROW**2)
+    lost_rows = float((is_small & (row_error >= LOST * row_norm)).sum() / (row_norm > 0).sum().clamp(min=1))
+    return WeightErrors(error / unit**2, relative, hessian, output, lost_rows)
 
 
 def measure(
@@ -119,6 +131,11 @@ def row(
     layer: LayerPlan, packed: PackedWeight, measured: WeightErrors, stats: Stats | None, notes: tuple[str, ...]
 ) -> LayerReport:
     """Report on one quantized weight whose errors are known; the caller fills in the seconds."""
+    if measured.lost_rows:
+        notes = (
+            *notes,
+            f"nothing is left of {measured.lost_rows:.1%} of the rows, less than 1/1000 of the largest one",
+        )
     return LayerReport(
         name=layer.spec.name,
         shape=layer.spec.shape,
@@ -131,6 +148,26 @@ def row(
         tokens=stats.count if stats is not None else 0,
         seconds=0.0,
         notes=notes,
+        lost_rows=measured.lost_rows,
+    )
+
+
+def checked(row: LayerReport, is_allowed: bool) -> LayerReport:
+    """Return the report of a weight, with a note if what is stored keeps nothing; NumericalError unless `is_allowed`.
+
+    Where its outputs are measured, they tell: a method may change weights that no input reads.
+    """
+    if not row.weight_error < LOST and (row.output_error is None or not row.output_error < LOST):
+        what = f"the packed weight is no likeness of the original (relative error {row.weight_error:.2f})"
+    elif row.lost_rows >= MAX_LOST_ROWS:
+        what = f"{row.lost_rows:.0%} of the rows are lost beside others that are over 1,000 times as large"
+    else:
+        return row
+    if is_allowed:
+        return dataclasses.replace(row, notes=(*row.notes, what))
+    raise NumericalError(
+        f"{row.name}: {what}; its numbers may be too large or too small for the scales of the format: give it another "
+        "method by a rule, leave it as it is with ignore, or go on with --allow-partial"
     )
 
 
@@ -233,9 +270,17 @@ def _chunk(weight: Tensor) -> int:
     return max(1, MEASURED // max(1, weight.shape[1]))
 
 
-def _squares(matrix: Tensor) -> float:
-    """Return the sum of the squares of a matrix [rows, in] float32."""
-    return matrix.square().sum(1).sum(dtype=torch.float64).item()
+def _squares(matrix: Tensor) -> Tensor:
+    """Return the sum of squares of each row of a matrix [rows, in] float32."""
+    return matrix.square().sum(1)
+
+
+def _unit(weight: Tensor) -> float:
+    """Return the power of two by which squares of a weight stay in the range of float32; 1 for all usual weights."""
+    largest = float(weight.abs().max()) if weight.numel() else 0.0
+    if not 0 < largest < math.inf or 1e-6 < largest < 1e6:
+        return 1.0
+    return 2.0 ** -min(100, max(-100, math.frexp(largest)[1]))
 
 
 def load(directory: Path, layout: dict[str, Any] = LAYOUT) -> dict[str, Any]:

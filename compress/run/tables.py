@@ -73,7 +73,10 @@ def statistics(stream: CalibrationStream, layer: LayerPlan) -> InputStatistics:
 
 def quantize(run: RunState, head: InputStatistics, say: Callable[[str], None]) -> PackedTables:
     """Quantize the tables of a plan; head: the statistics of the input of the output head."""
-    made = list(quantize_each(run.job, run.prepared.skeleton, run.prepared.plan.tables, head, say))
+    made = [
+        (packed, report.checked(row, run.job.allow_partial))
+        for packed, row in quantize_each(run.job, run.prepared.skeleton, run.prepared.plan.tables, head, say)
+    ]
     return PackedTables({row.name: weight for weight, row in made}, [row for _, row in made])
 
 
@@ -168,4 +171,5 @@ def _mean(chunks: list[_Chunk]) -> report.WeightErrors:
         relative,
         sum(chunk.errors.hessian or 0.0 for chunk in chunks) if outputs else None,
         sum(outputs) / norm if outputs else None,
+        sum(chunk.errors.lost_rows for chunk in chunks) / max(1, len(chunks)),
     )
