@@ -274,6 +274,7 @@ class Plan:
     says: tuple[str, ...] = ()  # what is to be known of it before anything is done
     written_numel: int = 0  # parameters of the model that is written
     numel: int = 0  # parameters of the original, a tied table counted once
+    unused: tuple[str, ...] = ()  # stored tensors that are nothing of the model, or a further copy of a tied weight
 
     @property
     def packed(self) -> tuple[LayerPlan, ...]:
@@ -295,9 +296,15 @@ class Plan:
         return 8 * self.quantized_nbytes / numel if numel else 0.0
 
     @property
+    def unused_nbytes(self) -> dict[str, int]:
+        """Bytes of the tensors that are copied and that the model does not use."""
+        return {name: self.kept_nbytes[name] for name in self.unused if name in self.kept_nbytes}
+
+    @property
     def whole_bpw(self) -> float:
-        """All stored bits per parameter of the original."""
-        return 8 * self.nbytes / self.numel if self.numel else 0.0
+        """All stored bits of the model per parameter of the original."""
+        used = self.nbytes - sum(self.unused_nbytes.values())
+        return 8 * used / self.numel if self.numel else 0.0
 
     @property
     def share(self) -> float:

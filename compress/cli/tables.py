@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from compress.progress import Progress
     from compress.run.job import Prepared
 
+NAMED_TENSORS = 3  # of those that a model does not use
 WITH_TABLES = " of linears, embeddings and head together"  # what the bits of a target count, where all are allocated
 LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
 
@@ -179,6 +180,13 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
         lines.append(
             f"time {duration(took['total'])}; quantizing {duration(took['quantize'])} (predicted from the first block "
             f"{duration(took['predicted_quantize'])})"
+        )
+    if unused := report.get("unused"):
+        names = sorted(unused, key=lambda name: -unused[name])
+        largest = [*names[:NAMED_TENSORS], *(["..."] if len(names) > NAMED_TENSORS else [])]
+        lines.append(
+            f"{len(unused)} stored tensors that the model does not use, {size(sum(unused.values()))}, are copied and "
+            f"left out of bits over the whole model: {', '.join(largest)}"
         )
     lines += [note for part in ("transform", "kv_cache") for note in report["notes"].get(part, [])]
     if report["resumed_blocks"]:

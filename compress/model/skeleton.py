@@ -33,6 +33,7 @@ from compress.storage.checkpoint import CONFIG, Checkpoint, Readable
 from compress.types import LinearSpec
 
 BESIDE = "beside the text"  # vision and audio towers, blocks that text skips
+UNUSED = "not used by the model"  # stored tensors
 MIN_FEATURES = 16  # a linear narrower than this (a gate with one output) costs more in padding than it saves
 
 
@@ -117,12 +118,25 @@ class Skeleton:
                 )
 
     def numel(self) -> int:
-        """Return the number of parameters of the model, those of packed weights as they were, tied ones once."""
+        """Return the numbers in parameters and stored buffers, packed weights as they were, tied ones once."""
         packed = [module for module in self.model.modules() if isinstance(module, PackedModule)]
         stored = {id(module.get_parameter(key)) for module in packed for key in module.specs}
         shapes = {id(module.get_parameter(next(iter(module.specs)))): module.shape for module in packed}
         plain = sum(p.numel() for p in self.model.parameters() if id(p) not in stored)
-        return plain + sum(rows * columns for rows, columns in shapes.values())
+        state = self.model.state_dict()
+        buffers = sum(b.numel() for n, b in self.model.named_buffers() if n in state and n in self.sources)
+        return plain + buffers + sum(rows * columns for rows, columns in shapes.values())
+
+    def unused(self) -> tuple[str, ...]:
+        """Return the stored tensors that are nothing of the model, and further copies of a tied weight, by name."""
+        state = self.model.state_dict()
+        used = {stored.name for name, group in self.sources.items() if name in state for stored in group}
+        copies = set[str]()
+        for names in self.aliases:
+            groups = [[stored.name for stored in self.sources[name]] for name in names if name in self.sources]
+            copies.update(name for group in groups[1:] for name in group if name not in groups[0])
+        stored_names = {stored.name for group in self.sources.values() for stored in group}
+        return tuple(sorted((stored_names - used) | copies))
 
     @property
     def vocab_size(self) -> int:
@@ -291,12 +305,14 @@ class Skeleton:
         return specs, kept
 
     def other_nbytes(self, kept: dict[str, int]) -> dict[str, int]:
-        """Sum the bytes of unchanged tensors (stored name -> bytes) by kind; BESIDE is one if there is any."""
+        """Sum the bytes of unchanged tensors (stored name -> bytes) by kind; BESIDE and UNUSED where there are any."""
         embeddings = self._stored_names(self.model.get_input_embeddings())
         head = self._stored_names(self.model.get_output_embeddings())
         beside = {stored.name for n, group in self.sources.items() if self.is_beside(n) for stored in group}
+        unused = set(self.unused()) & kept.keys()
         sizes = {"embeddings": 0, "output head": 0, **({BESIDE: 0} if beside else {}), "norms and the rest": 0}
-        places = (("embeddings", embeddings), ("output head", head), (BESIDE, beside))
+        sizes |= {UNUSED: 0} if unused else {}
+        places = ((UNUSED, unused), ("embeddings", embeddings), ("output head", head), (BESIDE, beside))
         for name, nbytes in kept.items():
             sizes[next((kind for kind, names in places if name in names), "norms and the rest")] += nbytes
         return sizes

@@ -200,6 +200,7 @@ def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any
         "whole": whole(prepared.plan),
         **({"allocation": dict(job.allocation)} if job.allocation is not None else {}),
         "nbytes": {**packed_nbytes(prepared.plan), **sizes, "total": prepared.plan.nbytes},
+        **({"unused": prepared.plan.unused_nbytes} if prepared.plan.unused_nbytes else {}),
         "source_nbytes": prepared.skeleton.checkpoint.nbytes,
         "calibration": run.calibration.facts() if run.calibration is not None else None,
         "seconds": {
@@ -325,6 +326,7 @@ def from_headers(checkpoint: Checkpoint, why: str) -> dict[str, Any]:
         )
     numel = skeleton.numel()
     found = Plan(tuple(linears), kept_nbytes=kept, tables=tuple(tables), numel=numel, written_numel=numel)
+    found = dataclasses.replace(found, unused=skeleton.unused())
     rows = (
         {"name": x.spec.name, "shape": x.spec.shape, **stored.to_dict(x.stored), "bpw": x.bpw, "nbytes": x.nbytes}
         for x in found.packed

@@ -45,7 +45,8 @@ def added(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_weight: PlanWeigh
     """
     head = skeleton.model.get_output_embeddings() if skeleton.is_untied else None
     written, twice = skeleton.numel(), 0 if head is None else head.weight.numel()
-    plan = dataclasses.replace(plan, written_numel=written, numel=written - twice)
+    plan = dataclasses.replace(plan, written_numel=written, numel=written - twice, unused=skeleton.unused())
+    plan = dataclasses.replace(plan, says=(*plan.says, *_unused(plan)))
     is_asked = plan.layers and (recipe.embeddings is not None or recipe.head is not None)
     found = _found(recipe, skeleton) if is_asked else []
     if head is not None:
@@ -120,6 +121,18 @@ def _with(plan: Plan, table: Table, layer: LayerPlan) -> Plan:
         tables=(*plan.tables, layer),
         looked_up=(*plan.looked_up, *([table.spec.name] if "embeddings" in table.roles else [])),
         kept_nbytes={name: nbytes for name, nbytes in plan.kept_nbytes.items() if name not in copies},
+    )
+
+
+def _unused(plan: Plan) -> tuple[str, ...]:
+    """Return a sentence on the stored tensors that the model does not use; () without any."""
+    nbytes = plan.unused_nbytes
+    if not nbytes:
+        return ()
+    first = max(nbytes, key=lambda name: nbytes[name])
+    return (
+        f"{len(nbytes)} stored tensors that the model does not use are copied and left out of bits over the whole "
+        f"model: {sum(nbytes.values()):,} bytes, the largest {first}",
     )
 
 
