@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.errors import CompressError
+from compress.errors import CompressError, NumericalError
 from compress.kv.buffer import Buffer
 from compress.kv.codec import Block, Codec, unrotate
 from compress.kv.rope import Rope
@@ -231,12 +231,28 @@ class Store:
                 part = unrotate(part, turns["cos"], turns["sin"])
             if not self.coded:
                 self.state = self.codec.begin(part, queries)
-            rows = self.codec.encode(part, {**self.state, **turns})
+            rows = self._encoded(part, turns)
             for name, buffer in self.fields.items():
                 buffer.append(rows[name])
             if self._has_runs:
                 self.runs.append(part.shape[2])
             self.coded += part.shape[2]
+
+    def _encoded(self, x: Tensor, turns: Block) -> Block:
+        """Return the rows of tokens x; NumericalError where finite tokens have scales that their type does not hold."""
+        try:
+            rows = self.codec.encode(x, {**self.state, **turns})
+            is_held = all(torch.isfinite(row.float()).all() for row in rows.values() if row.is_floating_point())
+        except torch.linalg.LinAlgError:
+            if not torch.isfinite(x).all():
+                raise
+        else:
+            if is_held or not torch.isfinite(x).all():
+                return rows
+        raise NumericalError(
+            f"{self.codec.spec.where}: numbers up to {float(x.abs().max()):.2g} are beyond the 16-bit scales of this "
+            "cache; leave the layer exact with kv_cache.skip_layers, or set kv_cache.method: identity"
+        )
 
     def _uncode(self, left: int) -> None:
         """Keep `left` of the coded tokens; the tail is empty."""

@@ -136,7 +136,7 @@ def test_a_saved_prompt_that_crosses_the_line(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(saved_cache, "CHUNK", 48)
     for words in (text[:40], text):
         saved_cache.save(folder, words, tmp_path / "prompt.kv", "lossless")
-        written = saved_cache.write_on(folder, tmp_path / "prompt.kv", "", 40)
+        written = saved_cache.write_on(folder, tmp_path / "prompt.kv", "", 30)
         model, ids = plain_model("phi3"), pico.pico_tokenizer()(words, return_tensors="pt")["input_ids"]
         plain = generated(model, ids, eos_token_id=pico.EOS_ID).sequences[0]
         assert written == pico.pico_tokenizer().decode(plain[ids.shape[1] :], skip_special_tokens=True)

@@ -19,7 +19,7 @@ from compress.storage.checkpoint import open_checkpoint
 from pico import PICO, of_type, save, save_pico
 from runs import RTN, Setup, job
 
-TABLES = Setup("int8", ("embeddings={bits: 8}",))
+TABLES = Setup("int8")  # embeddings and head, too
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     **{name: lambda folder, name=name: save_pico(name, folder) for name in PICO},  # type: ignore[misc]
     "with buffers": lambda folder: save(

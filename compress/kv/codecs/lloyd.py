@@ -99,7 +99,7 @@ class Norms:
 
     def store(self, norms: Tensor) -> Tensor:
         if self.bits == 16:
-            return norms.clamp(max=torch.finfo(torch.float16).max).half()
+            return norms.half()
         code = (norms.clamp(min=1e-30).log2() * self.steps).round() + 128
         return torch.where(norms > 1e-30, code.clamp(1, 255), 0).to(torch.uint8)
 
