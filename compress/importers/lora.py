@@ -140,9 +140,9 @@ def _update(adapter: Path, settings: Mapping[str, Any], module: str, parts: Mapp
 
 def _matches(adapter: Path, pattern: str, module: str) -> bool:
     """Return whether a pattern of the adapter's settings, a name or a simple expression, means a module."""
-    parts = module.split(".")
-    try:  # as peft has it: the end of the module's name, from any of its dots on
-        return any(patterns.matches(f"({pattern})$", ".".join(parts[start:])) for start in range(len(parts)))
+    starts = [0, *(place + 1 for place, letter in enumerate(module) if letter == ".")]
+    try:  # as peft has it: the end of the module's name, from any of its dots on, where ^ means the whole name
+        return any(patterns.matches(f"({pattern})$", module, start) for start in starts)
     except ValueError as error:
         raise CheckpointError(f"{adapter / CONFIG}: pattern {shown(pattern)} {error}") from error
 

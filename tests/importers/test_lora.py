@@ -69,6 +69,8 @@ def model(tmp_path: Path) -> Path:
         ({"use_rslora": True}, ALPHA / math.sqrt(RANK)),
         ({"alpha_pattern": {"q_proj": 1}}, {"q_proj": 1 / RANK, "down_proj": ALPHA / RANK}),
         ({"alpha_pattern": {r"layers\.\d+\.mlp.down_proj": 2.0}}, {"q_proj": ALPHA / RANK, "down_proj": 2 / RANK}),
+        ({"alpha_pattern": {"^q_proj": 1, r"^self_attn\.": 1}}, ALPHA / RANK),  # no name of a module begins so
+        ({"alpha_pattern": {"^model.*q_proj": 1}}, {"q_proj": 1 / RANK, "down_proj": ALPHA / RANK}),
     ],
 )
 def test_the_sum_is_taken_in_float32_and_rounded_once(
@@ -92,6 +94,7 @@ PEFT: list[dict[str, Any]] = [
     {"use_rslora": True},
     {"use_dora": True},
     {"alpha_pattern": {"q_proj": 1}, "rank_pattern": {"q_proj": RANK}},
+    {"alpha_pattern": {"^q_proj": 1, "^model.layers.1.mlp.down_proj": 2}},
 ]
 
 
