@@ -8,6 +8,7 @@ length that is stored. A tensor of the adapter that nothing is done with is an e
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import re
@@ -44,7 +45,7 @@ class Update:
     b: StoredTensor  # [out, r]
     magnitude: StoredTensor | None  # [out], of DoRA
     scaling: float
-    is_turned: bool  # the weight is stored as [in, out]
+    is_turned: bool  # the weight is stored as [in, out]; as the settings have it, then as `_is_turned` finds it
 
     def apply(self, rows: Tensor, start: int, stop: int) -> Tensor:
         """Return rows start .. stop - 1 of the merged weight, in float32, from those of the weight.
@@ -95,7 +96,8 @@ def merged(checkpoint: Checkpoint, adapter: Path) -> Checkpoint:
     tensors: dict[str, Readable] = dict(checkpoint.tensors)
     for module, update in _updates(adapter).items():
         name = _weight_name(f"{module}.weight", tensors, adapter)
-        tensors[name] = _merged(tensors[name], update, adapter)
+        turned = dataclasses.replace(update, is_turned=_is_turned(name, update, tensors))
+        tensors[name] = _merged(tensors[name], turned, adapter)
     digest = hashlib.sha256()
     for file in (CONFIG, WEIGHTS):
         digest.update(storage.sha256(adapter / file).encode())
@@ -158,6 +160,22 @@ def _weight_name(name: str, tensors: Mapping[str, Readable], adapter: Path) -> s
             "model, or its weight is stored together with others: merge it with PEFT and give the result"
         )
     return close[0]
+
+
+def _is_turned(name: str, update: Update, tensors: Mapping[str, Readable]) -> bool:
+    """Return whether a weight is stored as [in, out], which PEFT takes from the layer and not from its settings.
+
+    The shape says so. A square weight is stored like those with a bias that are not square, if it has a bias itself.
+    """
+    shape = (update.b.shape[0], update.a.shape[1])
+    if shape[0] != shape[1]:
+        return tensors[name].shape == shape[::-1]
+    biased = [each for each in tensors if each.endswith(".weight") and f"{each.removesuffix('weight')}bias" in tensors]
+    if name not in biased:
+        return False
+    sizes = [(tensors[each].shape, tensors[f"{each.removesuffix('weight')}bias"].shape) for each in biased]
+    turned = {bias == size[1:] for size, bias in sizes if len(size) == 2 and size[0] != size[1]}
+    return turned.pop() if len(turned) == 1 else update.is_turned
 
 
 def _merged(weight: Readable, update: Update, adapter: Path) -> Decoded:

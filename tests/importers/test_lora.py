@@ -25,7 +25,7 @@ RANK, ALPHA = 4, 6.0
 
 def names(directory: Path) -> list[str]:
     tensors = open_checkpoint(directory).tensors
-    return [name.removesuffix(".weight") for name in tensors if name.split(".")[-2] in MODULES]
+    return [name.removesuffix(".weight") for name in tensors if name.endswith(tuple(f"{m}.weight" for m in MODULES))]
 
 
 def adapter(folder: Path, model: Path, seed: int = 0, **settings: Any) -> Path:
@@ -111,29 +111,40 @@ def test_the_result_is_that_of_peft(settings: dict[str, Any], tmp_path: Path) ->
         torch.testing.assert_close(found[name], tensor, rtol=2e-6, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("said", [False, True])
 @pytest.mark.parametrize("use_dora", [False, True])
-@pytest.mark.filterwarnings("ignore")
-def test_weights_that_are_stored_turned(use_dora: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("module", "outputs"), [("c_attn", 192), ("c_proj", 64)])
+def test_weights_that_are_stored_turned(module: str, outputs: int, use_dora: bool, said: bool, tmp_path: Path) -> None:
+    """Whatever the settings say, which PEFT corrects while it reads them; one of the weights is square."""
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "num_attention_heads": 4}
     directory = save(of_type("gpt2", sizes), tmp_path / "model")
     folder, generator = tmp_path / "lora", torch.Generator().manual_seed(0)
     folder.mkdir()
-    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "fan_in_fan_out": True, "use_dora": use_dora}
-    (folder / "adapter_config.json").write_text(json.dumps({**settings, "target_modules": ["c_attn"]}))
-    stem = "base_model.model.transformer.h.1.attn.c_attn"
-    a, b = torch.randn(4, 64, generator=generator), torch.randn(192, 4, generator=generator)
-    magnitude = torch.rand(192, generator=generator)
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "fan_in_fan_out": said, "use_dora": use_dora}
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, "target_modules": [module]}))
+    stem = f"base_model.model.transformer.h.1.attn.{module}"
+    a, b = torch.randn(4, 64, generator=generator), torch.randn(outputs, 4, generator=generator)
+    magnitude = torch.rand(outputs, generator=generator)
     tensors = {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
     save_file(
         {**tensors, **({f"{stem}.lora_magnitude_vector": magnitude} if use_dora else {})},
         folder / "adapter_model.safetensors",
     )
-    name = "transformer.h.1.attn.c_attn.weight"
+    name = f"transformer.h.1.attn.{module}.weight"
     weight = open_checkpoint(directory).tensors[name].read()
     expected = weight + 2 * (b @ a).T
     if use_dora:
         expected = expected * (magnitude / expected.norm(dim=0))
     assert torch.allclose(merged(directory, folder)[name], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_square_weights_that_are_not_turned(name: str, tmp_path: Path) -> None:
+    """The same without biases, and with biases, where the settings call them turned."""
+    directory = save_pico(name, tmp_path / "model")
+    folders = [adapter(tmp_path / str(said), directory, fan_in_fan_out=said) for said in (False, True)]
+    found = [merged(directory, folder) for folder in folders]
+    assert all(torch.equal(tensor, found[1][key]) for key, tensor in found[0].items())
 
 
 def test_a_tensor_is_the_same_in_parts_in_rows_and_whole(model: Path, tmp_path: Path) -> None:
