@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from compress.calib.kv import calibrate
@@ -246,6 +246,43 @@ def test_one_changed_weight_is_another_model(tmp_path: Path) -> None:
                 load_cache(model(), tmp_path / "x.kv")
         finally:
             weight[0, 0] -= 1
+
+
+class Adapted(nn.Module):
+    """A linear with adapters that are switched and scaled without a change of weights, as PEFT's layers are."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.active_adapters, self.scaling = ["one"], {"one": 2.0, "two": 2.0}
+        self.merged_adapters: list[str] = []
+        self.disable_adapters = False
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"active_adapters": ["two"]},
+        {"active_adapters": ["one", "two"]},
+        {"disable_adapters": True},
+        {"scaling": {"one": 1.0, "two": 2.0}},
+        {"merged_adapters": ["one"]},
+    ],
+    ids=str,
+)
+def test_other_adapters_are_another_model(changed: dict[str, Any], tmp_path: Path) -> None:
+    attention = model().model.layers[0].self_attn
+    plain, cache = attention.k_proj, exact()
+    attention.k_proj = adapted = Adapted(plain)
+    try:
+        save_cache(cache, tmp_path / "x.kv", model(), prompt())
+        load_cache(model(), tmp_path / "x.kv")
+        for name, value in changed.items():
+            setattr(adapted, name, value)
+        with pytest.raises(CheckpointError, match="another model"):
+            load_cache(model(), tmp_path / "x.kv")
+    finally:
+        attention.k_proj = plain
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import compress
 from compress import api
-from compress.errors import AdapterError
+from compress.errors import AdapterError, CheckpointError
+from compress.kv import saved
 from compress.runtime.linear import PackedLinear
 from compress.storage import notice
 from pico import of_type, save, save_pico
@@ -201,6 +202,26 @@ def test_names_and_a_second_adapter(packed: Path) -> None:
     model.set_adapter("second")
     assert {type(m).__name__ for m in model.modules() if hasattr(m, "lora_A")} == {"PackedLoraLinear"}
     assert train(model)[-1] > 0
+
+
+def test_a_saved_prompt_belongs_to_the_adapter_that_read_it(packed: Path, tmp_path: Path) -> None:
+    model = adapted(packed, init_lora_weights=False)
+    model.add_adapter("second", peft.LoraConfig(**CONFIG, init_lora_weights=False))
+    base, tokens = model.get_base_model(), TOKENS[:1]
+
+    def keep() -> None:
+        cache = DynamicCache(config=base.config)
+        with torch.no_grad():
+            base(input_ids=tokens, past_key_values=cache)
+        saved.save_cache(cache, tmp_path / "prompt.kv", base, tokens)
+
+    keep()
+    saved.load_cache(base, tmp_path / "prompt.kv", tokens)
+    model.set_adapter("second")
+    with pytest.raises(CheckpointError, match="another model"):
+        saved.load_cache(base, tmp_path / "prompt.kv", tokens)
+    with model.disable_adapter(), pytest.raises(CheckpointError, match="another model"):
+        saved.load_cache(base, tmp_path / "prompt.kv", tokens)
 
 
 @pytest.mark.filterwarnings("ignore")  # of other packages
