@@ -188,7 +188,8 @@ class CompressQuantizer(HfQuantizer):
         """
         config = self.quantization_config
         listed, pruned = _names_in(model, config.modules), _names_in(model, config.experts)
-        gone = saving.no_longer_packed(model, listed)
+        is_bare = getattr(model, "base_model", None) is model  # its list stays that of the whole model
+        gone = saving.no_longer_packed(model, listed) | (set() if is_bare else config.modules.keys() - listed.values())
         fused: dict[str, nn.Module] = {}
         for name, module in model.named_modules():
             if isinstance(module, Experts) and module.is_partly_plain():
@@ -283,12 +284,12 @@ def _names_in(model: nn.Module, listed: Collection[str]) -> dict[str, str]:
     """Return the listed modules: name in this model -> name in the list.
 
     The list names the modules of the whole model. A bare body (AutoModel) has no head and lacks the body's prefix; the
-    class of a text part (renamed.py) has other names.
+    class of a text part (renamed.py) has other names, and one of another task has another head.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     bare = getattr(model, "base_model", None) is model
     if not bare or not any(name.startswith(prefix) for name in listed):
-        return renamed.names_in(model, listed)
+        return renamed.without_other_head(model, renamed.names_in(model, listed))
     return {name.removeprefix(prefix): name for name in listed if name.startswith(prefix)}
 
 

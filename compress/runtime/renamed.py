@@ -1,13 +1,14 @@
 """Find the modules that a packed checkpoint lists in a class that has other names for them.
 
 A checkpoint of text beside images lists the modules of the whole model. AutoModelForCausalLM may open its text part by
-a class of its own, in which the same weights have shorter names, and the rest of the model is missing.
+a class of its own, in which the same weights have shorter names, and the rest of the model is missing. A class of
+another task (AutoModelForSequenceClassification) has no output head.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -35,6 +36,19 @@ def names_in(model: nn.Module, listed: Collection[str]) -> dict[str, str]:
             key, _ = rename_source_key(f"{name}.weight", renamings, [], whole.base_model_prefix, state)
             found[key.removesuffix(".weight")] = name
     return found if _has_all(model, found) else {name: name for name in listed}
+
+
+def without_other_head(model: Any, names: Mapping[str, str]) -> dict[str, str]:
+    """Return the names (in this model -> in the list) but for the head of the checkpoint's class, if this is another.
+
+    Such a class, of sequence classification say, has the body of the checkpoint and a head of its own, which
+    transformers initializes. Other names without a module are kept: the caller refuses them.
+    """
+    body, classes = model.base_model_prefix, model.config.architectures or ()
+    if not body or not hasattr(model, body) or not classes or type(model).__name__ in classes:
+        return dict(names)
+    heads = {name.partition(".")[0] for name in names} - {body, *(name for name, _ in model.named_children())}
+    return {name: listed for name, listed in names.items() if name.partition(".")[0] not in heads}
 
 
 def _has_all(model: nn.Module, names: Collection[str]) -> bool:

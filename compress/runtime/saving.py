@@ -83,10 +83,15 @@ def state_with(model: nn.Module, replaced: Mapping[str, nn.Module]) -> dict[str,
 
 
 def no_longer_packed(model: nn.Module, listed: dict[str, str]) -> set[str]:
-    """Return the listed names (name in the model -> name in the list) of modules without packed weights."""
+    """Return the listed names (name in the model -> name in the list) of modules without packed weights.
+
+    The output head of the class that was packed is one of them in a class with another head.
+    """
     modules = dict(model.named_modules())
-    return {
-        listed_name
-        for name, listed_name in listed.items()
-        if name in modules and not any(isinstance(module, PackedModule) for module in modules[name].modules())
+    plain = {
+        name
+        for name in listed.keys() & modules.keys()
+        if not any(isinstance(module, PackedModule) for module in modules[name].modules())
     }
+    absent = {name for name in listed if name.partition(".")[0] not in modules}
+    return {listed[name] for name in plain | absent}

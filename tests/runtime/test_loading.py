@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 import compress
 from compress.errors import CheckpointError
@@ -175,6 +175,28 @@ def test_the_body_alone(name: str, packed: Callable[[str], Packed]) -> None:
     body = AutoModel.from_pretrained(directory)
     with torch.no_grad():
         assert torch.equal(body(IDS).last_hidden_state, model.base_model(IDS).last_hidden_state)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns of a score that is not trained yet
+def test_another_head_on_the_same_body(tmp_path: Path) -> None:
+    """The packed output head is left out, and so it is of the list when the model is saved again."""
+    model = pack(PICO["llama"]())
+    weight = _weight("lm_head", model.lm_head.weight.detach())
+    model.lm_head = PackedLinear.from_packed(weight)
+    packed = {name: m.stored for name, m in model.named_modules() if isinstance(m, PackedLinear)}
+    model.config.quantization_config = build_config(packed)
+    model.hf_quantizer = CompressQuantizer(model.config.quantization_config)
+    model.save_pretrained(tmp_path / "packed")
+    scored = AutoModelForSequenceClassification.from_pretrained(tmp_path / "packed", num_labels=3)
+    with torch.no_grad():
+        scored.score.weight.normal_()
+        assert torch.equal(scored.model(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
+        for _ in range(2):  # the configuration names the new class after the first time
+            scored.save_pretrained(tmp_path / "scored")
+        again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scored")
+        assert torch.equal(again(IDS).logits, scored(IDS).logits)
+    listed = json.loads((tmp_path / "scored" / "config.json").read_text())["quantization_config"]["modules"]
+    assert "lm_head" not in listed and listed.keys() | {"lm_head"} == packed.keys()
 
 
 def test_offloaded_to_disk(packed: Callable[[str], Packed], tmp_path: Path) -> None:
