@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from compress.errors import CheckpointError, shown
 from compress.importers import gguf_blocks
+from compress.storage import layout
 from compress.storage.files import open_regular
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -126,7 +127,7 @@ class _Reader:
             self._check(key not in metadata, f"key {shown(key)} twice")
             metadata[key] = self._value(self._number("I"), key)
         alignment = metadata.get("general.alignment", 32)
-        is_sound = type(alignment) is int and 0 < alignment <= 1 << 20 and alignment % 8 == 0
+        is_sound = type(alignment) is int and 8 <= alignment <= 1 << 20 and alignment & (alignment - 1) == 0
         self._check(is_sound, f"alignment {shown(alignment)}")
         entries = [self._entry() for _ in range(tensors)]
         base = -(-self.stream.tell() // alignment) * alignment
@@ -135,9 +136,9 @@ class _Reader:
             self._check(entry.name not in found, f"tensor {shown(entry.name)} twice")
             self._check(entry.offset % alignment == 0, f"tensor {shown(entry.name)} out of line")
             found[entry.name] = entry._replace(offset=base + entry.offset)
-        need = max((entry.offset + entry.nbytes for entry in found.values()), default=base)
-        if need > self.size:
-            raise CheckpointError(f"{self.path} is truncated: {self.size} bytes of {need}; download it again")
+        spans = [layout.Span(entry.name, entry.offset, entry.offset + entry.nbytes) for entry in found.values()]
+        if wrong := layout.fault(spans, base, self.size, alignment):
+            raise CheckpointError(f"{self.path} {wrong}; download it again")
         return Header(metadata, found)
 
     def _check(self, is_sound: bool, what: str) -> None:

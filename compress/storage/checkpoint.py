@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError, first_line, shown
-from compress.storage import config_sizes, json_text, notice, paths
+from compress.storage import config_sizes, json_text, notice, paths, safetensors_header
 from compress.storage.files import open_regular, replacing
 
 INDEX = "model.safetensors.index.json"
@@ -267,57 +267,24 @@ def _single_file(directory: Path) -> list[str]:
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one safetensors file; the header is checked against the file's size."""
-    header, base = _header(path)
-    header.pop("__metadata__", None)
     try:
-        tensors = {name: _stored(name, path, entry, base) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _malformed(path, error) from error
-    size, need = path.stat().st_size, max((t.offset + t.nbytes for t in tensors.values()), default=base)
-    if size < need:
-        raise CheckpointError(f"{path} is truncated: {size} bytes of {need}; download it again")
-    return tensors
+        return {entry.name: _stored(path, entry) for entry in safetensors_header.read(path).entries}
+    except ValueError as error:
+        raise safetensors_header.malformed(path, error) from error
 
 
-def read_metadata(path: Path) -> dict[str, Any]:
+def read_metadata(path: Path) -> dict[str, str]:
     """Return the metadata in the header of a safetensors file."""
-    metadata = _header(path)[0].get("__metadata__")
-    return metadata if isinstance(metadata, dict) else {}
+    return safetensors_header.read(path).metadata
 
 
-def _malformed(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path} has a malformed safetensors header ({first_line(error)}); download it again")
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header of a safetensors file, and the place of its first tensor."""
-    if not os.path.isfile(path):  # False for a name that no file can have, too
-        raise CheckpointError(f"shard {path} is missing; download the checkpoint again")
-    size = path.stat().st_size
-    with open_regular(path) as stream:
-        length = int.from_bytes(stream.read(8), "little") if size >= 8 else 0
-        if not 0 < length <= min(json_text.TEXT_LIMIT, size - 8):
-            raise CheckpointError(
-                f"{path} is not a safetensors file, or is truncated ({size} bytes); download it again"
-            )
-        raw = stream.read(length)
-    try:
-        header = json_text.loads(raw)
-        if not isinstance(header, dict):
-            raise TypeError("it is no JSON object")
-    except (ValueError, TypeError) as error:
-        raise _malformed(path, error) from error
-    return header, 8 + length
-
-
-def _stored(name: str, path: Path, entry: dict[str, Any], base: int) -> StoredTensor:
-    start, end = entry["data_offsets"]
-    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-    if any(type(number) is not int or number < 0 for number in (start, end, *shape)):
-        raise ValueError(f"tensor {shown(name)} has a shape or offsets that are no sizes")
-    if end - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"tensor {shown(name)} has {end - start} bytes for shape {shown(shape)}")
-    return StoredTensor(name, path, dtype, shape, base + start, end - start)
+def _stored(path: Path, entry: safetensors_header.Entry) -> StoredTensor:
+    dtype, nbytes = DTYPES.get(entry.dtype), entry.stop - entry.start
+    if dtype is None:
+        raise ValueError(f"tensor {shown(entry.name)} is of type {shown(entry.dtype)}, which is not read")
+    if nbytes != math.prod(entry.shape) * dtype.itemsize:
+        raise ValueError(f"tensor {shown(entry.name)} has {nbytes} bytes for shape {shown(entry.shape)}")
+    return StoredTensor(entry.name, path, dtype, entry.shape, entry.start, nbytes)
 
 
 def write_shard(path: Path, tensors: Mapping[str, Writable], *, metadata: Mapping[str, str] | None = None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -14,11 +15,13 @@ DEPTH = 64  # of lists and objects in each other
 DIGITS = 40  # of an integer
 
 
-def loads(raw: bytes | str) -> Any:
+def loads(raw: bytes | str, is_strict: bool = False) -> Any:
     """Return the value of a JSON text in UTF-8.
 
     Raises ValueError, with the reason in one line, for what is not JSON, and for JSON that is too large, too deep, has
-    integers of more digits than anything needs, or text that is not Unicode (half of a surrogate pair).
+    integers of more digits than anything needs, or text that is not Unicode (half of a surrogate pair). is_strict:
+    also for names that stand twice in an object, and for numbers that other readers refuse or read in another way (NaN,
+    Infinity, 1e999, -0).
     """
     text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
     if len(text) > TEXT_LIMIT:
@@ -26,7 +29,7 @@ def loads(raw: bytes | str) -> Any:
     if text.count("[") + text.count("{") > CONTAINERS:
         raise ValueError(f"more than {CONTAINERS:,} lists and objects")
     try:
-        value = json.loads(text, parse_int=_integer)
+        value = json.loads(text, **(STRICT if is_strict else PYTHONS))
     except RecursionError as error:
         raise ValueError(f"nested more than {DEPTH} deep") from error
     _check_depth(value)
@@ -73,6 +76,36 @@ def _integer(digits: str) -> int:
     if len(digits) > DIGITS:
         raise ValueError(f"an integer of {len(digits)} digits")
     return int(digits)
+
+
+def _strict_integer(digits: str) -> int:
+    return _refuse(digits) if digits == "-0" else _integer(digits)
+
+
+def _strict_number(digits: str) -> float:
+    return value if math.isfinite(value := float(digits)) else _refuse(digits)
+
+
+def _refuse(word: str) -> Any:
+    raise ValueError(f"it has {shown(word)}, which is no number of JSON")
+
+
+def _strict_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict[str, Any]()
+    for name, inner in pairs:
+        if name in value:
+            raise ValueError(f"it has {shown(name)} twice")
+        value[name] = inner
+    return value
+
+
+PYTHONS: dict[str, Any] = {"parse_int": _integer}  # what json.loads takes
+STRICT: dict[str, Any] = {
+    "parse_int": _strict_integer,
+    "parse_float": _strict_number,
+    "parse_constant": _refuse,
+    "object_pairs_hook": _strict_object,
+}
 
 
 def _check_depth(value: Any) -> None:

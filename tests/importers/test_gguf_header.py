@@ -61,6 +61,11 @@ def test_a_header(version: int, tmp_path: Path) -> None:
     ]
 
 
+def test_padding_behind_the_last_tensor_and_another_order(tmp_path: Path) -> None:
+    assert read(tmp_path, made() + bytes(12)).tensors == read(tmp_path, made()).tensors
+    assert read(tmp_path, made(entries=ENTRIES[::-1])).tensors == read(tmp_path, made()).tensors
+
+
 def listed(kind: int, count: int) -> bytes:
     return key("x", LIST, struct.pack("<IQ", kind, count))
 
@@ -85,6 +90,21 @@ BAD = {
     "a crooked alignment": (made(keys=[*KEYS, key("general.alignment", UINT32, struct.pack("<I", 7))]), "alignment 7"),
     "a tensor twice": (made(entries=[ENTRIES[0]] * 2), "tensor 'a.weight' twice"),
     "a tensor out of line": (made(entries=[entry("a", (32,), 0, 5)]), "tensor 'a' out of line"),
+    "all tensors in one place": (
+        made(entries=[ENTRIES[0], entry("b.weight", (5,), 0, 0)]),
+        "tensor 'a.weight' begins at byte",
+    ),
+    "a tensor inside of another": (
+        made(entries=[entry("a", (16,), 0, 0), entry("b", (1,), 0, 32)]),
+        "inside of what is before it ('a')",
+    ),
+    "a hole": (made(entries=[entry("a", (8,), 0, 0), entry("b", (21,), 0, 64)]), "32 bytes in front of tensor 'b'"),
+    "a hole in front": (made(entries=[entry("a", (29,), 0, 32)]), "32 bytes in front of tensor 'a'"),
+    "bytes behind the last": (made() + bytes(13), "1 bytes behind its last tensor"),
+    "an alignment that is no power of two": (
+        made(keys=[*KEYS, key("general.alignment", UINT32, struct.pack("<I", 24))]),
+        "alignment 24",
+    ),
     "no dimensions": (made(entries=[entry("a", (), 0, 0)]), "of 0 dimensions"),
     "an empty tensor": (made(entries=[entry("a", (0, 4), 0, 0)]), "of shape"),
     "a huge tensor": (made(entries=[entry("a", (1 << 62, 1 << 62), 0, 0)]), "of shape"),

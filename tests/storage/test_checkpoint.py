@@ -228,7 +228,7 @@ def test_a_file_cut_after_it_was_opened(directory: Path, tmp_path: Path) -> None
     assert not (tmp_path / "copy.safetensors").exists()
 
 
-def shard(path: Path, header: str, data: bytes = bytes(64)) -> Path:
+def shard(path: Path, header: str, data: bytes = bytes(16)) -> Path:
     path.write_bytes(len(header.encode()).to_bytes(8, "little") + header.encode() + data)
     return path
 
