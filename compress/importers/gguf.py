@@ -19,6 +19,7 @@ from torch import Tensor
 from compress.errors import CheckpointError, shown
 from compress.importers import gguf_blocks, gguf_header
 from compress.importers.gguf_header import Entry, Header
+from compress.importers.gguf_settings import BLOCKS, HEADS, KV_HEADS, WIDTHS
 from compress.importers.source import Decoded, step
 from compress.storage import config_sizes, json_text
 from compress.storage.checkpoint import CONFIG, Checkpoint, StoredTensor, read_config, read_json
@@ -48,9 +49,47 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     weights = {name: build.weight(name, tuple(made["shape"]), made["from"]) for name, made in facts["weights"].items()}
     used = {*facts["unused"], *(name for made in facts["weights"].values() for name in made["from"])}
     rest = {name: build.plain(name, entry.shape, entry) for name, entry in header.tensors.items() if name not in used}
-    largest = max((math.prod(entry.shape) for entry in header.tensors.values()), default=0)
-    config_sizes.check(config, str(directory / CONFIG), len(header.tensors), largest)
+    check_sizes(header, config, directory / CONFIG)
     return Checkpoint(directory, config, {**rest, **weights}, _types(header), {"format": "gguf", **facts})
+
+
+def check_sizes(header: Header, config: Mapping[str, Any], where: Path) -> None:
+    """Raise CheckpointError, which names the file `where`, for a size of a configuration that no tensor bears out."""
+    largest = max((math.prod(entry.shape) for entry in header.tensors.values()), default=0)
+    config_sizes.check(config, str(where), len(header.tensors), largest)
+
+
+def check_metadata(header: Header, file: Path) -> None:
+    """Raise CheckpointError for a size in the metadata that no tensor has, and for heads that do not divide.
+
+    Models are built by these sizes, so they are compared before that.
+    """
+    blocks = len({name.split(".")[1] for name in header.tensors if name.startswith("blk.")})
+    widest = max((size for entry in header.tensors.values() for size in entry.shape), default=0)
+    limits = {**dict.fromkeys(WIDTHS, (widest, "the widest of its tensors has")), BLOCKS: (blocks, "it stores")}
+    stated = {key: header.metadata.get(f"{header.architecture}.{key}") for key in limits}
+    for key, values in stated.items():
+        limit, words = limits[key]
+        for value in values if isinstance(values, list) else [values] if values is not None else []:
+            if type(value) is not int or not 0 <= value <= limit:
+                raise CheckpointError(
+                    f"{file} says {header.architecture}.{key} {shown(value)}, but {words} {limit}; metadata and "
+                    "tensors do not belong together, download it again"
+                )
+    heads = stated[HEADS]
+    shared = heads if stated[KV_HEADS] is None else stated[KV_HEADS]
+    for name, entry in header.tensors.items():
+        rows, count = entry.shape[0], {"attn_q": heads, "attn_k": shared}.get(name.split(".")[-2:][0])
+        if isinstance(count, int) and (not count or rows % count):
+            raise CheckpointError(
+                f"{file} says that tensor {shown(name)} has {rows} rows of {count} heads, which do not divide them; "
+                "download it again"
+            )
+    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+        raise CheckpointError(
+            f"{file} says that {heads} heads share {shared} heads of keys and values, which do not divide them; "
+            "download it again"
+        )
 
 
 def _types(header: Header) -> str:
@@ -107,12 +146,15 @@ class _Builder:
         made: dict[str, Tensor] = {}
         mapping = {key: name for entry in entries for key in (entry.name, entry.name.removesuffix(".weight"))}
         for entry in entries:
-            weights, given, _ = self.processor.process(
-                weights=values(entry).numpy(),
-                name=entry.name,
-                tensor_key_mapping=mapping,
-                parsed_parameters={"tensors": made},
-            )
+            try:
+                weights, given, _ = self.processor.process(
+                    weights=values(entry).numpy(),
+                    name=entry.name,
+                    tensor_key_mapping=mapping,
+                    parsed_parameters={"tensors": made},
+                )
+            except (ValueError, IndexError, TypeError, ArithmeticError):  # of numpy, for a shape that it cannot turn
+                break
             if given is not None:
                 made[name] = torch.from_numpy(weights.copy())
         if set(made) != {name} or made[name].shape != shape:

@@ -26,6 +26,12 @@ SETTINGS = {  # key -> attribute of a configuration of transformers; a model has
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+WIDTHS = (  # keys of sizes that some tensor has as one of its dimensions
+    *("embedding_length", "feed_forward_length", "vocab_size", "attention.key_length", "attention.value_length"),
+    *("attention.head_count", "attention.head_count_kv", "expert_count", "expert_used_count"),
+    *("expert_feed_forward_length", "expert_shared_feed_forward_length"),
+)
+BLOCKS, HEADS, KV_HEADS = "block_count", "attention.head_count", "attention.head_count_kv"
 THETA = "rope.freq_base"
 ROTATED = "rope.dimension_count"  # entries of a head that are rotated
 WINDOW = "attention.sliding_window"

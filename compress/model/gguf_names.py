@@ -18,7 +18,7 @@ import transformers
 
 from compress.errors import CheckpointError, UnsupportedModelError, first_line, shown
 from compress.importers import gguf_blocks, gguf_header
-from compress.importers.gguf import values
+from compress.importers.gguf import check_metadata, check_sizes, values
 from compress.importers.gguf_header import Header
 from compress.importers.gguf_settings import FACTOR, FREQUENCIES, HEAD, KIND, ORIGINAL_LENGTH, SETTINGS, Bands
 from compress.model.load import FAILURES, empty_model, gguf_tokenizer, open_config, without_weights
@@ -38,6 +38,7 @@ def write_directory(file: Path, directory: Path) -> dict[str, Any]:
     UnsupportedModelError for an architecture that transformers does not read from such files.
     """
     header = gguf_header.read_all(file)
+    check_metadata(header, file)
     with _one_line(file, header):
         config = open_config(directory, gguf_file=file.name)
         for key, name in ((key, SETTINGS[key]) for key in LEFT_OUT):
@@ -47,6 +48,7 @@ def write_directory(file: Path, directory: Path) -> dict[str, Any]:
         if HEAD in header.tensors and HEAD not in gguf_header.read(file).tensors:
             config.tie_word_embeddings = False  # transformers looks into the first part of a split file only
         config.dtype = dtype(header)
+        check_sizes(header, config.to_dict(), file)
         with without_weights():
             model = empty_model(config, config.dtype)
         config.architectures = [type(model).__name__]

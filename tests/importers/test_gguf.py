@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import gguf_files
-from compress.errors import CheckpointError, CompressError, UnsupportedModelError
+from compress.errors import CheckpointError, CompressError, UnsupportedModelError, shown
 from compress.importers import open_checkpoint
-from compress.model import fingerprint
+from compress.model import fingerprint, gguf_names
 from compress.model.load import load_model, load_tokenizer
 from compress.model.skeleton import Skeleton
 from compress.run import source
@@ -218,3 +218,40 @@ def test_a_damaged_map_is_refused(change: str, tmp_path: Path) -> None:
     path.write_text(json.dumps({**facts, **json.loads(change)} if change != "[]" else []))
     with pytest.raises(CompressError, match=r"compress_gguf.json"):
         open_checkpoint(directory)
+
+
+SIZES = [  # key -> a value that no tensor bears out
+    *(("block_count", value) for value in (3, 2000, 10**6, (1 << 32) - 1)),
+    *(("embedding_length", value) for value in (1 << 14, (1 << 31) - 1, 1 << 31)),
+    *(("feed_forward_length", 1 << 31), ("vocab_size", 1 << 31), ("attention.key_length", 1 << 31)),
+    *(("context_length", (1 << 32) - 1), ("attention.head_count", 1 << 20), ("embedding_length", "many")),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), SIZES)
+def test_sizes_are_compared_with_the_tensors_before_a_model_is_built(
+    key: str, value: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_names, "empty_model", None)  # which nothing may ask for
+    file = saved("llama", tmp_path, ("F16",), extra={key: value})
+    with pytest.raises(CheckpointError, match=f"{file} says ") as raised:
+        source.resolve(str(file))
+    assert shown(value) in str(raised.value)
+
+
+@pytest.mark.parametrize(("heads", "shared"), [(4, 3), (3, 3), (5, 1), (0, 1), (4, 0)])
+def test_heads_that_do_not_divide_the_rows_are_refused(heads: int, shared: int, tmp_path: Path) -> None:
+    file = saved("llama", tmp_path, ("F16",), extra={"attention.head_count": heads, "attention.head_count_kv": shared})
+    with pytest.raises(CheckpointError, match="which do not divide them"):
+        source.resolve(str(file))
+
+
+def test_a_tensor_that_cannot_be_turned_is_one_line(tmp_path: Path) -> None:
+    directory = source.resolve(str(saved("llama", tmp_path, ("F16",))))
+    path = directory / ".compress_gguf.json"
+    facts = json.loads(path.read_text())
+    facts["settings"]["num_attention_heads"] = facts["settings"]["num_key_value_heads"] = 3
+    path.write_text(json.dumps(facts))
+    weights = open_checkpoint(directory).tensors
+    with pytest.raises(CheckpointError, match=r"'blk.0.attn_q.weight' of shape \[64, 64\] does not make"):
+        weights["model.layers.0.self_attn.q_proj.weight"].read()
