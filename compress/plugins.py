@@ -8,7 +8,7 @@ A plugin is one file `compress/<package of its kind>/<name>.py` that defines the
                compress/transform/rotate.py do
     allocate   Config, allocate(problem, config, bench), needs(config): compress/allocate/__init__.py
     formats    Params, specs, pack, decode, and check where stored integers select: compress/formats/__init__.py
-    importers  describe(source), tensors(source): compress/importers/__init__.py
+    importers  describe(source), tensors(source), OPTIONS: compress/importers/__init__.py
     export     refuses(weight), write(export, out), SUFFIX: compress/export/targets/__init__.py
     tune       Config, workspace(config, ...) in bytes, SCOPE: "block" with BlockTuning, as compress/tune/blockwise.py
                has, or "model" with train, positions and disk, as compress/tune/end_to_end.py has
@@ -57,7 +57,7 @@ KINDS = {
     "read": ("Config", "build", "NEEDS"),
     "tune": ("Config", "workspace", "SCOPE"),
     "codes": ("serves", "Codes", "BYTES", "RATE"),
-    "importers": ("describe", "tensors"),
+    "importers": ("describe", "tensors", "OPTIONS"),
     "export": ("refuses", "write", "SUFFIX"),
     "task": ("Config", "items", "WAY", "SUITES"),
 }

@@ -3,6 +3,7 @@
 `quantization_config` in config.json names the tool (`quant_method`), and the file of that name in this package reads
 it. Such a file defines
 
+    OPTIONS                     the values that options of `quantization_config` may have, see options.py
     describe(source) -> str     how the weights are stored, in words; CheckpointError for options it cannot read
     tensors(source) -> dict     name -> tensor, for every weight that is stored in another way than as itself
 
@@ -19,7 +20,7 @@ from typing import Any
 
 from compress import plugins
 from compress.errors import CheckpointError, shown
-from compress.importers import gguf, lora
+from compress.importers import gguf, lora, options
 from compress.importers.source import Source
 from compress.storage import checkpoint as storage
 from compress.storage import paths
@@ -54,6 +55,7 @@ def _decoded(directory: Path) -> Checkpoint:
     stored = {name: source for name, tensor in checkpoint.tensors.items() for source in tensor.sources}
     source = Source(directory, checkpoint.config, settings, stored)
     base = importer.describe(source)
+    options.check(source, importer.OPTIONS, settings)
     decoded: dict[str, Readable] = importer.tensors(source)
     if not decoded:
         raise source.error(

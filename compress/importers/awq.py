@@ -10,12 +10,18 @@ import torch
 from torch import Tensor
 
 from compress.errors import shown
-from compress.importers import scaled
+from compress.importers import options, scaled
 from compress.importers.source import Decoded, Source, filled, step
 from compress.storage.checkpoint import CONFIG, Readable
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds output 0, 1, ... of its eight
 LAYOUTS = ("gemm",)
+OPTIONS = {
+    **options.MODULES,
+    **dict.fromkeys(("bits", "w_bit"), (4, None)),
+    **dict.fromkeys(("group_size", "q_group_size"), (int, None)),
+    **{"zero_point": options.FLAG, "version": options.TEXT},
+}
 
 
 def describe(source: Source) -> str:

@@ -15,12 +15,19 @@ import torch
 from torch import Tensor
 
 from compress.errors import shown
+from compress.importers import options
 from compress.importers.source import Decoded, Source, step
 from compress.storage import json_text
 from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
 
 STATE = ".quant_state.bitsandbytes__"
 KINDS = ("nf4", "fp4")
+OPTIONS = {
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant"), options.FLAG),
+    **dict.fromkeys(("llm_int8_has_fp16_weight", "llm_int8_enable_fp32_cpu_offload"), options.FLAG),
+    **dict.fromkeys(("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"), options.TEXT),
+    **{"bnb_4bit_quant_type": KINDS, "llm_int8_threshold": options.NUMBER, "llm_int8_skip_modules": options.NAMES},
+}
 LIMIT = 1 << 16  # bytes of a state
 LARGEST = 1 << 16  # block that there is, by far
 BY_127 = 7.874015718698502e-3

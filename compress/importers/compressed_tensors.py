@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import shown
-from compress.importers import e2m1, patterns, scaled
+from compress.importers import e2m1, options, patterns, scaled
 from compress.importers.bits import unpacked
 from compress.importers.source import Decoded, Source
 from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
@@ -24,6 +24,17 @@ FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized"),
     *("mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense"),
 )
+OPTIONS = {
+    "quantization_status": ("initialized", "calibration", "frozen", "compressed", None),
+    **{"ignore": options.NAMES, "global_compression_ratio": options.NUMBER, "config_groups": (dict,)},
+    **dict.fromkeys(("kv_cache_scheme", "sparsity_config", "transform_config"), (dict, None)),
+}
+ARGUMENTS = {  # options of the weights of a group
+    **{"num_bits": (int,), "type": ("int", "float", None), "symmetric": options.FLAG, "group_size": (int, None)},
+    "strategy": ("tensor", "channel", "group", "tensor_group", "block", None),
+    **{"actorder": ("group", "weight", "static", "dynamic", bool, None), "dynamic": ("local", bool, None)},
+    **{"block_structure": options.NAMES, "observer": options.TEXT, "observer_kwargs": (dict, None)},
+}
 SCALES = (*scaled.FLOATS, torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 UNUSED = (*scaled.AUXILIARY, ".q_scale", ".input_zero_point", ".input_global_scale", ".output_scale")
 
@@ -40,6 +51,8 @@ def describe(source: Source) -> str:
     transforms = source.settings.get("transform_config") or {}
     if not isinstance(transforms, dict) or transforms.get("config_groups"):
         raise source.error(f"{CONFIG}: transform_config: weights in a rotated basis cannot be read")
+    for group in groups:
+        options.check(source, ARGUMENTS, group.get("weights") or {}, "config_groups")
     words = sorted({_words(group["weights"]) for group in groups if group.get("weights")})
     return f"compressed-tensors {' and '.join(words)}"
 
@@ -149,6 +162,12 @@ def _block(source: Source, module: str, arguments: Mapping[str, Any]) -> scaled.
 def _weight(source: Source, module: str, codes: scaled.Codes) -> Decoded:
     arguments = _arguments(source, module)
     scale = source.take(f"{module}.weight_scale", SCALES)
+    is_float = codes.stored.dtype in (torch.uint8, *scaled.FLOAT8)
+    if arguments.get("type") not in (None, "float" if is_float else "int"):
+        raise source.error(
+            f"{codes.stored.name} is stored as {str(codes.stored.dtype).removeprefix('torch.')}, and {CONFIG} says "
+            f"that its numbers are of type {shown(arguments.get('type'))}; download it again"
+        )
     block = _block(source, module, arguments)
     divisor = index = zeros = None
     others: tuple[StoredTensor, ...] = ()
@@ -168,16 +187,17 @@ def _weight(source: Source, module: str, codes: scaled.Codes) -> Decoded:
 
 
 def _zeros(source: Source, module: str, codes: scaled.Codes, point: StoredTensor, scale: StoredTensor) -> scaled.Rows:
-    """Return a reader of the rows of zero points [out, groups]."""
-    out = codes.shape[0]
+    """Return a reader of the rows of zero points [out, groups], of which there are as many groups as of the scales."""
+    out, groups = codes.shape[0], scale.shape[1] if len(scale.shape) == 2 else 1
     if point.dtype != torch.int32 or codes.stored.dtype != torch.int32:
         if point.shape != scale.shape or len(point.shape) != 2 or point.shape[0] != out:
             raise source.error(f"{point.name} has the shape {list(point.shape)}, its scales {list(scale.shape)}")
         return lambda start, stop: point.rows(start, stop).float()
     bits = _bits(source, module, _arguments(source, module))
-    if len(point.shape) != 2 or point.shape[0] != -(-out * bits // 32):
+    if point.shape != (-(-out * bits // 32), groups):
         raise source.error(
-            f"{point.name} has the shape {list(point.shape)}, not that of {out} zero points of {bits} bits"
+            f"{point.name} has the shape {list(point.shape)}, not that of {out} x {groups} zero points of {bits} bits, "
+            f"one for each of the scales {list(scale.shape)}"
         )
 
     def rows(start: int, stop: int) -> Tensor:

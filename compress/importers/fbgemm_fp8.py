@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from compress.importers import scaled
+from compress.importers import options, scaled
 from compress.importers.source import Source
 from compress.storage.checkpoint import Readable
+
+OPTIONS = {**options.MODULES, "activation_scale_ub": options.NUMBER}
 
 
 def describe(source: Source) -> str:

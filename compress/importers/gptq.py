@@ -12,13 +12,19 @@ import torch
 from torch import Tensor
 
 from compress.errors import shown
-from compress.importers import scaled
+from compress.importers import options, scaled
 from compress.importers.bits import unpacked
 from compress.importers.source import Decoded, Source, filled, step
 from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
 
 WIDTHS = (2, 3, 4, 8)
 LAYOUTS = ("gptq", "gptq_v2")
+OPTIONS = {
+    **options.MODULES,
+    **dict.fromkeys(("desc_act", "sym", "static_groups", "true_sequential", "is_marlin_format"), options.FLAG),
+    **{"bits": WIDTHS, "group_size": (int, None), "checkpoint_format": (*LAYOUTS, None), "dynamic": (dict, None)},
+    **{"pack_dtype": ("int32", None), "lm_head": options.FLAG},
+}
 
 
 def describe(source: Source) -> str:

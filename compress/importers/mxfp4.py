@@ -9,10 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compress.importers import options
 from compress.importers.e2m1 import unpacked
 from compress.importers.source import Decoded, Source, step
 from compress.storage.checkpoint import Readable
 
+OPTIONS = {**options.MODULES, "dequantize": options.FLAG}
 BLOCKS, SCALES = "_blocks", "_scales"
 BYTES = 16  # of a group
 OFFSET = 127  # of exponents

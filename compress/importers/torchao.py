@@ -11,12 +11,17 @@ from typing import Any
 import torch
 
 from compress.errors import shown
-from compress.importers import scaled
+from compress.importers import options, scaled
 from compress.importers.source import Decoded, Source
 from compress.storage import json_text
 from compress.storage.checkpoint import Readable, StoredTensor, read_metadata
 
 KINDS = {"Int8Tensor": "int8", "IntxUnpackedToInt8Tensor": "integers", "Float8Tensor": "float8"}
+OPTIONS = {
+    **options.MODULES,
+    **{"quant_type": (dict, str, None), "quant_type_kwargs": (dict, None)},
+    **dict.fromkeys(("include_input_output_embeddings", "untie_embedding_weights"), options.FLAG),
+}
 CODES = (torch.int8, *scaled.FLOAT8)
 PARTS = {"qdata", "scale", "zero_point"}
 

@@ -188,6 +188,33 @@ def test_options_that_cannot_be_read(
     foreign.refused(both.quantized, pattern)
 
 
+def asymmetric(groups: int) -> foreign.Pack:
+    """int4 in groups of 32, with zero points of so many groups."""
+
+    def pack(name: str, weight: Tensor) -> foreign.Packed:
+        stored, decoded = packed(name, weight)
+        points = foreign.stream(torch.full((groups, weight.shape[0]), 8), 4).t().contiguous()
+        return {**stored, ".weight_zero_point": points}, decoded
+
+    return pack
+
+
+def test_zero_points_are_those_of_the_scales(pico_dir: foreign.Pico, tmp_path: Path) -> None:
+    written = settings("pack-quantized", {**INT4, "symmetric": False})
+    fitting = foreign.written(
+        pico_dir("llama"), tmp_path / "2", written, lambda name, w: asymmetric(w.shape[1] // 32)(name, w)
+    )
+    foreign.check_tensors(fitting)
+    for groups in (1, 3, 4, 7):
+        both = foreign.written(pico_dir("llama"), tmp_path / f"{groups} groups", written, asymmetric(groups))
+        foreign.refused(both.quantized, r"weight_zero_point has the shape .*, not that of .* zero points of 4 bits")
+
+
+def test_numbers_of_another_type_than_is_stored(pico_dir: foreign.Pico, tmp_path: Path) -> None:
+    both = foreign.written(pico_dir("llama"), tmp_path, settings("pack-quantized", {**INT4, "type": "float"}), packed)
+    foreign.refused(both.quantized, "weight_packed is stored as int32, and config.json says .* of type 'float'")
+
+
 DAMAGE: dict[str, dict[str, Tensor | None]] = {
     "q_proj.weight_scale is missing": {f"{Q}.weight_scale": None},
     "q_proj.weight_shape is missing": {f"{Q}.weight_shape": None},
