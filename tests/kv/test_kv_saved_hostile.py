@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from compress.errors import CheckpointError, CompressError, UnsupportedModelError
+from compress.errors import CheckpointError, CompressError, NumericalError, UnsupportedModelError
 from compress.kv import attention, generation
 from compress.kv.cache import CodedLayer, make_cache
-from compress.kv.saved import checked, coded, file, load_cache, raw_nbytes, save_cache
+from compress.kv.saved import checked, coded, file, load_cache, parts, raw_nbytes, save_cache
 from compress.kv.saved.parts import Part
 from compress.kv.token_store import Store
 from compress.storage import checkpoint, json_text
@@ -196,6 +196,56 @@ def test_a_cache_that_evicts_is_not_saved(budget: str, model: PreTrainedModel, t
     with pytest.raises(UnsupportedModelError, match="layer 0 of the cache evicts tokens"):
         saved(model, tmp_path / "x.kv", {**KIVI, "evict": evict})
     assert list(tmp_path.iterdir()) == []
+
+
+def numbers(facts: Facts, path: Path) -> list[Change]:
+    """Return changes of every number that is not whole, in tensors and in facts, to what is not finite."""
+    opened, changes = file.SavedFile(path), list[Change]()
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        for name, part in opened.parts.items():
+            if part.way == "grid":
+                changes += [say("parts", name, "step", value=bad)]
+            elif part.dtype.is_floating_point and 0 not in part.shape:
+                tensor = opened.tensor(name).clone()
+                tensor[(-1,) * tensor.dim()] = bad
+                changes.append(put(name, tensor))
+        changes += [say("turns", index, value=bad) for index in range(len(facts["turns"] or ()))]
+    return changes
+
+
+@pytest.mark.parametrize("settings", [None, KIVI, LLOYD], ids=["rounded", "kivi", "lloyd"])
+def test_numbers_that_are_not_finite_are_refused(
+    settings: dict[str, Any] | None, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    path = saved(model, tmp_path / "x.kv", settings)
+    whole = path.read_bytes()
+    changes = numbers(file.SavedFile(path).facts, path)
+    assert len(changes) >= 18
+    for change in changes:
+        path.write_bytes(whole)
+        forge(path, change)
+        with pytest.raises(CheckpointError, match="x.kv is damaged at") as caught:
+            load_cache(model, path)
+        assert "\n" not in str(caught.value)
+
+
+def test_coded_numbers_that_are_not_finite_are_not_saved_and_not_loaded(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only decoding shows them."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=tokens(), past_key_values=cache, use_cache=True)
+    layer: Any = cache.layers[1]
+    layer.values[0, 1, 250, 3] = float("inf")
+    with pytest.raises(NumericalError, match="are not finite"):
+        save_cache(cache, tmp_path / "x.kv", model, tokens(), "lossless")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(parts, "checked", lambda tensor: tensor)
+    save_cache(cache, tmp_path / "x.kv", model, tokens(), "lossless")
+    assert file.SavedFile(tmp_path / "x.kv").parts["1.values"].way == "bytes"
+    with pytest.raises(CheckpointError, match=r"is damaged at 1.values \(it has numbers that are not finite\)"):
+        load_cache(model, tmp_path / "x.kv")
 
 
 def filled(case: Case) -> CodedLayer:

@@ -196,7 +196,8 @@ def _turns(saved: SavedFile, model: nn.Module) -> plain.Turns | None:
     if sums is None:
         return None
     both = plain.turns(model, saved.parts["tokens"].shape[1])
-    if both is None or any(abs(float(x[0, -1].double().sum()) - s) > 1e-2 for x, s in zip(both, sums, strict=True)):
+    own = [float(x[0, -1].double().sum()) for x in both or ()]
+    if not own or not all(abs(one - other) <= 1e-2 for one, other in zip(own, sums, strict=True)):
         raise CheckpointError(
             f"{saved.path} was saved with another rotary embedding; load it with the release of transformers that "
             "saved it, or save the prompt anew"

@@ -96,8 +96,11 @@ def shared(cache: KVCache) -> Given:
 
 
 def exact(tensor: Tensor) -> tuple[Part, Source]:
-    """Return the part of a tensor that comes back bit for bit, and what gives it."""
-    tensor = tensor.detach().cpu().contiguous()
+    """Return the part of a tensor that comes back bit for bit, and what gives it.
+
+    Raises NumericalError for numbers that are not finite.
+    """
+    tensor = parts.checked(tensor.detach().cpu().contiguous())
     return parts.lossless(tensor), lambda: tensor
 
 

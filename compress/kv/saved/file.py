@@ -109,7 +109,7 @@ class SavedFile:
             raise CheckpointError(f"{path} holds no saved cache; give a file that compress kv save wrote")
         self.path, self._stored = path, checkpoint.read_header(path)
         with self.damage("its header", RuntimeError):
-            self.facts = json_text.loads(metadata[KEY])
+            self.facts = json_text.loads(metadata[KEY], is_strict=True)  # NaN is no number of a cache
             if isinstance(self.facts, dict) and self.facts.get("version") != VERSION:
                 raise CheckpointError(
                     f"{path} is a saved cache of version {self.facts.get('version')!r}, this reads {VERSION}; save the "
@@ -140,7 +140,10 @@ class SavedFile:
             coded = parts.coded({"stream": stream, "chunks": small["chunks"][first:last], "columns": small["columns"]})
             rows = min(described.rows, columns.CHUNK * last) - columns.CHUNK * first
             matrix = columns.decode(coded, self._freqs, rows, described.kind, (0, last - first))
-        return described.tensor(matrix)
+            found = described.tensor(matrix)
+            if not parts.is_finite(found):
+                raise ValueError("it has numbers that are not finite")
+        return found
 
     def nbytes(self, name: str) -> int:
         """Return the bytes of a part in the file, tables not included."""
@@ -160,6 +163,8 @@ class SavedFile:
             if described.way == "raw":
                 if (small[name].dtype, tuple(small[name].shape)) != (described.dtype, described.shape):
                     raise ValueError(f"{name} has another shape or type than it says")
+                if not parts.is_finite(small[name]):
+                    raise ValueError(f"{name} has numbers that are not finite")
                 continue
             parts.check(described, {end: small[f"{name}.{end}"] for end in CODED[1:]}, len(self._freqs))
             stream, sizes = self._stored[f"{name}.stream"], small[f"{name}.chunks"][:, :2]

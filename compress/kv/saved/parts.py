@@ -101,11 +101,27 @@ def part(plain: Mapping[str, Any]) -> Part:
     """Read what `Part.plain` wrote. Raises ValueError for what it never writes."""
     way, shape, dtype, step = (plain[key] for key in ("way", "shape", "dtype", "step"))
     sizes_fit = all(type(size) is int and size >= 0 for size in shape)
+    if type(step) is float and not 0 <= step < math.inf:
+        raise ValueError(f"the step {step} of a part of it is none")
     if way not in ("raw", "bytes", "grid") or dtype not in DTYPES or not sizes_fit or type(step) is not float:
         raise ValueError("a part of it is of no known kind")
     if way != "raw" and len(shape) <= TOKENS:
         raise ValueError("a coded part of it has no tokens")
     return Part(way, tuple(shape), DTYPES[dtype], step)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all numbers of a tensor are finite; integers are."""
+    if not tensor.is_floating_point():
+        return True
+    return bool(torch.isfinite(tensor if tensor.dtype.itemsize > 1 else tensor.float()).all())
+
+
+def checked(tensor: Tensor) -> Tensor:
+    """Return a tensor that is to be saved; NumericalError for numbers that are not finite, which no cache loads."""
+    if not is_finite(tensor):
+        raise NumericalError("numbers of the cache are not finite; the model overflows, or its weights are damaged")
+    return tensor
 
 
 def check(described: Part, tensors: Mapping[str, Any], tables: int) -> None:

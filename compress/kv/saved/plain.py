@@ -94,7 +94,7 @@ def given(index: int, layer: Any, noise: float | None, both: Turns | None) -> tu
 
 
 def _exact(tensor: Tensor) -> tuple[Part, Source]:
-    tensor = tensor.detach().cpu()
+    tensor = parts.checked(tensor.detach().cpu())
     return parts.lossless(tensor), lambda: tensor
 
 
