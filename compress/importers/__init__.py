@@ -20,7 +20,7 @@ from typing import Any
 
 from compress import plugins
 from compress.errors import CheckpointError, shown
-from compress.importers import gguf, lora, options
+from compress.importers import gguf, lora, options, wrapped
 from compress.importers.source import Source
 from compress.storage import checkpoint as storage
 from compress.storage import paths
@@ -49,10 +49,13 @@ def _decoded(directory: Path) -> Checkpoint:
     """
     checkpoint = storage.open_checkpoint(directory)
     settings = _settings(directory, checkpoint.config)
-    if settings is None or settings["quant_method"] == paths.METHOD:
+    if settings is not None and settings["quant_method"] == paths.METHOD:
+        return checkpoint
+    checkpoint = wrapped.unwrapped(checkpoint)
+    if settings is None:
         return checkpoint
     importer = plugins.load("importers", _importer(directory, settings["quant_method"]))
-    stored = {name: source for name, tensor in checkpoint.tensors.items() for source in tensor.sources}
+    stored = {source.name: source for tensor in checkpoint.tensors.values() for source in tensor.sources}
     source = Source(directory, checkpoint.config, settings, stored)
     base = importer.describe(source)
     options.check(source, importer.OPTIONS, settings)
@@ -64,6 +67,7 @@ def _decoded(directory: Path) -> Checkpoint:
         )
     if twice := sorted(decoded.keys() & source.stored):
         raise source.error(f"{twice[0]} is stored twice, quantized and as it is")
+    base = ", ".join(filter(None, [base, checkpoint.base]))
     return Checkpoint(directory, _plain(checkpoint.config), {**source.stored, **decoded}, base, settings)
 
 

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from compress.errors import CheckpointError, first_line, shown
 from compress.importers import open_checkpoint
-from compress.model import stored_weights
+from compress.model import architectures, stored_weights
 from compress.model.opener import opener
 from compress.runtime import hf
 from compress.storage import manifest
@@ -151,6 +151,8 @@ def load_model(
         raise CheckpointError(f"{directory}: transformers cannot load it ({first_line(error)})") from error
     model, info = loaded
     absent = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
+    if absent and all(architectures.is_head(model, name) for name in absent):
+        raise CheckpointError(f"{directory} {architectures.without_head(model.config, absent[0])}")
     if absent:
         raise CheckpointError(
             f"{directory} lacks {len(absent)} of the model's weights, or has them in another shape, first {absent[0]}; "

@@ -7,6 +7,8 @@ from typing import Any
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, PretrainedConfig
 
+from compress.model import architectures
+
 FAMILIES: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
 
 
@@ -15,8 +17,10 @@ def opener(config: PretrainedConfig) -> Any:
 
     It is the one that knows the class named by `architectures` of the configuration; where none does, the first that
     knows this type of configuration, the text part alone before the whole model. AutoModelForCausalLM for an unknown
-    configuration: its error says so. Encoder-decoders are not opened as a whole.
+    configuration: its error says so. Encoder-decoders are not opened as a whole. Raises UnsupportedModelError for a
+    model of another purpose.
     """
+    architectures.check(config)
     families = FAMILIES[:1] if config.is_encoder_decoder else FAMILIES
     named = {getattr(transformers, str(name), None) for name in config.architectures or ()}
     classes = {family: _classes(family, config) for family in families}

@@ -21,7 +21,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from compress.errors import CheckpointError, UnsupportedModelError, first_line
-from compress.model import expert_linears, read_ahead, stored_weights, text_path
+from compress.model import architectures, expert_linears, read_ahead, stored_weights, text_path
 from compress.model.block_lists import find_blocks
 from compress.model.edits import Edits
 from compress.model.load import FAILURES, empty_model, no_bars, plain_config, without_weights
@@ -103,6 +103,9 @@ class Skeleton:
         }
         for name, parameter in self.model.named_parameters():
             stored_as = [alias for alias in others.get(name, [name]) if alias in self.sources]
+            if not stored_as and architectures.is_head(self.model, name):
+                why = architectures.without_head(self.config, name)
+                raise CheckpointError(f"{self.checkpoint.directory} {why}")
             if not stored_as:
                 raise CheckpointError(f"{self.checkpoint.directory} has no tensor for {name}; download it again")
             stored, shape = self.sources[stored_as[0]], tuple(parameter.shape)

@@ -23,6 +23,7 @@ from transformers.core_model_loading import (
 )
 
 from compress.errors import CheckpointError
+from compress.model import architectures
 from compress.storage.checkpoint import Checkpoint, Readable
 
 Sources = Mapping[str, list[Readable]]
@@ -108,6 +109,11 @@ def check(model: PreTrainedModel, checkpoint: Checkpoint, stored_as: Sources) ->
                 )
     unused = [stored for name in _unknown(model, checkpoint, stored_as) for stored in stored_as[name]]
     if unused:
+        if (head := architectures.heads(stored.name for stored in unused)) is not None:
+            raise CheckpointError(
+                f"{checkpoint.directory} has {head}, the head of a reward model, a classifier or a critic, which "
+                f"{type(model).__name__} has not; give the language model that it was made of"
+            )
         first = min(unused, key=lambda stored: stored.name)
         raise CheckpointError(
             f"{checkpoint.directory} has {len(unused)} tensors that {type(model).__name__} does not use, first "
