@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from compress.calib import template_limits
 from compress.errors import CalibrationError, first_line, shown
 
 if TYPE_CHECKING:
@@ -30,11 +31,10 @@ def writer(tokenizer: PreTrainedTokenizerBase) -> Writer:
                 f'{where} is a chat, and the tokenizer has no chat template; give texts ({{"text": ...}}), or put the '
                 "model's chat_template.jinja beside its tokenizer"
             )
-        import jinja2
-
         try:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False))
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            with template_limits.limited():
+                return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception as error:  # noqa: BLE001  (a template is a program, which may raise anything)
             raise CalibrationError(
                 f"{where}: the chat template does not take these messages ({first_line(error)}); correct them"
             ) from error

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,3 +106,40 @@ def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
 def test_a_template_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="line 1: the chat template does not take these messages"):
         tokens(as_jsonl(tmp_path), template="{% for %}")
+
+
+HOSTILE = {  # what a template does -> what is said of it
+    "a long range": ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+    "loops in loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "lines"),
+    "words without end": ("{{ lipsum(n=10**9) }}", "it runs for more than 2,000,000 lines"),
+    "slices without end": ("{{ messages | slice(10**9) | list }}", "it runs for more than 2,000,000 lines"),
+    "a long text": ("{{ 'a' * 10**12 }}", "MemoryError"),
+    "a text that doubles": (
+        "{% set n = namespace(t='a') %}{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
+        "MemoryError",
+    ),
+    "a division": ("{{ 1 // 0 }}", "integer division or modulo by zero"),
+    "an overflow": ("{{ 2.0 ** 5000 }}", "out of range"),
+    "a macro of itself": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+    "an assertion": ("{{ messages | batch(0) | list }}{{ 1 / 0 }}", "division"),
+    "what the sandbox keeps": ("{{ messages.__class__.__mro__ }}", "unsafe"),
+    "a number that cannot be written": ("{{ 10 ** 5000 }}", "limit"),
+    "an unknown filter": ("{{ messages | nothing }}", "nothing"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_is_one_line(name: str, tmp_path: Path) -> None:
+    template, said = HOSTILE[name]
+    limits, begun = resource.getrlimit(resource.RLIMIT_AS), time.process_time()
+    with pytest.raises(CalibrationError) as raised:
+        tokens(as_jsonl(tmp_path), template=template)
+    line = str(raised.value)
+    assert "line 1: the chat template does not take these messages" in line and said in line and "\n" not in line
+    assert time.process_time() - begun < 20
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits and sys.gettrace() is None
+
+
+def test_a_long_chat_is_within_the_limits(tmp_path: Path) -> None:
+    chat = [USER, {"role": "assistant", "content": "Yes."}] * 5000
+    assert len(tokens(lines(tmp_path / "chats.jsonl", [{"messages": chat}]))) > 10_000
