@@ -16,10 +16,19 @@ from typing import Any
 
 from compress.allocate.problem import Choice, Problem
 from compress.allocate.surrogate import WINDOW, Observation
+from compress.storage import json_text
 from compress.storage.checkpoint import write_text
 from compress.storage.files import read_text
+from compress.storage.json_text import INTEGER, NUMBER, TEXT
 
 VERSION = 1  # of the search and its state: another one starts over
+
+LAYOUT = {  # of a file
+    **{"identity": TEXT, "start": [INTEGER], "parent": [INTEGER], "rejected": [[INTEGER]]},
+    **dict.fromkeys(("generation", "idle", "tokens"), INTEGER),
+    **{"scale": NUMBER, "forwards": NUMBER, "trace": [{str: NUMBER}]},
+    "measured": [{"change": {str: [INTEGER]}, "difference": NUMBER, "sequences": INTEGER}],
+}
 
 
 @dataclass
@@ -57,7 +66,7 @@ def load(folder: Path, identity: str) -> SearchState | None:
     """Read the state of this search; None if there is none, or what is there cannot be read."""
     try:
         stored = json.loads(read_text(folder / f"search-{identity}.json"))
-        if stored.pop("identity") != identity:
+        if json_text.mismatch(stored, LAYOUT) or stored.pop("identity") != identity:
             return None
         stored["measured"] = [_measured(one) for one in stored["measured"]]
         stored["rejected"] = [tuple(choice) for choice in stored["rejected"]]

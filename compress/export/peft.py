@@ -26,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,13 +39,13 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from compress.errors import CheckpointError, OutputError
+from compress.errors import CheckpointError, OutputError, shown
 from compress.formats import lowrank, transforms
 from compress.model.skeleton import Skeleton
 from compress.run import write_checkpoint
 from compress.runtime import hf
 from compress.runtime.linear import PackedLinear
-from compress.storage import files, notice
+from compress.storage import files, json_text, notice
 from compress.storage.checkpoint import (
     CONFIG,
     open_checkpoint,
@@ -278,6 +279,8 @@ def _write(directory: Path, pairs: Mapping[str, Factors], base: str, base_finger
 def _read(directory: Path) -> tuple[dict[str, Factors], str | None]:
     """Read the adapters of a directory, B times its scaling, and the fingerprint of their base if it is there."""
     config = read_json(directory / CONFIG_FILE)
+    if wrong := json_text.mismatch(config, {"alpha_pattern": json_text.Maybe({str: json_text.NUMBER}, is_new=True)}):
+        raise CheckpointError(f"{directory / CONFIG_FILE} is damaged ({wrong}); save the adapter again")
     unlike = sorted(key for key, value in REFUSED.items() if config.get(key, value) != value)
     if config.get("peft_type") != "LORA" or unlike:
         raise CheckpointError(f"{directory} is no plain LoRA adapter ({unlike or config.get('peft_type')})")
@@ -300,6 +303,8 @@ def _read(directory: Path) -> tuple[dict[str, Factors], str | None]:
             shapes = f"lora_A {list(a.shape)} and lora_B {list(b.shape)}"
             raise CheckpointError(f"{directory / WEIGHTS_FILE}: {name} has {shapes}, no pair; save the adapter again")
         alpha = _pattern(config, "alpha_pattern", name) or config.get("lora_alpha", a.shape[0])
+        if type(alpha) not in (int, float) or not math.isfinite(alpha):
+            raise CheckpointError(f"{directory / CONFIG_FILE}: lora_alpha {shown(alpha)} of {name} is no number")
         pairs[name] = a, b * (alpha / (a.shape[0] ** 0.5 if config.get("use_rslora") else a.shape[0]))
     return pairs, base
 

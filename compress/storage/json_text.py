@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from compress.errors import shown
 
@@ -42,6 +42,13 @@ class Lines(str):
     """Stand in a layout for text of several lines, in which any character may be."""
 
 
+class Maybe(NamedTuple):
+    """Stand in a layout for a value that may be null, else is like the layout in it; `is_new`: that may be absent."""
+
+    layout: Any
+    is_new: bool = False  # older files have no such key
+
+
 INTEGER, NUMBER, TEXT, OBJECT = (int,), (int, float), (str,), dict[str, Any]()  # layouts, see `mismatch`
 SOME, LINES = (*NUMBER, type(None)), (Lines,)
 
@@ -50,8 +57,10 @@ def mismatch(value: Any, layout: Any, where: str = "it") -> str | None:
     """Return in a few words what is not as `layout` says, None if all is.
 
     layout: types, of which a value must be one; [layout of every item]; {key: layout of its value}, where other keys
-    may stand beside; {str: layout of every value that no key names}. Texts must be printable, but for LINES.
+    may stand beside; {str: layout of every value that no key names}; `Maybe`. Texts must be printable, but for LINES.
     """
+    if isinstance(layout, Maybe):
+        return None if value is None else mismatch(value, layout.layout, where)
     if isinstance(layout, list):
         if not isinstance(value, list):
             return f"{where} is no list"
@@ -62,9 +71,10 @@ def mismatch(value: Any, layout: Any, where: str = "it") -> str | None:
         if str in layout:
             named = {key: inner for key, inner in layout.items() if key is not str}
             layout = {**dict.fromkeys(value, layout[str]), **named}
-        if missing := [key for key in layout if key not in value]:
-            return f"{where} has no {missing[0]}"
-        return next(filter(None, (mismatch(value[key], inner, shown(key)) for key, inner in layout.items())), None)
+        missing = [key for key in layout if key not in value]
+        if needed := [key for key in missing if not (isinstance(layout[key], Maybe) and layout[key].is_new)]:
+            return f"{where} has no {needed[0]}"
+        return next(filter(None, (mismatch(value.get(key), inner, shown(key)) for key, inner in layout.items())), None)
     if isinstance(value, str) and Lines in layout:
         return None
     if type(value) not in layout or (isinstance(value, str) and not value.isprintable()):

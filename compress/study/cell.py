@@ -28,7 +28,8 @@ from compress.run.job import Job
 from compress.run.source import resolve
 from compress.storage.checkpoint import read_json
 from compress.study import grid, self_written, tasks
-from compress.study.folder import DONE, FAILED, RECIPE, CellFolder
+from compress.study.folder import RECIPE, CellFolder
+from compress.study.layouts import DONE, FAILED
 
 if TYPE_CHECKING:
     from compress.recipe import Recipe

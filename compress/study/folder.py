@@ -27,17 +27,19 @@ from pathlib import Path
 from typing import Any
 
 from compress import recipe
-from compress.errors import CheckpointError, OutputError
+from compress.errors import CheckpointError, OutputError, shown
 from compress.evaluate.items import Outcome, Task
+from compress.storage import json_text
 from compress.storage.checkpoint import read_json, write_text
 from compress.storage.files import lock_descriptor, make_folder, open_lock, open_new
 from compress.storage.json_text import LINES, NUMBER, SOME, TEXT
 from compress.storage.workdir import WorkDirectory, writing
-from compress.study import grid
+from compress.study import grid, layouts
 from compress.study.grid import Cell, Settings
+from compress.study.layouts import FAILED
 
 ASKED, RECIPE, RESULT, LOG, CHECKPOINT = "asked.json", "recipe.yaml", "cell.json", "log", "checkpoint"
-DONE, FAILED = "done", "failed"
+SETTINGS = {field.name for field in dataclasses.fields(Settings)}
 OUTCOME: Any = {
     **{"name": LINES, "chosen": LINES, "right": (bool,), "right_by_bytes": (bool, type(None))},
     **{"nll": SOME, "tokens_right": SOME, "kl": SOME, "figures": {str: NUMBER}},
@@ -67,7 +69,7 @@ class StudyFolder(WorkDirectory):
     @property
     def identity(self) -> dict[str, Any]:
         """What all cells of the study share."""
-        found: dict[str, Any] = self._read(self.run)["identity"]
+        found: dict[str, Any] = self._read(self.run, layouts.RUN)["identity"]
         return found
 
     @contextmanager
@@ -145,18 +147,25 @@ class CellFolder:
     @property
     def asked(self) -> dict[str, Any]:
         """What the cell is: name, label, overrides, calib, cost, has_recipe, and `settings`."""
-        return self._read(ASKED)
+        found = self._read(ASKED)
+        wrong = json_text.mismatch(found, layouts.ASKED)
+        if more := sorted(found["settings"].keys() - SETTINGS) if wrong is None else []:
+            wrong = f"settings has {shown(more[0])}"
+        return self._checked(ASKED, found, wrong)
 
     @property
     def settings(self) -> Settings:
         """What the cell shares with the others."""
-        values = self.asked["settings"]
+        values = {name: value for name, value in self.asked["settings"].items() if value is not None}
         return Settings(**{**values, **{name: tuple(values.get(name, ())) for name in ("texts", "tasks")}})
 
     @property
     def result(self) -> dict[str, Any] | None:
         """The result; None until there is one."""
-        return self._read(RESULT) if (self.path / RESULT).is_file() else None
+        if not (self.path / RESULT).is_file():
+            return None
+        found = self._read(RESULT)
+        return self._checked(RESULT, found, layouts.of_result(found, self.key, grid.ORIGINAL))
 
     @property
     def checkpoint(self) -> Path:
@@ -198,6 +207,15 @@ class CellFolder:
             return read_json(self.path / name)
         except CheckpointError as error:
             raise OutputError(f"{self.path / name} is damaged; delete {self.path} to measure it again") from error
+
+    def _checked(self, name: str, found: dict[str, Any], wrong: str | None) -> dict[str, Any]:
+        """Return what a file holds. Raises OutputError if something is wrong with it."""
+        if wrong:
+            raise OutputError(
+                f"{self.path / name} is damaged, or of another version ({wrong}); delete {self.path} to measure it "
+                "again"
+            )
+        return found
 
 
 ANSWERS = 2  # version of how tasks are asked; 2: through the cache of a cell that has one

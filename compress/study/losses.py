@@ -15,16 +15,23 @@ from compress.evaluate import record
 from compress.pages import scatter
 from compress.storage import json_text
 from compress.storage.checkpoint import read_json
-from compress.storage.json_text import INTEGER, NUMBER, OBJECT, TEXT
+from compress.storage.json_text import INTEGER, NUMBER, SOME, TEXT, Maybe
 
 SHIPPED = "shipped"  # folder of the package
 CALIBRATION = "calibration."  # section of a recipe whose values may differ from the shipped ones
-SOME = (*NUMBER, type(None))
+SIZE = {"bytes_per_token": NUMBER, "exact_bytes_per_token": NUMBER}
+SCORES = {"text": TEXT, **dict.fromkeys(("kl_mean", "kl_se"), Maybe(NUMBER, True)), "tokens": INTEGER}
 LAYOUT = {
     "version": INTEGER,
     "model": TEXT,
     "settings": {"texts": [TEXT], "window": INTEGER},
-    "cells": [{"name": TEXT, "overrides": [TEXT], "nbytes": INTEGER, "bpw": SOME, "texts": [OBJECT]}],
+    "cells": [
+        {
+            **{"name": TEXT, "overrides": [TEXT], "nbytes": INTEGER, "bpw": SOME, "texts": [SCORES]},
+            **{"label": Maybe(TEXT, True), "is_cache_only": Maybe((bool,), True), "cache": Maybe(SIZE, True)},
+        }
+    ],
+    **{"original": Maybe({"parameters": Maybe(INTEGER, True)}, True), "fingerprint": Maybe(TEXT, True)},
 }
 
 
@@ -128,15 +135,14 @@ def read(path: Path) -> Known:
             loss = _loss(cell, row)
             if cell["name"] not in kept or loss.kl < kept[cell["name"]].kl:
                 kept[cell["name"]] = loss
-    original = found.get("original") or {}
-    return Known(
-        found["model"], text, int(original.get("parameters", 0)), str(found.get("fingerprint", "")), losses, caches
-    )
+    parameters = (found.get("original") or {}).get("parameters") or 0
+    return Known(found["model"], text, parameters, found.get("fingerprint") or "", losses, caches)
 
 
 def _loss(cell: Mapping[str, Any], row: Mapping[str, Any]) -> Loss:
     cache = cell.get("cache")
-    share = cache["bytes_per_token"] / cache["exact_bytes_per_token"] if cache else None
+    exact = cache["exact_bytes_per_token"] if cache else 0
+    share = cache["bytes_per_token"] / exact if cache and exact else None
     return Loss(cell["name"], row["kl_mean"], row.get("kl_se"), row["tokens"], cell["nbytes"], cell["bpw"], share)
 
 

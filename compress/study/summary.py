@@ -20,7 +20,8 @@ from compress.pages.scatter import unbeaten
 from compress.storage.checkpoint import write_text
 from compress.storage.workdir import writing
 from compress.study import grid
-from compress.study.folder import DONE, StudyFolder
+from compress.study.folder import StudyFolder
+from compress.study.layouts import DONE
 
 JSON, CSV, PAGE = "study.json", "study.csv", "study.html"
 SCORES = ("text", "tokens", "kl_mean", "kl_se", "kl_p99", "same_top1", "perplexity", "base_perplexity")

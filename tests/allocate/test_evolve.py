@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from json_damage import mutations
 
 from compress.allocate import search_state, solver
 from compress.allocate.methods import evolve
@@ -244,7 +246,12 @@ def test_the_state_of_another_search_is_not_used(tmp_path: Path) -> None:
     identity = path.stem.removeprefix("search-")
     assert search_state.load(tmp_path, identity) is not None
     assert search_state.load(tmp_path, "0" * 16) is None
-    path.write_text(path.read_text()[:-9])
+    whole = path.read_text()
+    for _, damaged in mutations(json.loads(whole), most=300):
+        path.write_text(json.dumps(damaged))
+        found = search_state.load(tmp_path, identity)
+        assert found is None or isinstance(found.generation, int)
+    path.write_text(whole[:-9])
     assert search_state.load(tmp_path, identity) is None
 
 
