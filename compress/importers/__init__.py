@@ -20,7 +20,7 @@ from typing import Any
 
 from compress import plugins
 from compress.errors import CheckpointError, shown
-from compress.importers import gguf, lora, options, wrapped
+from compress.importers import companions, gguf, lora, options, wrapped
 from compress.importers.source import Source
 from compress.storage import checkpoint as storage
 from compress.storage import paths
@@ -47,7 +47,9 @@ def _decoded(directory: Path) -> Checkpoint:
     Raises CheckpointError as storage.checkpoint does, and for a tool or an option of it that cannot be read, and for
     tensors that are missing or have other shapes than they should.
     """
+    companions.check(directory)
     checkpoint = storage.open_checkpoint(directory)
+    companions.check_plain(checkpoint)
     settings = _settings(directory, checkpoint.config)
     if settings is not None and settings["quant_method"] == paths.METHOD:
         return checkpoint
@@ -62,8 +64,8 @@ def _decoded(directory: Path) -> Checkpoint:
     decoded: dict[str, Readable] = importer.tensors(source)
     if not decoded:
         raise source.error(
-            f"{CONFIG} says that it is quantized ({base}), but no weight is stored so; remove that section if "
-            "the weights are as they were, or download it again"
+            f"{CONFIG}, or a file of settings beside it, says that it is quantized ({base}), but no weight is stored "
+            "so; remove that section or file if the weights are as they were, or download it again"
         )
     if twice := sorted(decoded.keys() & source.stored):
         raise source.error(f"{twice[0]} is stored twice, quantized and as it is")
@@ -72,9 +74,13 @@ def _decoded(directory: Path) -> Checkpoint:
 
 
 def _settings(directory: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the settings of the tool that quantized a checkpoint, None if none has."""
+    """Return the settings of the tool that quantized a checkpoint, None if none has.
+
+    They stand in config.json, in older checkpoints in a file beside it.
+    """
     sections = [config, *(part for part in (config.get("text_config"),) if isinstance(part, dict))]
     found = next((section[key] for section in sections for key in KEYS if section.get(key)), None)
+    found = companions.settings(directory) if found is None else found
     if found is None:
         return None
     if not isinstance(found, dict) or not isinstance(found.get("quant_method"), str):

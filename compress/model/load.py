@@ -29,14 +29,10 @@ from compress.model import architectures, stored_weights
 from compress.model.opener import opener
 from compress.runtime import hf
 from compress.storage import manifest
-from compress.storage.checkpoint import CONFIG, MANIFEST, Checkpoint, Readable, read_config
+from compress.storage.checkpoint import MANIFEST, Checkpoint, Readable, read_config
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
-_ELSEWHERE = {  # what makes transformers read weights that are not those of the index -> what to do
-    "transformers_weights": f"remove that key from {CONFIG}",
-    "adapter_config.json": "merge the adapter, or move it to a directory of its own",
-}
 FAILURES = (  # what transformers raises for a damaged checkpoint
     *(OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError, ImportError),
     *(AssertionError, StrictDataclassError, SafetensorError),
@@ -194,15 +190,12 @@ def _load_decoded(
 
 
 def _check_files(checkpoint: Checkpoint, verify: bool) -> None:
-    """Raise CheckpointError for weights that are not where the index says, or not those of the manifest.
+    """Raise CheckpointError for weights that are not those of the manifest.
 
     The quantizer of packed checkpoints (runtime/hf.py) compares them with the manifest, too, unless `verify` asks for
     more than it does.
     """
     directory = checkpoint.directory
-    for name, advice in _ELSEWHERE.items():
-        if checkpoint.config.get(name) is not None or (directory / name).is_file():
-            raise CheckpointError(f"{directory} has {name}, so its weights are not those of its index; {advice}")
     packed = checkpoint.config.get("quantization_config")
     is_ours = isinstance(packed, dict) and packed.get("quant_method") == hf.METHOD
     if verify or (not is_ours and (directory / MANIFEST).is_file()):

@@ -14,10 +14,11 @@ from compress import plugins
 from compress.calib import data as calib_data
 from compress.calib.kv import GRADIENTS
 from compress.errors import CheckpointError, OutputError, RecipeError
-from compress.importers import open_checkpoint
+from compress.importers import companions, open_checkpoint
 from compress.model import dry_load, positions
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
+from compress.progress import note
 from compress.recipe import Recipe
 from compress.run import (
     coverage,
@@ -31,6 +32,7 @@ from compress.run import (
     table_plan,
 )
 from compress.run.job import Job, Prepared
+from compress.storage.checkpoint import Checkpoint
 from compress.types import Plan, Scheme
 
 ARROW = 64 << 20  # bytes of the library that reads parquet files and data sets
@@ -59,7 +61,7 @@ def prepare_all(
         raise CheckpointError(f"{job.model} is already quantized ({method}); give the original checkpoint")
     skeleton = Skeleton(checkpoint)
     skeleton.check_tensors()
-    remote_code.check_tokenizer(checkpoint.directory)
+    _look_around(checkpoint)
     scopes = {step.method: plugins.load("transform", step.method).SCOPE for step in job.recipe.transform}
     for step in job.recipe.transform:
         if scopes[step.method] == "model":
@@ -102,6 +104,13 @@ def prepare_all(
     )
     arrangement = memory_plan.arrange(plans[0], skeleton, samples, seq_len, job.max_memory, extras)
     return Prepared(skeleton, plans[0], arrangement, samples, seq_len), plans
+
+
+def _look_around(checkpoint: Checkpoint) -> None:
+    """Check the files beside the weights, and note what is left out of them. Raises CheckpointError."""
+    remote_code.check_tokenizer(checkpoint.directory)
+    for remark in companions.notes(checkpoint):
+        note(remark)
 
 
 def _is_tuned_by_gradients(job: Job, scopes: Mapping[str, str]) -> bool:

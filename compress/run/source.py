@@ -19,6 +19,7 @@ from pathlib import Path
 from compress import process_memory
 from compress.errors import CheckpointError, first_line
 from compress.importers import gguf, gguf_header, lora
+from compress.progress import note
 from compress.run.job import Job
 from compress.storage import paths
 from compress.storage.checkpoint import write_text
@@ -66,6 +67,9 @@ def _directory(path: Path, file: Path | None, adapter: Path | None) -> Path:
     else:
         from compress.model import gguf_names
 
+        for beside in sorted(file.parent.glob("*.gguf")):
+            if beside.name.lower().startswith(paths.PROJECTOR):
+                note(f"left out: {beside}, a tower for images beside the language model")
         for part in gguf_header.split_files(file):
             (directory / part.name).symlink_to(part)
         write_text(directory / gguf.MAP, json.dumps(gguf_names.write_directory(file, directory)))

@@ -13,7 +13,7 @@ from compress.storage import json_text
 from compress.storage.files import open_regular
 
 CONFIG = "config.json"
-GGUF = ".gguf"
+GGUF, PROJECTOR = ".gguf", "mmproj"  # the second begins the name of a tower for images
 CHAT_TEMPLATES = "additional_chat_templates"  # a folder in a model's, which transformers reads
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = "compress_manifest.json"
@@ -39,13 +39,15 @@ def local_model(model: str) -> Path | None:
 def gguf_file(path: Path) -> Path | None:
     """Return the GGUF file that is meant by a path: itself, or the only one (the first part) of a directory.
 
-    None for a directory with safetensors files, or without GGUF files. Raises CheckpointError for several of them.
+    A tower for images beside it (PROJECTOR) is no model. None for a directory with safetensors files, or without GGUF
+    files. Raises CheckpointError for several of them.
     """
     if path.name.lower().endswith(GGUF) and os.path.isfile(path):
         return path
     if not os.path.isdir(path) or any(path.glob("*.safetensors")):
         return None
     found = sorted(each for each in path.iterdir() if each.name.lower().endswith(GGUF) and each.is_file())
+    found = [each for each in found if not each.name.lower().startswith(PROJECTOR)]
     first = [each for each in found if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", each.name)]
     if len(first) > 1:
         raise CheckpointError(f"{path} holds {len(first)} GGUF models, {first[0].name} and others; give one of them")

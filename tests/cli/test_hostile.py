@@ -26,7 +26,9 @@ from pico import save_pico
 from runs import RTN, TEXT, cli, job
 
 MARKER = "code-was-run"
-PROGRESS = re.compile(r"compress: (\d+ (cells|of \d+)|not copied from )")  # of a study; what is left out of a copy
+PROGRESS = re.compile(  # of a study; notes on files that are left out
+    r"compress: (\d+ (cells|of \d+)|not copied from |left out of |config.json names code )"
+)
 MODULE = """
 from pathlib import Path
 Path({marker!r}).touch()
