@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fuzz import command_lines, directories, edits, packed, recipes, sandbox, texts
+from fuzz import command_lines, directories, edits, gguf_headers, packed, recipes, sandbox, texts
 from fuzz.sandbox import Case
 from fuzz.verdicts import FAILURES, PASSED, Verdict, group
 
@@ -21,6 +21,7 @@ CLASSES: dict[str, Any] = {
     "recipe": recipes,
     "model": directories,
     "packed": packed,
+    "gguf": gguf_headers,
     "calibration": texts,
     "command line": command_lines,
 }
@@ -94,6 +95,8 @@ def prepared(numbered: Iterator[tuple[int, Case]], folder: Path) -> Iterator[tup
         directories.prepare(folder, case["base"] if case["class"] == "model" else "llama")
         if case["class"] == "packed":
             packed.prepare(folder, case["base"])
+        elif case["class"] == "gguf":
+            gguf_headers.prepare(folder, case["base"])
         elif case["class"] == "command line":
             command_lines.prepare(folder)
         yield number, case

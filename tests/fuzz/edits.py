@@ -55,6 +55,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int16",
 EXTRAS = (
     *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "adapter_config.json", "x.safetensors"),
     *("adapter_model.safetensors", "modeling_x.py", "generation_config.json", "chat_template.jinja", "vocab.json"),
+    *("quantize_config.json", "quant_config.json", "hf_quant_config.json", "added_tokens.json", "modules.json"),
     *("kv_cache.safetensors", "tokenizer.model", "processor_config.json", "special_tokens_map.json", "merges.txt"),
 )
 
