@@ -23,7 +23,7 @@ from compress.storage.json_text import INTEGER, NUMBER, TEXT
 
 VERSION = 1  # of the search and its state: another one starts over
 
-LAYOUT = {  # of a file
+LAYOUT: Any = {  # of a file
     **{"identity": TEXT, "start": [INTEGER], "parent": [INTEGER], "rejected": [[INTEGER]]},
     **dict.fromkeys(("generation", "idle", "tokens"), INTEGER),
     **{"scale": NUMBER, "forwards": NUMBER, "trace": [{str: NUMBER}]},

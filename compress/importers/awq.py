@@ -16,7 +16,7 @@ from compress.storage.checkpoint import CONFIG, Readable
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds output 0, 1, ... of its eight
 LAYOUTS = ("gemm",)
-OPTIONS = {
+OPTIONS: options.Options = {
     **options.MODULES,
     **dict.fromkeys(("bits", "w_bit"), (4, None)),
     **dict.fromkeys(("group_size", "q_group_size"), (int, None)),

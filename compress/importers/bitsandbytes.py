@@ -22,7 +22,7 @@ from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
 
 STATE = ".quant_state.bitsandbytes__"
 KINDS = ("nf4", "fp4")
-OPTIONS = {
+OPTIONS: options.Options = {
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant"), options.FLAG),
     **dict.fromkeys(("llm_int8_has_fp16_weight", "llm_int8_enable_fp32_cpu_offload"), options.FLAG),
     **dict.fromkeys(("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"), options.TEXT),

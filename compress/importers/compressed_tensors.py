@@ -24,12 +24,12 @@ FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized"),
     *("mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense"),
 )
-OPTIONS = {
+OPTIONS: options.Options = {
     "quantization_status": ("initialized", "calibration", "frozen", "compressed", None),
     **{"ignore": options.NAMES, "global_compression_ratio": options.NUMBER, "config_groups": (dict,)},
     **dict.fromkeys(("kv_cache_scheme", "sparsity_config", "transform_config"), (dict, None)),
 }
-ARGUMENTS = {  # options of the weights of a group
+ARGUMENTS: options.Options = {  # options of the weights of a group
     **{"num_bits": (int,), "type": ("int", "float", None), "symmetric": options.FLAG, "group_size": (int, None)},
     "strategy": ("tensor", "channel", "group", "tensor_group", "block", None),
     **{"actorder": ("group", "weight", "static", "dynamic", bool, None), "dynamic": ("local", bool, None)},

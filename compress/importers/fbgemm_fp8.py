@@ -6,7 +6,7 @@ from compress.importers import options, scaled
 from compress.importers.source import Source
 from compress.storage.checkpoint import Readable
 
-OPTIONS = {**options.MODULES, "activation_scale_ub": options.NUMBER}
+OPTIONS: options.Options = {**options.MODULES, "activation_scale_ub": options.NUMBER}
 
 
 def describe(source: Source) -> str:

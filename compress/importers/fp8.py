@@ -15,7 +15,7 @@ from compress.importers.e2m1 import unpacked
 from compress.importers.source import Source
 from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
 
-OPTIONS = {
+OPTIONS: options.Options = {
     **options.MODULES,
     **{"fmt": ("e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2", None), "activation_scheme": ("dynamic", "static", None)},
     **{"scale_fmt": ("ue8m0", "float", None), "expert_dtype": ("fp4", "fp8", None), "weight_block_size": (list, None)},

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.errors import CheckpointError, shown
+from compress.errors import CheckpointError, first_line, shown
 from compress.importers import gguf_blocks, gguf_header
 from compress.importers.gguf_header import Entry, Header
 from compress.importers.gguf_settings import BLOCKS, HEADS, KV_HEADS, WIDTHS
@@ -25,6 +25,7 @@ from compress.storage import config_sizes, json_text
 from compress.storage.checkpoint import CONFIG, Checkpoint, StoredTensor, read_config, read_json
 
 MAP = ".compress_gguf.json"  # hidden: no part of what is made of the model
+ODD = (ValueError, IndexError, KeyError, TypeError, AttributeError, ArithmeticError)  # what odd settings raise
 WEIGHT = {"shape": [json_text.INTEGER], "from": [json_text.TEXT]}
 LAYOUT = {
     **{"file": json_text.TEXT, "settings": json_text.OBJECT},
@@ -39,13 +40,17 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     types that cannot be read.
     """
     config, facts = read_config(directory), read_json(directory / MAP)
-    if wrong := json_text.mismatch(facts, LAYOUT):
+    wrong = json_text.mismatch(facts, LAYOUT)
+    for name, made in facts["weights"].items() if wrong is None else ():
+        if not made["from"] or not made["shape"] or min(made["shape"]) < 1:
+            wrong = f"{shown(name)} is of no size, or of no tensor"
+    if wrong:
         raise CheckpointError(f"{directory / MAP} is damaged ({wrong}); remove it, and give the .gguf file itself")
     if Path(facts["file"]).name != facts["file"]:
         raise CheckpointError(f"{directory / MAP} names {shown(facts['file'])}, outside the directory; refused")
     header = gguf_header.read_all(directory / facts["file"])
-    dtype = getattr(torch, str(config.get("dtype")), torch.float32)
-    build = _Builder(header, dtype, facts["settings"])
+    named = getattr(torch, str(config.get("dtype")), None)
+    build = _Builder(header, named if isinstance(named, torch.dtype) else torch.float32, facts["settings"])
     weights = {name: build.weight(name, tuple(made["shape"]), made["from"]) for name, made in facts["weights"].items()}
     used = {*facts["unused"], *(name for made in facts["weights"].values() for name in made["from"])}
     rest = {name: build.plain(name, entry.shape, entry) for name, entry in header.tensors.items() if name not in used}
@@ -110,7 +115,13 @@ class _Builder:
         self.entries, self.dtype = header.tensors, dtype
         kind = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
         self.is_plain = kind is TensorProcessor
-        self.processor = kind(config=dict(settings))
+        try:
+            self.processor = kind(config=dict(settings))
+        except ODD as error:
+            raise CheckpointError(
+                f"{MAP} has settings that are not those of {shown(header.architecture)} ({first_line(error)}); remove "
+                "it, and give the .gguf file itself"
+            ) from error
 
     def weight(self, name: str, shape: tuple[int, ...], names: list[str]) -> Decoded:
         """Return the weight that these tensors make."""
@@ -153,7 +164,7 @@ class _Builder:
                     tensor_key_mapping=mapping,
                     parsed_parameters={"tensors": made},
                 )
-            except (ValueError, IndexError, TypeError, ArithmeticError):  # of numpy, for a shape that it cannot turn
+            except ODD:  # for a shape that it cannot turn
                 break
             if given is not None:
                 made[name] = torch.from_numpy(weights.copy())

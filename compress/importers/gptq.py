@@ -19,7 +19,7 @@ from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
 
 WIDTHS = (2, 3, 4, 8)
 LAYOUTS = ("gptq", "gptq_v2")
-OPTIONS = {
+OPTIONS: options.Options = {
     **options.MODULES,
     **dict.fromkeys(("desc_act", "sym", "static_groups", "true_sequential", "is_marlin_format"), options.FLAG),
     **{"bits": WIDTHS, "group_size": (int, None), "checkpoint_format": (*LAYOUTS, None), "dynamic": (dict, None)},

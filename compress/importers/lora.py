@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from compress.errors import CheckpointError, shown
-from compress.importers import patterns
+from compress.importers import options, patterns
 from compress.importers.source import Decoded, step
 from compress.storage import checkpoint as storage
 from compress.storage import paths
@@ -34,6 +34,7 @@ REFUSED = (
     *("modules_to_save", "target_parameters", "lora_bias", "layer_replication", "trainable_token_indices"),
     *("alora_invocation_tokens", "use_qalora"),
 )
+FLAGS = ("use_rslora", "use_dora", "fan_in_fan_out")
 PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")  # with which the base stays as it was
 
 
@@ -75,6 +76,12 @@ def check(adapter: Path) -> None:
             raise CheckpointError(
                 f"{adapter / CONFIG} has {key} {shown(settings[key])}, which is not merged; merge it with PEFT "
                 "(merge_and_unload) and give the result"
+            )
+    for key in FLAGS:
+        if not options.is_allowed(settings.get(key), options.FLAG):
+            raise CheckpointError(
+                f"{adapter / CONFIG} has {key} {shown(settings[key])}, which is neither true nor false; save the "
+                "adapter again"
             )
     if (begun := settings.get("init_lora_weights", True)) not in PLAIN_INITS:
         raise CheckpointError(

@@ -14,7 +14,7 @@ from compress.importers.e2m1 import unpacked
 from compress.importers.source import Decoded, Source, step
 from compress.storage.checkpoint import Readable
 
-OPTIONS = {**options.MODULES, "dequantize": options.FLAG}
+OPTIONS: options.Options = {**options.MODULES, "dequantize": options.FLAG}
 BLOCKS, SCALES = "_blocks", "_scales"
 BYTES = 16  # of a group
 OFFSET = 127  # of exponents

@@ -17,7 +17,7 @@ from compress.storage import json_text
 from compress.storage.checkpoint import Readable, StoredTensor, read_metadata
 
 KINDS = {"Int8Tensor": "int8", "IntxUnpackedToInt8Tensor": "integers", "Float8Tensor": "float8"}
-OPTIONS = {
+OPTIONS: options.Options = {
     **options.MODULES,
     **{"quant_type": (dict, str, None), "quant_type_kwargs": (dict, None)},
     **dict.fromkeys(("include_input_output_embeddings", "untie_embedding_weights"), options.FLAG),

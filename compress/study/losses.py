@@ -19,9 +19,9 @@ from compress.storage.json_text import INTEGER, NUMBER, SOME, TEXT, Maybe
 
 SHIPPED = "shipped"  # folder of the package
 CALIBRATION = "calibration."  # section of a recipe whose values may differ from the shipped ones
-SIZE = {"bytes_per_token": NUMBER, "exact_bytes_per_token": NUMBER}
-SCORES = {"text": TEXT, **dict.fromkeys(("kl_mean", "kl_se"), Maybe(NUMBER, True)), "tokens": INTEGER}
-LAYOUT = {
+SIZE: Any = {"bytes_per_token": NUMBER, "exact_bytes_per_token": NUMBER}
+SCORES: Any = {"text": TEXT, **dict.fromkeys(("kl_mean", "kl_se"), Maybe(NUMBER, True)), "tokens": INTEGER}
+LAYOUT: Any = {
     "version": INTEGER,
     "model": TEXT,
     "settings": {"texts": [TEXT], "window": INTEGER},

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_damage import mutations
 
 from compress.errors import CheckpointError
 from compress.evaluate import record
@@ -52,6 +53,20 @@ def test_older_files_are_read(tmp_path: Path) -> None:
     assert record.load(tmp_path)["suites"] == [suite]
     record.add(tmp_path, [scores("a.txt", 1.0)])
     assert record.load(tmp_path)["suites"] == [suite]
+
+
+def test_whatever_is_changed_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    suite = Result("quick", "base", (), {}, (), ("odd",), (), 1.0).plain()
+    record.add(tmp_path, [scores("a.txt", 1.0)], [SAID], [suite])
+    path, refused = tmp_path / record.FILE, 0
+    for where, damaged in mutations(json.loads(path.read_text())):
+        path.write_text(json.dumps(damaged))
+        try:
+            record.load(tmp_path)
+        except CheckpointError as error:
+            assert "scores.json" in str(error) and "\n" not in str(error), where
+            refused += 1
+    assert refused > 100
 
 
 @pytest.mark.parametrize(

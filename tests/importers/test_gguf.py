@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from json_damage import mutations
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import gguf_files
@@ -218,6 +219,25 @@ def test_a_damaged_map_is_refused(change: str, tmp_path: Path) -> None:
     path.write_text(json.dumps({**facts, **json.loads(change)} if change != "[]" else []))
     with pytest.raises(CompressError, match=r"compress_gguf.json"):
         open_checkpoint(directory)
+
+
+def test_a_map_is_not_believed(tmp_path: Path) -> None:
+    """Whatever is changed in it: a clear line, or weights of the shapes that it says."""
+    directory = source.resolve(str(saved("llama", tmp_path, ("F16", "Q8_0"))))
+    path = directory / ".compress_gguf.json"
+    whole, refused = json.loads(path.read_text()), 0
+    for where, damaged in mutations(whole, most=400):
+        path.write_text(json.dumps(damaged))
+        try:
+            for weight in open_checkpoint(directory).tensors.values():
+                assert weight.read().shape == weight.shape
+        except CompressError as error:
+            assert "\n" not in str(error)
+            refused += 1
+        except Exception as error:
+            raise AssertionError(where) from error
+    path.write_text(json.dumps(whole))
+    assert refused > 100
 
 
 SIZES = [  # key -> a value that no tensor bears out

@@ -169,6 +169,8 @@ def test_names_may_begin_otherwise(model: Path, tmp_path: Path) -> None:
 
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 BAD: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor | None], str]] = {
+    "a flag that is none": ({"use_rslora": 7}, {}, "has use_rslora 7, which is neither true nor false"),
+    "another flag": ({"fan_in_fan_out": "x"}, {}, "has fan_in_fan_out 'x', which is neither true nor false"),
     "another kind": ({"peft_type": "IA3"}, {}, "peft_type is 'IA3'; only LORA is merged"),
     "trained whole modules": ({"modules_to_save": ["lm_head"]}, {}, r"modules_to_save \['lm_head'\], which is not"),
     "biases": ({"bias": "all"}, {}, "trained biases"),
