@@ -20,6 +20,7 @@ A message says what is wrong, where, and what to do next, in one line. Values of
 
 from __future__ import annotations
 
+import errno
 import re
 import reprlib
 from collections.abc import Iterator
@@ -134,6 +135,29 @@ class MissingPackageError(CompressError, ImportError):
 
 class NumericalError(CompressError):
     """Weights or statistics are not finite, or a factorization failed for good."""
+
+
+# what compiled libraries say where the system gives no more memory, which has no type of its own
+_NO_MEMORY = re.compile(
+    "allocate memory|not enough memory|out of memory|std::bad_alloc|can't start new thread|failed to map segment", re.I
+)
+
+
+def out_of_memory(error: BaseException | None) -> str | None:
+    """Return one line for an error that comes of memory which the system did not give, else None.
+
+    It may have been turned into another error by those who met it.
+    """
+    while error is not None:
+        is_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
+        is_library = isinstance(error, (RuntimeError, ImportError)) and _NO_MEMORY.search(str(error)) is not None
+        if isinstance(error, MemoryError) or is_system or is_library:
+            return (
+                f"out of memory ({first_line(error)}); free some or raise the limit of this process (ulimit -v, a "
+                "container's), or let it take less: --max-memory, a smaller batch, fewer or shorter samples"
+            )
+        error = error.__cause__ or error.__context__
+    return None
 
 
 @contextmanager

@@ -8,7 +8,8 @@ import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from compress.errors import BudgetError
 
@@ -72,15 +73,97 @@ def _highest() -> int:
     return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+class Room(NamedTuple):
+    """Memory that this process can still take."""
+
+    nbytes: int
+    what: str  # that has no more, in words
+
+
 def available() -> int:
-    """Memory that the system, or the container this runs in, can still give, in bytes."""
-    free = _proc("/proc/meminfo", "MemAvailable") or 1 << 40
+    """Memory that the system and the limits of this process can still give, in bytes."""
+    return room().nbytes
+
+
+def room(proc: Path = Path("/proc"), mounts: Path = Path("/")) -> Room:
+    """Return the least of what the system, the control groups of this process and its resource limits can still give.
+
+    proc: the folder of process information; mounts: the root under which its mount points lie.
+    """
+    free = _proc(proc / "meminfo", "MemAvailable") or 1 << 40
+    rooms = [Room(free, "the free memory"), *_group_rooms(proc / "self", mounts), *_limit_rooms(proc / "self")]
+    return min(rooms, key=lambda each: each.nbytes)
+
+
+# type of a file system of control groups -> files with the limit and what is used, and what of that can be given back
+_GROUP_FILES = {
+    "cgroup2": ("memory.max", "memory.current", "inactive_file"),
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def _group_rooms(process: Path, mounts: Path) -> Iterator[Room]:
+    """Yield what each control group that this process is in can still give: its own, and those around it."""
+    for kind, folder, top in _groups(process, mounts):
+        limit_file, used_file, cache_field = _GROUP_FILES[kind]
+        for group in (folder, *folder.parents):
+            limit, used = _number(group / limit_file), _number(group / used_file)
+            if limit is not None and used is not None:
+                cache = re.search(rf"^{cache_field} (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
+                nbytes = max(0, limit - used + (int(cache[1]) if cache else 0))
+                yield Room(nbytes, "what the memory limit of its control group leaves")
+            if group == top:
+                break
+
+
+def _groups(process: Path, mounts: Path) -> Iterator[tuple[str, Path, Path]]:
+    """Yield the type of each hierarchy that counts memory, the folder of this process in it, and the topmost one."""
+    paths = {}
+    for line in _text(process / "cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            paths["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            paths["cgroup"] = path
+    for line in _text(process / "mountinfo").splitlines():
+        mount, _, file_system = line.partition(" - ")
+        fields, types = mount.split(), file_system.split()
+        kind = types[0] if types else ""
+        is_counting = kind == "cgroup2" or (kind == "cgroup" and "memory" in types[-1].split(","))
+        if is_counting and kind in paths and len(fields) > 4:
+            root, top = (_unescaped(field) for field in fields[3:5])
+            top_folder = mounts / top.lstrip("/")
+            inner = PurePosixPath(paths[kind])
+            is_inside = inner.is_relative_to(root) and ".." not in inner.parts  # else it is another container's view
+            yield kind, top_folder / inner.relative_to(root) if is_inside else top_folder, top_folder
+
+
+def _limit_rooms(process: Path) -> Iterator[Room]:
+    """Yield what the resource limits of this process leave: of its addresses, and of its data."""
+    for limit, field, option in ((resource.RLIMIT_AS, "VmSize", "-v"), (resource.RLIMIT_DATA, "VmData", "-d")):
+        most = resource.getrlimit(limit)[0]
+        if most != resource.RLIM_INFINITY:
+            yield Room(max(0, most - _proc(process / "status", field)), f"what `ulimit {option}` leaves")
+
+
+def _unescaped(field: str) -> str:
+    """Return a path of a table of mounts, in which spaces and other separators are octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None where there is no such file, or a word such as "max"."""
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file of the system, "" where there is none."""
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return min(free, max(0, int(limit) - used)) if limit.isdigit() else free
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def return_freed_memory() -> None:
@@ -136,13 +219,10 @@ def check(limit: int | None, ahead: int = 0) -> None:
 
 
 def _status(field: str) -> int:
-    return _proc("/proc/self/status", field)
+    return _proc(Path("/proc/self/status"), field)
 
 
-def _proc(path: str, field: str) -> int:
+def _proc(path: Path, field: str) -> int:
     """A "Field:   123 kB" line of a proc file in bytes; 0 where there is none."""
-    try:
-        found = re.search(rf"^{field}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)
-    except OSError:
-        return 0
+    found = re.search(rf"^{field}:\s+(\d+) kB", _text(path), re.MULTILINE)
     return int(found[1]) * 1024 if found else 0

@@ -20,7 +20,7 @@ import typer
 from typer import Argument, Option
 
 from compress.cli import interruption, streams
-from compress.errors import CompressError, RecipeError
+from compress.errors import CompressError, RecipeError, out_of_memory
 from compress.storage import paths
 
 if TYPE_CHECKING:
@@ -300,8 +300,8 @@ def errors(resume: str = "") -> Iterator[None]:
             interruption.said()
             note(f"interrupted{resume}")
             raise typer.Exit(interruption.exit_code() or 130) from None
-        if isinstance(error, CompressError):
-            note(str(error))
+        if (line := out_of_memory(error)) or isinstance(error, CompressError):
+            note(line or str(error))
             raise typer.Exit(1) from None
         if isinstance(error, BrokenPipeError):
             raise typer.Exit(streams.UNREAD) from None

@@ -115,7 +115,7 @@ def arrange(
     assert best is not None
     raise BudgetError(
         f"this run needs at least {-(-best.peak_nbytes // (1 << 20))} MiB ({process_memory.show(model.base)} of it for "
-        f"the program itself), more than {'--max-memory' if limit is not None else 'the free memory,'} "
+        f"the program itself), more than {'--max-memory' if limit is not None else f'{process_memory.room().what},'} "
         f"{process_memory.show(allowed)}; raise it, or use fewer or shorter calibration samples"
     )
 
