@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import problems
 from compress import plugins, recipe
+from compress.cli.app import app
+from compress.recipe import read
 from fake_methods import install
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,6 +102,30 @@ def test_no_absolute_paths(page: Path) -> None:
 def tutorial(language: str) -> list[str]:
     """The tutorial's blocks of code."""
     return re.findall(rf"^```{language}\n(.*?)^```", TUTORIAL.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("needs", ["frozenset()", 'frozenset({"hessian"})'])
+@pytest.mark.parametrize("bits", ["\n  bits: 3", "\n  bits: 5", ""])
+@pytest.mark.parametrize("measured", ["Quality not measured.", "Not measured yet."])
+def test_what_the_tutorial_adds_is_listed_before_it_is_measured(
+    needs: str, bits: str, measured: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A method with or without data and its recipe, as the page says: in `compress recipes` and in the page of them."""
+    method = tutorial("python")[0].replace('frozenset({"hessian"})', needs)
+    install(monkeypatch, tmp_path / "methods", weighted_rtn=method)
+    folder = shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    text = re.sub(r"# Measured (?:.*\n# )+.*", f"# {measured}", tutorial("yaml")[0]).replace("\n  bits: 3", bits)
+    assert "Measured" not in text
+    (folder / "weighted3bit.yaml").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(read, "files", lambda package: folder)
+    listed = json.loads(CliRunner().invoke(app, ["recipes", "--json"], catch_exceptions=False).stdout)["weighted3bit"]
+    purpose = {"\n  bits: 3": "Weights, 3 bits"}.get(bits, "Weights, 4 bits")  # of 5 bits the nearest; 4 by default
+    assert (listed["bits"], listed["purpose"]) == (None, purpose)
+    assert listed["calibration"] == (needs != "frozenset()") and listed["cost"] in ("data-free", "one pass")
+    shown = CliRunner().invoke(app, ["recipes"], catch_exceptions=False)
+    assert shown.exit_code == 0 and "weighted3bit" in shown.stdout
+    page = runpy.run_path(str(ROOT / "docs" / "generate_recipes.py"))["page"]()
+    assert f"- {measured}\n" in page and "[`weighted3bit`]" in page
 
 
 def test_the_method_of_the_tutorial_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

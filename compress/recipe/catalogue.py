@@ -1,12 +1,13 @@
 """List the built-in recipes by purpose, with what their headers and their settings say about bits, data and cost.
 
 A header is the comment block at the top of a recipe: `# Goal: ...`, `# Method: ...`, and what was measured (`# Measured
-DATE on ...` or `# Not measured ...`). `compress recipes` and docs/generate_recipes.py show the same list.
+DATE on ...`, `# Not measured ...` or `# Quality not measured.`). `compress recipes` and docs/generate_recipes.py show the same list.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Set
 from typing import Any, Literal, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from compress import plugins
-from compress.recipe.read import names, text
+from compress.recipe.read import load, names, text
 
 SMALLER_LAYERS = {"lord", "cut", "structured"}  # methods that store fewer numbers instead of fewer bits
 BLOCK_SCORES = {"lim", "zd"}  # of allocators: scores that need no measurement of every option
@@ -30,6 +31,8 @@ PURPOSES = (  # in the order in which they are shown
     "Bit allocation",
     "Low rank and smaller layers",
 )
+_OF_WEIGHTS = {purpose: int(purpose.split()[1]) for purpose in PURPOSES if purpose.endswith(" bits")}
+PLANNED_SHAPE = (4096, 4096)  # of a weight whose bits stand for those of a recipe that is not measured
 WHERE_TO_START = {
     "trellis4bit": "for 4 bits",
     "int4": "for engines that read integers",
@@ -86,7 +89,8 @@ class Entry(NamedTuple):
             return "Weights and key-value cache"
         if "lowrank" in quantize or quantize["method"] in SMALLER_LAYERS:
             return "Low rank and smaller layers"
-        return f"Weights, {round(float(self.bits))} bits"
+        bits = float(self.bits) if self.bits else _planned_bits(self.name)
+        return min(_OF_WEIGHTS, key=lambda purpose: abs(_OF_WEIGHTS[purpose] - bits))
 
     @property
     def cost(self) -> Cost:
@@ -128,10 +132,23 @@ def header(name: str) -> Header:
         if not line.startswith("#"):
             break
         comment.append(line.lstrip("# ").strip())
-    parts = re.fullmatch(r"Goal: (.+?) Method: (.+?) ((?:Measured|Not measured).+)", " ".join(comment))
+    parts = re.fullmatch(r"Goal: (.+?) Method: (.+?) ((?:Measured|(?:Quality n|N)ot measured).+)", " ".join(comment))
     if parts is None:
-        raise ValueError(f"{name}.yaml: the header needs Goal:, Method: and Measured or Not measured, in this order")
+        raise ValueError(
+            f"{name}.yaml: the header needs Goal:, Method: and Measured or Quality not measured, in this order"
+        )
     return Header(*parts.groups())
+
+
+def _planned_bits(name: str) -> float:
+    """The stored bits per weight of a recipe that is not measured, for a large weight, from its settings."""
+    from compress import formats  # which imports torch: no recipe of ours needs it
+    from compress.types import Stored
+
+    scheme = load(name).quantize
+    method = plugins.load("quant", scheme.method)
+    stored = Stored(method.FORMAT, method.plan_params(scheme.config, PLANNED_SHAPE))
+    return 8 * formats.nbytes(stored, PLANNED_SHAPE) / math.prod(PLANNED_SHAPE)
 
 
 def figure(pattern: str, words: str) -> str:
