@@ -1,7 +1,8 @@
 """List the built-in recipes by purpose, with what their headers and their settings say about bits, data and cost.
 
 A header is the comment block at the top of a recipe: `# Goal: ...`, `# Method: ...`, and what was measured (`# Measured
-DATE on ...`, `# Not measured ...` or `# Quality not measured.`). `compress recipes` and docs/generate_recipes.py show the same list.
+DATE on ...`, `# Not measured ...` or `# Quality not measured.`). `compress recipes` and docs/generate_recipes.py show
+the same list.
 """
 
 from __future__ import annotations
