@@ -50,8 +50,8 @@ def plan_params(config: Config, shape: tuple[int, int]) -> nf.Params:
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Return the bytes needed beside the stored weight: a float32 copy, codes, their packing, a chunk of the search."""
-    return shape[0] * shape[1] * (4 + 1 + 4 + 2) + 24 * CHUNK
+    """Return the bytes needed beside the stored weight: a float32 copy, its scales, codes, their packing."""
+    return shape[0] * shape[1] * (4 + 4 + 1 + 4 + 4) + 24 * CHUNK
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
