@@ -44,13 +44,17 @@ def main() -> None:
     streams.open_all()
     if ranks.given()[0] > 0:
         streams.mute()
-    interruption.install()
-    NOTES.addHandler(NotePrinter())
     try:
-        app()
-    except SystemExit as end:
-        code = end.code
-    interruption.finish()
+        interruption.install()
+        NOTES.addHandler(NotePrinter())
+        try:
+            app()
+        except SystemExit as end:
+            code = end.code
+        interruption.finish()
+    except KeyboardInterrupt:  # where no command answers it: before it has begun, and behind its end
+        interruption.finish()
+        code = interruption.exit_code()
     if code and interruption.is_unsaid():
         note("interrupted")
     sys.exit(streams.flush() or (code and (interruption.exit_code() or code)))

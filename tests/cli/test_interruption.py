@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -89,7 +91,7 @@ def test_every_command(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def ended(pid: int, seconds: float = 20) -> bool:
+def ended(pid: int, seconds: float = 600) -> bool:
     """Tell whether a process is gone, or only its parent has not asked yet."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -135,3 +137,47 @@ lists.errors = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
 """
     result = cli("recipes", prepare=early)
     assert result.code == 143 and one_line(result) == "interrupted"
+
+
+# Where a signal may come before a command has begun -> source that sends it there.
+EARLY = {
+    "as signals begin to be answered": "from compress.cli import interruption as module; name = 'install'",
+    "as the notes are set up": "from compress.cli import app as module; name = 'NotePrinter'",
+    "as the commands are put together": "import typer.main as module; name = 'get_command'",
+    "as all is done": "from compress.cli import interruption as module; name = 'finish'",
+}
+
+
+@pytest.mark.parametrize("how", sorted(CODES))
+@pytest.mark.parametrize("place", EARLY)
+def test_a_signal_in_the_first_and_last_moments(place: str, how: str) -> None:
+    source = f"""
+import os, signal
+{EARLY[place]}
+real, sent = getattr(module, name), []
+def hit(*words):
+    found = real(*words) if name == "install" else None
+    if not sent:
+        sent.append(os.kill(os.getpid(), signal.{how}))
+    return real(*words) if name != "install" else found
+setattr(module, name, hit)
+"""
+    result = cli("methods", prepare=source)
+    assert result.code == CODES[how] and result.err == "compress: interrupted\n", result
+
+
+IMPORTED = """
+import importlib.abc, os, runpy, signal, sys
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "compress.cli.lists":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+sys.argv = ["compress", "methods"]
+runpy.run_module("compress", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_the_command_line_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "compress: interrupted\n")
