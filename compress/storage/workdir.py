@@ -318,7 +318,10 @@ def check_space(directory: Path, nbytes: int) -> None:
 
 @contextmanager
 def writing(path: Path, option: str = "--out") -> Iterator[None]:
-    """Turn the system's refusals to write into one clear line; `option`: the one that changes the path."""
+    """Turn the system's errors into one clear line; `option`: the one that changes the path.
+
+    What has no number is no error of the system; output that nobody reads and memory have answers of their own.
+    """
     reasons = {
         errno.ENOSPC: "the disk is full; free some space and run the same command to go on",
         errno.EDQUOT: "the disk quota is used up; free some space and run the same command to go on",
@@ -333,11 +336,17 @@ def writing(path: Path, option: str = "--out") -> Iterator[None]:
         errno.ELOOP: f"a link is in its place; remove it, or give another {option}",
         errno.ENOTDIR: f"a part of the path is a file; give another {option}",
         errno.ENAMETOOLONG: f"the name is too long; give another {option}",
+        errno.ENOENT: f"it is gone, or cannot be made there; run the same command again, or give another {option}",
     }
     try:
         yield
     except OSError as error:
-        reason = reasons.get(error.errno or 0)
-        if reason is None:
+        if error.errno is None or error.errno in (errno.EPIPE, errno.ENOMEM):
             raise
+        reason = reasons.get(error.errno) or f"{os.strerror(error.errno)}; mend that, or give another {option}"
+        place = str(error.filename or path)
+        if not Path(place).is_relative_to(path):  # it was not written
+            raise OutputError(
+                f"{place}: {os.strerror(error.errno)}; mend that and run the same command again"
+            ) from error
         raise OutputError(f"cannot write {path}: {reason}") from error

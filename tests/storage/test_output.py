@@ -313,3 +313,49 @@ def test_sync_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         else:
             with pytest.raises(OSError, match="no"):
                 sync_directory(tmp_path)
+
+
+@pytest.mark.parametrize("code", sorted(set(errno.errorcode) - {errno.EPIPE, errno.ENOMEM}))
+def test_whatever_the_system_says_is_one_line(code: int, tmp_path: Path) -> None:
+    """In the folder of the work, and at a file elsewhere, which is then named."""
+    with pytest.raises(OutputError, match=f"^cannot write {tmp_path}: .*; ") as caught, writing(tmp_path, "--there"):
+        raise OSError(code, os.strerror(code), str(tmp_path / "model" / "x"))
+    assert "\n" not in str(caught.value)
+    with (
+        pytest.raises(OutputError, match="^/source/y: .*; mend that and run the same command again$"),
+        writing(tmp_path),
+    ):
+        raise OSError(code, os.strerror(code), "/source/y")
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "x"), OSError(errno.ENOMEM, "x"), OSError("no number")])
+def test_what_is_not_about_the_folder_passes(error: OSError, tmp_path: Path) -> None:
+    with pytest.raises(type(error)) as caught, writing(tmp_path):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("step", ["shard", "record", "stage", "forget", "publish"])
+def test_a_work_folder_that_vanishes_is_one_line(step: str, tmp_path: Path) -> None:
+    output = Output(tmp_path / "out")
+    with pytest.raises(OutputError, match="it is gone|No such file or directory; mend that") as caught, output:
+        output.begin({}, {})
+        shutil.rmtree(output.work)
+        with writing(output.work):
+            {
+                "shard": lambda: checkpoint.write_shard(output.model / "x", {}),
+                "record": lambda: output.finish_block(0, {}),
+                "stage": lambda: output.finish_stage("rest", {}),
+                "forget": lambda: write_text(output.run, ""),
+                "publish": output.publish,
+            }[step]()
+    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no folder that refuses new names")
+def test_a_folder_in_which_nothing_can_be_made() -> None:
+    with (
+        pytest.raises(OutputError, match=r"cannot write /proc/out\.partial: .*give another --out"),
+        Output(Path("/proc/out")),
+    ):
+        pass
