@@ -20,7 +20,7 @@ import torch.distributed as dist
 @contextmanager
 def store() -> Iterator[dist.TCPStore]:
     """The store that torchrun keeps for its processes."""
-    yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600))
 
 
 def start(place: dist.TCPStore, rank: int, size: int, work: Callable[[], object]) -> int:

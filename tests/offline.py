@@ -182,7 +182,7 @@ def build(case: Case) -> Built:
 
 
 def _output(*command: str | Path) -> str:
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True, timeout=300).stdout
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True, timeout=600).stdout
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def run(asked):
     torch.set_num_threads(1)  # makes a thread pool for this process; several threads at once would fail to
     os.chdir(asked["cwd"])
     tempfile.tempdir = os.path.dirname(asked["out"])  # removed by who asked
-    signal.alarm(100)
+    signal.alarm(600)  # of a machine that does other work
     signal.signal(signal.SIGINT, signal.default_int_handler)
     exec(asked["prepare"], {})
     sys.argv = ["compress", *asked["words"]]

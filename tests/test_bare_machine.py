@@ -45,7 +45,7 @@ TEXTS = [  # recipe, overrides; calibration text, "" for what the model writes i
 def run(source: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run Python source behind the finder that knows none of the packages."""
     command = [sys.executable, "-c", BLOCK + source, *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=600)
 
 
 @pytest.mark.parametrize(("settings", "calib"), TEXTS)

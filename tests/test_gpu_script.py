@@ -45,9 +45,7 @@ def test_cases_that_die_or_hang_stop_no_others(tmp_path: Path, monkeypatch: pyte
     child = tmp_path / "child.py"
     child.write_text(CHILD)
     monkeypatch.setattr(gpu, "CHILD", child)
-    began = time.monotonic()
-    found = gpu.run_section(gpu.Section("kernels", 3), "cpu", tmp_path, began + 3)
-    assert time.monotonic() - began < 20
+    found = gpu.run_section(gpu.Section("kernels", 3), "cpu", tmp_path, time.monotonic() + 8)  # time for two of them
     assert {row["case"]: row["state"] for row in found["rows"]} == {
         **{"right": "passed", "dies": "failed", "right after it": "passed"},
         **{"hangs": "killed", "behind it": "not reached"},
@@ -60,7 +58,7 @@ def test_a_child_that_cannot_start_is_a_failure(tmp_path: Path, monkeypatch: pyt
     child = tmp_path / "child.py"
     child.write_text("raise SystemExit('no torch')")
     monkeypatch.setattr(gpu, "CHILD", child)
-    found = gpu.run_section(gpu.Section("kernels", 20, 2), "cpu", tmp_path, time.monotonic() + 20)
+    found = gpu.run_section(gpu.Section("kernels", 600, 2), "cpu", tmp_path, time.monotonic() + 600)
     assert found["rows"] == 2 * [{"case": "start", "state": "failed", "error": "no torch"}]
 
 

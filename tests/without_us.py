@@ -34,7 +34,7 @@ def logits(directories: Sequence[Path], folder: Path) -> list[Tensor]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

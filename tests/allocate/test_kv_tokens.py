@@ -196,7 +196,7 @@ def test_tokens_or_bits_as_the_text_asks(text: str) -> None:
     assert chosen == ({"bits=8, tokens=0.1"} if same else {"bits=2"})
     for of in offer.costs.forgotten:
         assert of.kls[0] == of.errors[0] == 0 and of.stored[0] == 1
-        assert (of.kls[1] < 1e-9) == (of.errors[1] < 1e-6) == same
+        assert (of.kls[1] < 1e-6) == (of.errors[1] < 1e-6) == same  # sums of float32
 
 
 def test_batches_of_windows_do_not_matter() -> None:

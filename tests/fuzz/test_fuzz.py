@@ -130,5 +130,5 @@ def test_an_interrupted_campaign_prints_its_table() -> None:
                 break
         time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=600)
     assert "interrupted" in err and out.startswith("class")

@@ -22,11 +22,11 @@ PLAIN = "quantize: {method: rtn, bits: 4}\n"
 def refused(text: str | bytes, tmp_path: Path) -> str:
     path = tmp_path / "my.yaml"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(RecipeError) as caught:
         recipe.load(str(path))
     line = str(caught.value)
-    assert time.monotonic() - started < 3
+    assert time.process_time() - started < 3
     assert line.isprintable() and len(line) < 600 and line.count(str(path)) == 1, line
     return line.replace(str(path), "my.yaml")
 

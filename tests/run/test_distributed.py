@@ -36,7 +36,7 @@ TESTS = Path(__file__).parents[1]
 MODELS = ("llama", "mixtral")
 NAMES = ["gptq", "paired", "experts", "mixed"]
 OTHERS = ["static", "lowrank", "rotated", "plain", "tuned"]
-LIMIT = 300  # seconds
+LIMIT = 600  # seconds
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +147,7 @@ def killed(work: Callable[[], object], is_due: Callable[[], bool], victim: int, 
         dead = time.monotonic()
         os.kill(pids[1 - victim], then)
         codes = [forked.code(pid) for pid in pids]
-        assert time.monotonic() - dead < 60
+        assert time.monotonic() - dead < LIMIT
         return codes
 
 
@@ -246,7 +246,7 @@ def test_a_process_that_stands_still_ends_the_other(folder: Path, capfd: pytest.
             time.sleep(0.002)
         os.kill(pids[1], signal.SIGSTOP)
         stopped = time.monotonic()
-        assert forked.code(pids[0]) == 1 and time.monotonic() - stopped < 60
+        assert forked.code(pids[0]) == 1 and time.monotonic() - stopped < LIMIT
         os.kill(pids[1], signal.SIGKILL)
         forked.code(pids[1])
     assert "process 1 gives no sign of life" in capfd.readouterr().err

@@ -61,7 +61,7 @@ def test_a_process_without_us_fails_and_says_why(packed: Path, saved: Path) -> N
     cases = [f"AutoModelForCausalLM:{packed}", f"AutoModel:{packed}", f"AutoModelForCausalLM:{saved}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": ""}
     command = [sys.executable, "-c", STOCK, *cases]
-    result = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=300, check=False)
+    result = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=600, check=False)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert len(lines) == 3 and all(line.endswith(notice.TEXT) for line in lines)

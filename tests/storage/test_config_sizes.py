@@ -53,10 +53,10 @@ def test_sizes_in_inner_tables(value: Any, model: Path) -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 10**9), ("num_experts", 10**6)])
 def test_counts_are_answered_at_once(key: str, value: int, model: Path) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(CheckpointError, match=f"says '{key}' {value}, but "):
         open_checkpoint(changed(model, key, value))
-    assert time.monotonic() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_what_is_no_size_may_be_large(model: Path) -> None:

@@ -32,13 +32,13 @@ HOSTILE = {
 def test_what_cannot_be_read_is_one_short_line(text: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(CheckpointError) as caught:
         read_json(path)
     line = str(caught.value)
     assert line.startswith(f"{path} is not valid JSON (") and line.endswith("); download it again")
     assert HOSTILE[text] in line and "secret" not in line and len(line) < 400
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize("raw", [b"\xff\xfe", b'{"a": "\xed\xa0\x80"}'])

@@ -93,7 +93,7 @@ def measured_by(study: StudyFolder, pid: int) -> list[str]:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.01)
