@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 import foreign
+from compress.importers import open_checkpoint
+from runs import stored_tensors
 
 Q = "model.layers.1.self_attn.q_proj"
 
@@ -35,7 +37,24 @@ def test_four_bits(kind: str, double: bool, dtype: torch.dtype, pico_dir: foreig
         return {".weight": packed, **stored}, bnb.functional.dequantize_4bit(packed, state)
 
     both = foreign.written(pico_dir("llama"), tmp_path, settings(kind, double), pack, dtype)
-    foreign.check_tensors(both)
+    if is_by_the_table(bnb, kind):
+        foreign.check_tensors(both)
+        return
+    source, wanted = open_checkpoint(both.quantized), stored_tensors(both.plain)
+    assert source.tensors.keys() == wanted.keys()
+    for name, tensor in source.tensors.items():
+        torch.testing.assert_close(tensor.read(), wanted[name], rtol=max(2e-6, torch.finfo(dtype).eps), atol=0)
+
+
+def is_by_the_table(bnb: Any, kind: str) -> bool:
+    """Return whether the tool decodes by the table that it stores, to the bit.
+
+    On processors without AVX-512 its code has constants of its own for fp4, of fewer digits.
+    """
+    codes = torch.arange(16, dtype=torch.uint8)
+    packed = (codes[::2] << 4 | codes[1::2]).repeat(4).unsqueeze(1)  # a block of 64
+    _, state = bnb.functional.quantize_4bit(torch.ones(64), blocksize=64, quant_type=kind)
+    return bool(bnb.functional.dequantize_4bit(packed, state)[:16].equal(state.code * state.absmax))
 
 
 def eight(name: str, weight: Tensor) -> foreign.Packed:

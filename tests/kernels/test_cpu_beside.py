@@ -43,6 +43,9 @@ def test_as_single_products(case: str, count: int) -> None:
     with torch.no_grad():
         y = Beside(linears).product(x[None])
         expected = torch.cat([linear(x) for linear in linears], -1)
+    if "avx512vbmi" not in llvm.features() and any(weight.format == "codebook" for weight in CASES[case]):
+        assert y is None  # codebooks have no kernel on this processor: all are multiplied singly
+        return
     assert y is not None and y.shape == (1, count, expected.shape[-1]) and torch.equal(y[0], expected)
 
 
