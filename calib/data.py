@@ -219,9 +219,15 @@ def token_windows(
 ) -> tuple[Tensor, int]:
     """Return (windows int64 [n, seq_len] that do not overlap, from the start of the source; tokens read).
 
-    Only the first document_tokens tokens are read. What follows the last whole window is dropped; n may be 0.
+    Only the first document_tokens tokens are read. What follows the last whole window is dropped; n may be 0. Raises
+    CalibrationError for text of fewer bytes that are not blank than a window has tokens.
     """
-    tokens = _tokenize(source, tokenizer, document_tokens)
+    tokens, filled_nbytes = _tokenize(source, tokenizer, document_tokens)
+    if tokens.numel() >= seq_len > filled_nbytes:
+        raise CalibrationError(
+            f"{source} holds hardly more than blank lines: {filled_nbytes} bytes that are not blank, for windows of "
+            f"{seq_len} tokens; give a file with text"
+        )
     if tokens.numel() and (highest := int(tokens.max())) >= vocab_size:
         raise CheckpointError(
             f"the tokenizer gives token {highest}, the model knows {vocab_size}; the tokenizer is of another model"
@@ -230,16 +236,17 @@ def token_windows(
     return tokens[: count * seq_len].view(count, seq_len).long(), tokens.numel()
 
 
-def _tokenize(source: str | Path, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> Tensor:
-    """Return the first `limit` tokens of a source, or all: int32 [n]."""
+def _tokenize(source: str | Path, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> tuple[Tensor, int]:
+    """Return the first `limit` tokens of a source, or all: int32 [n]; and the bytes of their text, but for blanks."""
     running = is_text_file(source)
     texts = documents(source, chat=chats.writer(tokenizer))
     texts_of = ([Piece(text, True)] for text in texts) if running else batches(texts)
     separator = [] if running or tokenizer.eos_token_id is None else [cast(int, tokenizer.eos_token_id)]
     parts: list[Tensor] = []
-    count = 0
+    count = filled_nbytes = 0
     for pieces in texts_of:
         cuts = [piece.text for piece in pieces]
+        filled_nbytes += sum(len(word.encode("utf-8", "surrogatepass")) for text in cuts for word in text.split())
         # verbose=False: that the text is longer than the model's context is no news, it is cut into windows
         encoded = tokenizer(cuts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         for piece, ids in zip(pieces, cast(list[list[int]], encoded), strict=True):
@@ -248,7 +255,7 @@ def _tokenize(source: str | Path, tokenizer: PreTrainedTokenizerBase, limit: int
         del encoded, ids  # else they lie in the way when the next piece is tokenized, and memory grows with each
         if limit is not None and count >= limit:
             break
-    return torch.cat(parts)[:limit] if parts else torch.empty(0, dtype=torch.int32)
+    return torch.cat(parts)[:limit] if parts else torch.empty(0, dtype=torch.int32), filled_nbytes
 
 
 def _check_counts(num_samples: int, seq_len: int) -> None:

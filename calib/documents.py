@@ -12,7 +12,7 @@ from typing import Any, cast
 from compress.calib import chats
 from compress.calib.pieces import PIECE_NBYTES
 from compress.errors import CalibrationError, cut, first_line, needs, one_line
-from compress.storage import json_text
+from compress.storage import json_text, paths
 from compress.storage.files import open_regular
 from compress.storage.paths import TEXT_SUFFIXES
 
@@ -34,6 +34,7 @@ def documents(source: str | Path, column: str = DEFAULT_COLUMN, chat: Chat = Non
     path = Path(source)
     try:
         if os.path.isfile(path):  # False for what no file can be called
+            paths.check_kind(path)
             yield from _READERS.get(path.suffix.lower(), _read_text)(path, column, chat)
         elif path.suffix.lower() in TEXT_SUFFIXES:  # not there; asking for such a data set would take long
             raise CalibrationError(_unreachable(source))

@@ -75,7 +75,7 @@ def allocate(
     with errors("; run the same command again to go on"):
         report = renamed(report, out, "--report")
         if text is not None:
-            paths.check_text(text)
+            paths.check_corpus(text)
         if report is not None:
             paths.check_writable(report, "--report")
         job = options.job(writes="measurements")

@@ -23,7 +23,7 @@ from compress.cli.options import (
     Seed,
     app,
     check_adapter,
-    check_model,
+    check_base,
     check_paths,
     device_named,
     errors,
@@ -82,7 +82,7 @@ def evaluate(
             return run_suite(model, base, asked, (dtype, device_named(device)), as_json)
         text, seq_len, max_tokens = text_given(one_text(asked.texts)), seq_len or 512, max_tokens or 131_072
         check_paths(model, text, calib)
-        check_model(base or model)
+        check_base(model, base)
         check_adapter(adapter)
         from compress import evaluate as evaluation
         from compress.cli import tables
@@ -193,7 +193,7 @@ def bench(
     """
     with errors():
         check_paths(model)
-        check_model(base or model)
+        check_base(model, base)
         from compress.cli import tables
         from compress.evaluate import record, speed
         from compress.run.source import resolve

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import BadParameter, Option
 
 from compress.cli.kept import keep
-from compress.cli.options import check_model
+from compress.cli.options import check_base, check_model
 from compress.cli.suites import BESIDE, beside
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ def run(model: str, base: str | None, tasks: str, limit: int | None, execution: 
     if not names:
         raise BadParameter("name at least one task", param_hint="--tasks")
     check_model(model)
-    if base is not None:
-        check_model(base)
+    check_base(model, base)
     from compress.cli import tables
     from compress.evaluate import harness, record
     from compress.evaluate.scores import Execution

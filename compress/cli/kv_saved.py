@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from compress.cli.options import AsJson, Device, Model, Seed, app, check_model, device_named, errors
-from compress.errors import CalibrationError, CheckpointError, first_line
+from compress.errors import CalibrationError, first_line
 from compress.storage import paths
 
 kv = typer.Typer(
@@ -50,7 +50,7 @@ def save(
         if out.is_dir():
             raise typer.BadParameter(f"{out} is a directory; give a file", param_hint="--out")
         read = [path for path in (paths.local_model(model), prompt_file) if path is not None]
-        paths.check_saved_cache(out, overwrite, read)
+        paths.check_saved_cache_out(out, overwrite, read)
         from compress.evaluate import saved_cache
         from compress.run.source import resolve
 
@@ -119,5 +119,4 @@ def _text(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def _check_file(file: Path) -> None:
-    if not file.is_file():
-        raise CheckpointError(f"{file} is not there; give a file that compress kv save wrote")
+    paths.check_saved_cache(file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import errno
 import functools
@@ -14,12 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 from typer import Argument, Option
 
 from compress.cli import interruption, streams
+from compress.cli.signatures import parameter, with_help
 from compress.errors import CompressError, RecipeError, out_of_memory
 from compress.storage import paths
 
@@ -174,6 +174,9 @@ class RunOptions:
         if writes == "checkpoint" and out is not None:
             if self.work is not None:
                 paths.check_writable(self.work, "--work")
+            paths.check_name(out)
+            read = Path(self.model), self.adapter
+            paths.check_apart(out, *(each for each in read if each is not None and each.exists()))
             paths.check_out(out, self.overwrite)
             paths.check_writable(out.parent, "--out")
 
@@ -242,16 +245,16 @@ def command(
     here. `defaults`: values that differ here, or REQUIRED.
     """
     hints = get_type_hints(RunOptions, include_extras=True)
-    hints |= {name: _with_help(hints[name], text) for name, text in (helps or {}).items()}
+    hints |= {name: with_help(hints[name], text) for name, text in (helps or {}).items()}
     shared = [
-        _parameter(field.name, hints[field.name], defaults.get(field.name, field.default))
+        parameter(field.name, hints[field.name], defaults.get(field.name, field.default))
         for field in dataclasses.fields(RunOptions)
         if field.name not in without
     ]
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
-        parameters = [*shared, *(_parameter(each.name, each.annotation, each.default) for each in own)]
+        parameters = [*shared, *(parameter(each.name, each.annotation, each.default) for each in own)]
 
         @functools.wraps(function)
         def called(**values: Any) -> None:
@@ -264,20 +267,6 @@ def command(
         return function
 
     return register
-
-
-def _with_help(annotation: Any, text: str) -> Any:
-    """Return the type of an option, with another help."""
-    kind, option = get_args(annotation)
-    option = copy.copy(option)
-    option.help = text
-    return Annotated[kind, option]
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    """Return a parameter that is given by name, without a default where the dataclass field has none."""
-    default = inspect.Parameter.empty if default is dataclasses.MISSING else default
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _is_interruption(error: BaseException | None) -> bool:
@@ -305,7 +294,7 @@ def errors(resume: str = "") -> Iterator[None]:
             raise typer.Exit(1) from None
         if isinstance(error, BrokenPipeError):
             raise typer.Exit(streams.UNREAD) from None
-        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        if isinstance(error, OSError) and (error.errno in UNWRITABLE or (error.errno and error.filename)):
             note(f"{error.filename or 'cannot write the output'}: {error.strerror}")
             raise typer.Exit(1) from None
         raise
@@ -332,6 +321,13 @@ def check_model(model: str) -> None:
         paths.check_checkpoint(path)
 
 
+def check_base(model: str, base: str | None) -> None:
+    """Raise the error for a base that is not there; print a note where it seems to be exchanged with the model."""
+    if base is not None:
+        check_model(base)
+        note(paths.exchanged(model, base))
+
+
 def check_adapter(adapter: Path | None) -> None:
     """Raise the error for an adapter that is not there, before torch is imported."""
     if adapter is not None:
@@ -343,7 +339,7 @@ def check_paths(model: str, *texts: str | None) -> None:
     check_model(model)
     for text in texts:
         if text is not None:
-            paths.check_text(text)
+            paths.check_corpus(text)
 
 
 def check_device(name: str) -> None:

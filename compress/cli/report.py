@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compress.cli.options import Device, Directory, Dtype, app, check_model, check_paths, device_named, errors
+from compress.cli.options import Device, Directory, Dtype, app, check_base, check_paths, device_named, errors
 from compress.errors import RecipeError
 from compress.storage import paths
 
@@ -46,8 +46,7 @@ def report(
         check_paths(str(directory), *(text or ()))
         if base is None and (text or prompt):
             raise RecipeError("--text and --prompt compare with the uncompressed model; name it with --base")
-        if base is not None:
-            check_model(base)
+        check_base(str(directory), base)
         from compress import evaluate as evaluation
         from compress.cli import tables
         from compress.evaluate import page, record

@@ -18,7 +18,7 @@ from compress.cli.options import (
     Seed,
     TextFile,
     app,
-    check_model,
+    check_base,
     check_paths,
     device_named,
     errors,
@@ -62,7 +62,7 @@ def sampling(
             raise typer.BadParameter("name the uncompressed model to compare with", param_hint="--base")
         text = text_given(text)
         check_paths(model, text)
-        check_model(base)
+        check_base(model, base)
         from compress.cli import tables
         from compress.evaluate import record, sampling_advice
         from compress.evaluate import sampling as measuring

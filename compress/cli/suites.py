@@ -12,7 +12,7 @@ import typer
 from typer import Option
 
 from compress.cli.kept import keep
-from compress.cli.options import check_model, check_paths, note
+from compress.cli.options import check_base, check_paths, note
 from compress.errors import CalibrationError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def run(model: str, base: str | None, asked: Asked, execution: tuple[str, str], 
     if base is None:
         raise typer.BadParameter("name the uncompressed model that the tasks compare with", param_hint="--base")
     check_paths(model, *asked.texts, asked.calib)
-    check_model(base)
+    check_base(model, base)
     if asked.choices is not None and not asked.choices.is_file():
         raise CalibrationError(f"{asked.choices} is not a file; give questions as JSON lines")
     from compress.cli import tables

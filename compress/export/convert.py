@@ -26,6 +26,7 @@ from compress.importers.source import Decoded
 from compress.process_memory import show
 from compress.progress import Progress, silent
 from compress.runtime.embedding import PackedEmbedding
+from compress.storage import paths
 from compress.storage.checkpoint import Readable, StoredTensor
 from compress.storage.workdir import check_space
 
@@ -150,6 +151,10 @@ def export(
     Raises ExportError for what the target cannot hold, OutputError for what is in the way.
     """
     target = target_named(name)
+    if not paths.is_packed(directory) and not (directory / paths.MANIFEST).is_file():
+        raise ExportError(
+            f"{directory} is not a checkpoint that compress wrote; quantize it first (compress quantize {directory})"
+        )
     if directory.resolve().is_relative_to(out.resolve()):
         raise OutputError(f"{out} holds the checkpoint that is exported; give another --out")
     with Place(out, target.SUFFIX, overwrite) as place:

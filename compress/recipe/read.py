@@ -133,6 +133,8 @@ def load(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
         name, root = name_or_file, compose(text(name_or_file), f"{name_or_file}.yaml")
     elif os.path.isfile(name_or_file):  # False for what no file can be called, too
         name, root = path.stem, _from_file(path)
+    elif os.path.isdir(name_or_file):
+        raise RecipeError(f"{name_or_file} is a directory; give a YAML file, or a built-in recipe (`compress recipes`)")
     else:
         raise RecipeError(f"there is no such file, and {plugins.unknown('recipe', name_or_file, names())}")
     rename(root, RENAMED)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 from compress import process_memory
 from compress.calib import data as calib_data
 from compress.calib.data import Calibration
+from compress.calib.documents import documents
 from compress.errors import NotMeasuredError
 from compress.model import fingerprint, load
 from compress.progress import Progress, note
 from compress.run.job import Job, Prepared
+
+
+def check(job: Job) -> None:
+    """Raise CalibrationError for a file whose first text cannot be read, before anything else is done."""
+    source = job.calib
+    if source is not None and os.path.isfile(source) and Path(source).suffix.lower() != ".parquet":
+        next(documents(source, chat=lambda messages, where: where), None)
 
 
 def calibration(job: Job, prepared: Prepared, progress: Progress, cache: Path | None = None) -> Calibration | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from compress import plugins
 from compress.calib import data as calib_data
 from compress.calib.kv import GRADIENTS
-from compress.errors import CheckpointError, OutputError, RecipeError
+from compress.errors import CheckpointError, RecipeError
 from compress.importers import companions, open_checkpoint
 from compress.model import dry_load, positions
 from compress.model.skeleton import Skeleton
@@ -21,6 +21,7 @@ from compress.numerics import kl
 from compress.progress import note
 from compress.recipe import Recipe
 from compress.run import (
+    calibration_text,
     coverage,
     expert_pruning,
     kv_cache,
@@ -32,6 +33,7 @@ from compress.run import (
     table_plan,
 )
 from compress.run.job import Job, Prepared
+from compress.storage import paths
 from compress.storage.checkpoint import Checkpoint
 from compress.types import Plan, Scheme
 
@@ -52,10 +54,9 @@ def prepare_all(
     `every`: statistics of all inputs, and so calibration text, whether a method needs them or not. `tables`: all
     schemes of the tables outside of the blocks, where an allocation chooses one.
     """
+    calibration_text.check(job)
     checkpoint = open_checkpoint(source.of(job))
-    given = [Path(each) for each in source.given(job)]
-    if job.out.resolve() in (folder for each in given for folder in (each, *each.parents)):
-        raise OutputError(f"the output {job.out} holds the model itself; give another --out")
+    paths.check_apart(job.out, *map(Path, source.given(job)))
     if packed := checkpoint.config.get("quantization_config"):
         method = packed.get("quant_method") if isinstance(packed, dict) else packed
         raise CheckpointError(f"{job.model} is already quantized ({method}); give the original checkpoint")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable
@@ -20,8 +21,11 @@ MANIFEST = "compress_manifest.json"
 UNFINISHED = "compress_unfinished"  # in a directory that a checkpoint is being copied to
 EXPORTED = "compress_export.json"  # in every exported directory: what it was made from
 SAVED_CACHE = "compress_kv"  # in the header of the cache of a prompt
+CONFIG_NBYTES = 16 << 20  # that are read of a configuration, at most
 METHOD = "compress"  # quant_method of packed checkpoints
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
+CHECKED_NBYTES = 1 << 20  # of a text that are looked at before anything else is done
+TABLES = (".csv", ".tsv", ".xls", ".xlsx")  # that no reader of ours reads
 TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 
 
@@ -100,6 +104,75 @@ def check_text(source: str) -> None:
         raise CalibrationError(f"{source} is empty; give a file with text")
 
 
+def check_corpus(source: str) -> None:
+    """Raise CalibrationError for a source of text as `check_text`, and for a file that holds no text to learn from.
+
+    That is one of another kind than its name says, a binary file, and one of blank lines only.
+    """
+    check_text(source)
+    if not os.path.isfile(source):
+        return
+    path = Path(source)
+    check_kind(path)
+    suffix = path.suffix.lower()
+    with open_regular(path) as stream:
+        start = stream.read(CHECKED_NBYTES)
+        if suffix == ".parquet":
+            if not start.startswith(b"PAR1"):
+                raise CalibrationError(f"{source} is not a readable parquet file; write it again, or give another kind")
+            return
+        if b"\0" in start:
+            raise CalibrationError(f"{source} is a binary file, or text in UTF-16; give a text in UTF-8")
+        filled, read = start.strip(), start
+        while read and not filled:
+            read = stream.read(CHECKED_NBYTES)
+            filled = read.strip()
+    if not filled.removeprefix(b"\xef\xbb\xbf").strip():
+        raise CalibrationError(f"{source} holds blank lines only; give a file with text")
+
+
+def check_kind(path: Path) -> None:
+    """Raise CalibrationError for a table whose header and separators would be taken for text."""
+    if path.suffix.lower() in TABLES:
+        raise CalibrationError(
+            f"{path} is a table, whose header and separators are no text; write the column of texts as lines of JSON, "
+            '{"text": "..."}, into a .jsonl file'
+        )
+
+
+def check_saved_cache(file: Path) -> None:
+    """Raise CheckpointError for a path that is no file."""
+    if not os.path.isfile(file):
+        reason = "is a directory" if os.path.isdir(file) else "is not there"
+        raise CheckpointError(f"{file} {reason}; give a file that compress kv save wrote")
+
+
+def check_apart(out: Path, *sources: Path | None) -> None:
+    """Raise OutputError for an output that lies in a folder that the run reads, or holds it."""
+    for source in filter(None, sources):
+        if source.resolve().is_relative_to(out.resolve()):
+            raise OutputError(f"the output {out} holds the model itself; give another --out")
+        if out.resolve().is_relative_to(source.resolve()):
+            raise OutputError(f"the output {out} lies inside of {source}, which is read; give an --out beside it")
+
+
+def exchanged(model: str, base: str | None) -> str | None:
+    """Return a note for a packed base of a model that is not packed: they may be exchanged; None for all others."""
+    if base is None or not is_packed(Path(base)) or not _exists(model) or is_packed(Path(model)):
+        return None
+    return f"--base {base} is packed and {model} is not; if they are exchanged, give the original as --base"
+
+
+def is_packed(directory: Path) -> bool:
+    """Tell whether a checkpoint of ours with packed weights lies here, as far as its configuration can be read."""
+    try:
+        with open_regular(directory / CONFIG) as stream:
+            config = json.loads(stream.read(CONFIG_NBYTES))
+        return bool(config["quantization_config"]["quant_method"] == METHOD)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
 def check_name(out: Path) -> None:
     """Raise OutputError for the root, and for a path that ends in .., beside which nothing can be written."""
     if out.name in ("", ".."):
@@ -119,7 +192,7 @@ def check_out(out: Path, overwrite: bool) -> None:
         raise OutputError(f"{out} is not a checkpoint that compress wrote; delete it yourself or give another --out")
 
 
-def check_saved_cache(out: Path, overwrite: bool, read: Iterable[Path]) -> None:
+def check_saved_cache_out(out: Path, overwrite: bool, read: Iterable[Path]) -> None:
     """Raise OutputError if the cache of a prompt must not be written to `out`; read: what the command reads.
 
     Only a file of the same kind is replaced, or any file with `overwrite`; never what is read, nor a link or a device.

@@ -56,11 +56,31 @@ CASES: list[tuple[tuple[str, ...], str, int, str]] = [
     ((*RUNS, *SCORERS), "model --calib ./missing", 1, f"./missing {NO_TEXT}"),
     ((*RUNS, *SCORERS), "model --calib text.txt", 1, "text.txt is a directory; give a .txt, .jsonl or .parquet file"),
     ((*RUNS, *SCORERS), "model --calib empty.txt", 1, "empty.txt is empty; give a file with text"),
+    ((*RUNS, *SCORERS), "model --calib blank.txt", 1, "blank.txt holds blank lines only; give a file with text"),
+    (
+        (*RUNS, *SCORERS),
+        "model --calib binary.txt",
+        1,
+        "binary.txt is a binary file, or text in UTF-16; give a text in",
+    ),
+    ((*RUNS, *SCORERS), "model --calib table.csv", 1, "table.csv is a table, whose header and separators are no text"),
+    ((*RUNS, *SCORERS), "model --calib good.TSV", 1, "good.TSV is a table, whose header and separators are no text"),
+    ((*RUNS, *SCORERS), "model --calib bad.parquet", 1, "bad.parquet is not a readable parquet file"),
+    (TEXTS, "model --text blank.txt", 1, "blank.txt holds blank lines only; give a file with text"),
     (TEXTS, "model --text missing.jsonl", 1, f"missing.jsonl {NO_TEXT}"),
     (TEXTS, "model --text text.txt", 1, "text.txt is a directory; give a .txt, .jsonl or .parquet file in it"),
     (TEXTS, "model --text empty.txt", 1, "empty.txt is empty; give a file with text"),
     (BY_RECIPE, "model --recipe no.yaml", 1, NO_RECIPE),
+    (BY_RECIPE, "model --recipe text", 1, "text is a directory; give a YAML file, or a built-in recipe"),
     (SCORERS, "model --kv no.yaml", 1, NO_RECIPE),
+    (
+        ("kv load MODEL text --prompt x", "kv show text"),
+        "model",
+        1,
+        "text is a directory; give a file that compress kv save",
+    ),
+    (WRITERS, "model --out model/packed", 1, "model/packed lies inside of model, which is read; give an --out beside"),
+    (WRITERS, "model --out bare/../model/a/b", 1, "lies inside of model, which is read; give an --out beside it"),
     (WRITERS, "model --out text", 1, f"text {EXISTS}"),
     (WRITERS, "model --out bare/../text/", 1, EXISTS),
     (WRITERS, "model --out full --overwrite", 1, "full is not a checkpoint that compress wrote; delete it yourself"),
@@ -78,7 +98,9 @@ CASES: list[tuple[tuple[str, ...], str, int, str]] = [
 def test_nothing_heavy_is_imported_for_what_cannot_be(tmp_path: Path) -> None:
     for folder in ("model", "bare", "text", "text.txt", "full/of"):
         (tmp_path / folder).mkdir(parents=True)
-    for name, text in {"model/config.json": "{}", "empty.txt": "", "good.txt": "good"}.items():
+    files = {"model/config.json": "{}", "empty.txt": "", "good.txt": "good", "table.csv": "a,b\nc,d\n"}
+    files |= {"blank.txt": "\n \t\r\n" * 300_000, "binary.txt": "ab\0c", "good.TSV": "a\tb\n", "bad.parquet": "PAR"}
+    for name, text in files.items():
         (tmp_path / name).write_text(text)
     asked = {
         tuple(line.replace("MODEL", rest).split()): (code, said) for lines, rest, code, said in CASES for line in lines
@@ -133,3 +155,24 @@ def test_a_size_reaches_the_job(tmp_path: Path) -> None:
     for words in (["--max-memory", "8g"], ["--target", "3 bpw"], ["--target", "3.25BPW"]):
         result = CliRunner().invoke(app, ["plan", str(tmp_path), *words])
         assert result.exit_code == 1 and "has no config.json" in result.stderr
+
+
+def test_a_packed_base_of_a_plain_model_is_pointed_out(tmp_path: Path) -> None:
+    """They may be exchanged; a base that is not there is an error as before."""
+    configs = {"plain": {}, "packed": {"quantization_config": {"quant_method": "compress"}}, "other": {"x": []}}
+    configs |= {"awq": {"quantization_config": {"quant_method": "awq"}}, "odd": {"quantization_config": "compress"}}
+    for name, config in configs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/config.json").write_text("{")
+    found = {
+        (model, base): paths.exchanged(str(tmp_path / model), str(tmp_path / base))
+        for model in (*configs, "bad")
+        for base in (*configs, "bad")
+    }
+    said = {pair for pair, text in found.items() if text is not None}
+    assert said == {(model, "packed") for model in ("plain", "other", "awq", "odd", "bad")}
+    assert (found["plain", "packed"] or "").endswith("give the original as --base")
+    assert paths.exchanged(str(tmp_path / "plain"), None) is None
+    assert paths.exchanged("owner/name", str(tmp_path / "packed")) is None

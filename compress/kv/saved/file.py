@@ -102,8 +102,7 @@ class SavedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        if not path.is_file():
-            raise CheckpointError(f"{path} is not there; give a file that compress kv save wrote")
+        paths.check_saved_cache(path)
         metadata = checkpoint.read_metadata(path)
         if KEY not in metadata:
             raise CheckpointError(f"{path} holds no saved cache; give a file that compress kv save wrote")
