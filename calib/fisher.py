@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from compress.errors import NumericalError
 from compress.model import blockwise, lm_head
 from compress.model.skeleton import Skeleton
-from compress.numerics import kl
+from compress.numerics import checks, kl
 from compress.types import Fisher
 
 SMALLEST = 1e-3  # weight of a row or column against the heaviest one
@@ -168,5 +168,5 @@ def _backward(
                 sums.squares.addcmul_(gradient, gradient)
     for name, sums in zip(names, found, strict=True):
         if not torch.isfinite(sums.squares).all():
-            raise NumericalError(f"the gradient of {name} is not finite; check the checkpoint, or use a wider dtype")
+            raise NumericalError(f"the gradient of {name} is not finite; {checks.advice(skeleton.dtype)}")
     return dict(zip(names, found, strict=True))

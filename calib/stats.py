@@ -183,7 +183,8 @@ class HessianSum:
             block.copy_(block.triu() + block.triu(1).T)
         if not torch.isfinite(total.diagonal()).all():
             raise NumericalError(
-                f"the inputs of {name} are not finite during calibration; check the checkpoint, or calibrate in float32"
+                f"the inputs of {name} are not finite during calibration; quantize with --dtype float32, or check the "
+                "checkpoint's weights"
             )
         return Stats(total, self.count, self.drift.finish() if self.drift is not None else None)
 

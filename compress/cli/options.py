@@ -19,7 +19,7 @@ import typer
 from typer import Argument, Option
 
 from compress.cli import interruption, streams
-from compress.cli.signatures import parameter, with_help
+from compress.cli.signatures import ComputeDtype, parameter, with_help
 from compress.errors import CompressError, RecipeError, out_of_memory
 from compress.storage import paths
 
@@ -91,6 +91,7 @@ class RunOptions:
         str | None, Option(metavar="SIZE", help="Limit for this process: 8GiB. Default: what is free.")
     ] = None
     device: Device = "auto"
+    dtype: ComputeDtype = None
     seed: Seed = 0
     target: Annotated[
         str | None, Option(metavar="SIZE", help="Allocate bits for 3.25bpw (linears) or 2.1GiB (whole model).")
@@ -216,6 +217,7 @@ class RunOptions:
             calib=self.calib,
             max_memory=limit,
             device=device_named(self.device),
+            dtype=self.dtype,
             seed=self.seed,
             overwrite=self.overwrite,
             restart=self.restart,

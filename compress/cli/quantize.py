@@ -122,6 +122,7 @@ def _words(job: Job, options: RunOptions) -> list[str]:
         "--calib": job.calib,
         "--seed": job.seed or None,
         "--budget": options.budget,
+        "--dtype": job.dtype,
         "--max-memory": None if job.max_memory is None else f"{job.max_memory}B",
         "--device": None if job.device == device_named("auto") else job.device,
     }

@@ -25,6 +25,7 @@ from compress.model import block_calls, paging
 from compress.model.block_calls import BlockArgs, Layout, Place, Recorded, equal_trees, leaves, replaced
 from compress.model.skeleton import Skeleton
 from compress.numerics import checks, products
+from compress.progress import note
 from compress.runtime.packed import PackedModule
 from compress.storage.files import new_descriptor
 
@@ -334,10 +335,13 @@ def run_block(block: nn.Module, call: BlockArgs, hidden: Tensor, name: str) -> T
 
 
 @torch.no_grad()
-def run_block_fully(block: nn.Module, call: BlockArgs, hidden: Tensor, name: str) -> tuple[Tensor, tuple[Any, ...]]:
+def run_block_fully(
+    block: nn.Module, call: BlockArgs, hidden: Tensor, name: str, takes_overflow: bool = False
+) -> tuple[Tensor, tuple[Any, ...]]:
     """Run a block as `run_block` does; return also what it gives beside hidden states.
 
-    Raise UnsupportedModelError where the block's own code fails, as some does on 16-bit states.
+    takes_overflow: what finite weights give in float16 is cut to its range. Raise UnsupportedModelError where the
+    block's own code fails, as some does on 16-bit states.
     """
     try:
         with products.Widened():
@@ -347,14 +351,15 @@ def run_block_fully(block: nn.Module, call: BlockArgs, hidden: Tensor, name: str
             raise
         raise UnsupportedModelError(
             f"transformers' {type(block).__name__} ({name}) fails on hidden states {list(hidden.shape)} of "
-            f"{str(hidden.dtype).removeprefix('torch.')}: {first_line(error)}; a checkpoint in float32 may work"
+            f"{str(hidden.dtype).removeprefix('torch.')}: {first_line(error)}; quantizing with --dtype float32 may work"
         ) from error
     try:
         checks.finite(name, states)
     except ValueError as error:
-        raise NumericalError(
-            f"the output of {name} is not finite; check the checkpoint's weights, or use a wider dtype"
-        ) from error
+        if not takes_overflow or states.dtype != torch.float16 or not checks.all_finite(block.parameters()):
+            raise NumericalError(f"the output of {name} is not finite; {checks.advice(states.dtype)}") from error
+        states = states.nan_to_num()
+        note(f"{name} overflows float16, as the original does; with --dtype float32 the result loads in a wider type")
     return states, beside
 
 

@@ -5,7 +5,7 @@ Every function raises ValueError. Its message begins with the name of the tensor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,18 @@ def finite(name: str, tensor: Tensor) -> None:
     tensor = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # few operations know float8
     if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():  # ten times as fast as all of isfinite
         raise ValueError(f"{name} holds a number that is not finite")
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether all floating tensors are finite."""
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor.is_floating_point())
+
+
+def advice(dtype: torch.dtype) -> str:
+    """Return what to do about numbers that are not finite, computed in this type from weights that are."""
+    if dtype == torch.float32:
+        return "check the checkpoint's weights"
+    return f"{str(dtype).removeprefix('torch.')} may be too narrow: quantize with --dtype float32, or check its weights"
 
 
 def positive(name: str, tensor: Tensor) -> None:

@@ -320,15 +320,15 @@ class CalibrationStream:
         if not self.transforms:
             return []
         self.meter.say("transforming")
-        name, batches = self.skeleton.block_prefix(index), partial(self.batches, index)
+        prefix, batches = self.skeleton.block_prefix(index), partial(self.batches, index)
         if self.graph is None:
             self.graph = graph.trace(self.skeleton)
-        sites = graph.sites(self.graph.blocks[index], block, batches, name)
+        sites = graph.sites(self.graph.blocks[index], block, batches, prefix.rstrip("."))
         rotated = {layer.spec.name for layer in self.prepared.plan.layers if layer.stored.ops}
         schemes = {
-            key.removeprefix(name): dataclasses.replace(scheme, incoherence=True) if key in rotated else scheme
+            key.removeprefix(prefix): dataclasses.replace(scheme, incoherence=True) if key in rotated else scheme
             for key, scheme in self.prepared.plan.schemes.items()
-            if key.startswith(name)
+            if key.startswith(prefix)
         }
         notes: list[str] = []
         for step in self.transforms:

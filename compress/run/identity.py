@@ -26,6 +26,7 @@ def identity(job: Job, checkpoint: Checkpoint, calibration: Calibration | None) 
         "seed": job.seed,
         "command": "quantize" if job.pack else "transform",
         "device": torch.device(job.device).type,
+        "dtype": job.dtype,
         "software versions": versions(),
     }
 

@@ -31,6 +31,7 @@ class Job:
     calib: str | None = None  # None: text that the model generates itself
     max_memory: int | None = None  # bytes
     device: str = "cpu"
+    dtype: str | None = None  # that the model is loaded, and so calibrated, in: a name of torch; None: its own
     seed: int = 0
     overwrite: bool = False
     restart: bool = False

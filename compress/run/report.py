@@ -196,6 +196,7 @@ def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any
         "model": job.model_name,
         "base": prepared.skeleton.checkpoint.base or None,  # how another tool has stored the original
         "recipe": job.recipe.name,
+        "dtype": str(prepared.skeleton.dtype).removeprefix("torch."),  # that it was calibrated in, and loads in
         "bpw": prepared.plan.bpw,
         "whole": whole(prepared.plan),
         **({"allocation": dict(job.allocation)} if job.allocation is not None else {}),

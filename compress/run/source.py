@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from compress import process_memory
 from compress.errors import CheckpointError, first_line
@@ -22,12 +23,12 @@ from compress.importers import gguf, gguf_header, lora
 from compress.progress import note
 from compress.run.job import Job
 from compress.storage import paths
-from compress.storage.checkpoint import write_text
+from compress.storage.checkpoint import read_json, write_text
 
 
 def of(job: Job) -> Path:
     """Return the directory of a job's model, with its adapter; CheckpointError as `resolve`."""
-    return resolve(job.model, job.adapter)
+    return resolve(job.model, job.adapter, job.dtype)
 
 
 def given(job: Job) -> list[str]:
@@ -36,24 +37,24 @@ def given(job: Job) -> list[str]:
     return [str(each.resolve()) for each in (path, job.adapter) if each is not None]
 
 
-def resolve(model: str, adapter: Path | None = None) -> Path:
+def resolve(model: str, adapter: Path | None = None, dtype: str | None = None) -> Path:
     """Return the directory of a model: the given one, the hub's snapshot of an id, or a temporary one.
 
-    `adapter`: of a LoRA that is merged into it. Raises CheckpointError.
+    `adapter`: of a LoRA that is merged into it. `dtype`: that its configuration is to name. Raises CheckpointError.
     """
     path = paths.local_model(model) or _fetched(model)
     file = paths.gguf_file(path)
-    if file is None and adapter is None:
+    if file is None and adapter is None and dtype is None:
         return path
     # links are not followed: a file of a cache has its name on the link only
-    return _directory(path.absolute(), file and file.absolute(), adapter and adapter.absolute())
+    return _directory(path.absolute(), file and file.absolute(), adapter and adapter.absolute(), dtype)
 
 
 _made = set[Path]()  # directories of this process, whose links lead to the files that a user has named
 
 
 @functools.cache
-def _directory(path: Path, file: Path | None, adapter: Path | None) -> Path:
+def _directory(path: Path, file: Path | None, adapter: Path | None, dtype: str | None) -> Path:
     """Make the directory of a model that is no checkpoint directory by itself."""
     folder = Path(tempfile.mkdtemp(prefix="compress-"))
     atexit.register(_remove, folder, os.getpid())
@@ -74,6 +75,10 @@ def _directory(path: Path, file: Path | None, adapter: Path | None) -> Path:
             (directory / part.name).symlink_to(part)
         write_text(directory / gguf.MAP, json.dumps(gguf_names.write_directory(file, directory)))
         process_memory.trim()  # a vocabulary takes several hundred bytes a token while it is read
+    if dtype is not None:
+        config = _with_dtype(read_json(directory / paths.CONFIG), dtype)
+        (directory / paths.CONFIG).unlink()  # a link to the file of the checkpoint
+        write_text(directory / paths.CONFIG, json.dumps(config, indent=2))
     if adapter is not None:
         lora.check(adapter)
         (directory / lora.FOLDER).symlink_to(adapter)
@@ -85,6 +90,18 @@ def beside_model(directory: Path) -> Iterator[Path]:
     for path in directory.iterdir():
         if os.path.isfile(path):
             yield Path(os.readlink(path)) if directory in _made and path.is_symlink() else path
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a configuration, and those of its parts, with another type of numbers."""
+    changed = {key: _with_dtype(value, dtype) if _is_part(value) else value for key, value in config.items()}
+    changed.pop("torch_dtype", None)  # the former name
+    return {**changed, "dtype": dtype}
+
+
+def _is_part(value: Any) -> bool:
+    """Return whether a value of a configuration is that of a part of the model, such as its text model."""
+    return isinstance(value, dict) and bool({"dtype", "torch_dtype"} & value.keys())
 
 
 def _remove(folder: Path, process: int) -> None:

@@ -100,7 +100,9 @@ class LargestInput:
             raise NumericalError(f"{where}: no calibration token reached it, so it has no scale; use scale: token")
         top = float(self.top)
         if not math.isfinite(top):
-            raise NumericalError(f"{where}: its inputs are not finite; check the source model's weights")
+            raise NumericalError(
+                f"{where}: its inputs are not finite; quantize with --dtype float32, or check the weights"
+            )
         scale = activations.clip * top / largest(activations)
         return torch.tensor([scale if scale > TINY else 1.0], dtype=torch.float32)
 
