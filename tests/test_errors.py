@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import typer
+
+from compress.cli.options import errors as command_errors
 from compress.errors import MESSAGE, REASON, SHOWN, CompressError, RecipeError, first_line, shown
 
 
@@ -50,3 +54,17 @@ def test_other_libraries_messages_are_cut() -> None:
     assert first_line(ValueError("first\nsecond")) == "first"
     assert first_line(ValueError()) == "ValueError"
     assert len(first_line(ValueError("x" * 10**6))) <= REASON
+
+
+@pytest.mark.parametrize("path", ["/nowhere/at/all", "/"])
+def test_an_error_of_the_system_with_a_path_is_one_line(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as caught, command_errors():
+        Path(path).read_bytes()
+    line = capsys.readouterr().err
+    assert caught.value.exit_code == 1 and line.startswith(f"compress: {path}: ") and line.count("\n") == 1
+
+
+def test_a_defect_shows_its_traceback() -> None:
+    for error in (ValueError("x"), OSError("without a number"), KeyError("x")):
+        with pytest.raises(type(error)), command_errors():
+            raise error
