@@ -86,14 +86,15 @@ class Lookup(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Multiply the rows of an embedding by a number, as the model's own class does."""
+    """Multiply the rows of an embedding by a number and add another one, as the model's own class does."""
 
-    def __init__(self, rows: nn.Module, factor: float) -> None:
+    def __init__(self, rows: nn.Module, factor: float, offset: float) -> None:
         super().__init__()
-        self.rows, self.factor = rows, factor
+        self.rows, self.factor, self.offset = rows, factor, offset
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return cast(Tensor, self.rows(input_ids)) * self.factor
+        rows = cast(Tensor, self.rows(input_ids)) * self.factor
+        return rows if self.offset == 0 else rows + self.offset
 
 
 class Routed(nn.Module):
@@ -159,7 +160,8 @@ class _Replaced:
         else:
             rows = nn.Embedding(*module.shape, device="meta")
             rows.weight = self._dense(path, EMBEDDINGS)
-        return rows if module.factors is None else Scaled(rows, module.factors[self.dtype])
+        factor, offset = module.constants.by_type[self.dtype]
+        return rows if (factor, offset) == (1, 0) else Scaled(rows, factor, offset)
 
     def makers(self, skeleton: Skeleton, model: PreTrainedModel) -> Makers:
         """Return name of a parameter -> how it is made, after a zero has been put in the place of all that are left."""

@@ -55,26 +55,27 @@ def _table(skeleton: Skeleton, roles: tuple[str, ...], modules: dict[str, nn.Mod
     sources = tuple(stored for name in weights for stored in skeleton.sources.get(name, []))
     shape = (weight.shape[0], weight.shape[1])
     spec = LinearSpec(names[0], shape, skeleton.dtype, OUTSIDE, names[0])
-    return Table(spec, roles, tuple(names), sources, _refused(roles, modules, names, sources, shape))
+    return Table(spec, roles, tuple(names), sources, _refused(skeleton.model, roles, modules, names, sources))
 
 
 def _refused(
+    model: nn.Module,
     roles: tuple[str, ...],
     modules: dict[str, nn.Module | None],
     names: list[str],
     sources: tuple[Readable, ...],
-    shape: tuple[int, int],
 ) -> str | None:
     """Return why a table cannot be packed, None if it can."""
+    shape = model.get_parameter(f"{names[0]}.weight").shape
     if len(names) != len(roles):
         return f"shared by {', '.join(names)}"
-    if any(source.shape != shape for source in sources) or not sources:
+    if any(source.shape != tuple(shape) for source in sources) or not sources:
         return "its weight is not stored as it is"
     if min(shape) < MIN_FEATURES:
         return f"narrower than {MIN_FEATURES} features"
     head, embeddings = modules["head"], modules["embeddings"]
     if "head" in roles and not (head is not None and is_plain_linear(head)):
         return "a head with a forward pass of its own"
-    if "embeddings" in roles and not (embeddings is not None and embedding.is_supported(embeddings)):
+    if "embeddings" in roles and (embeddings is None or embedding.constants(embeddings, model) is None):
         return "an embedding with a forward pass of its own"
     return None

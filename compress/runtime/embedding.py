@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any, NoReturn, cast
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +25,18 @@ from compress.runtime.packed import PackedModule
 from compress.types import PackedWeight, Stored
 
 LIKE = "like"  # an empty tensor that is stored beside the table; its type is that of the rows, and of the model
-SCALED = "embed_scale"  # the attribute of an embedding whose rows are multiplied by a number
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BEFORE = "_tied_weights_keys_before"  # the attribute of a model in which what `swap` replaces is kept
-PROBE = (8, 4)  # rows and columns of the table on which an embedding is tried
+PROBE = (16, 64)  # rows and columns of the table on which an embedding is tried
+_PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever is set while a model is built
+FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)  # of code that is tried on it
+
+
+class Constants(NamedTuple):
+    """What an embedding multiplies its rows by and adds to them."""
+
+    by_type: Mapping[torch.dtype, tuple[float, float]]  # type of the rows -> factor, offset; buffers round to the type
+    buffers: Mapping[str, Tensor]  # of the embedding, in full precision
 
 
 class PackedEmbedding(PackedModule):
@@ -39,18 +49,24 @@ class PackedEmbedding(PackedModule):
     like: nn.Parameter
     uses_kernels = True  # False: rows are decoded by the format alone, so that nothing is compiled for a few of them
 
-    def __init__(self, stored: Stored, original: nn.Embedding) -> None:
+    def __init__(self, stored: Stored, original: nn.Embedding, model: nn.Module | None = None) -> None:
         """Reserve uninitialized storage for the table of `original`, on its device, with rows of its type.
 
-        Raises ValueError for a format that cannot decode single rows.
+        model: what `original` is a part of. Raises ValueError for a format that cannot decode single rows,
+        CheckpointError for an embedding that does more than multiply and add constants.
         """
-        weight = original.weight
+        weight, known = original.weight, constants(original, model)
+        if known is None:
+            raise CheckpointError(
+                f"{type(original).__name__} of this version of transformers does more than look rows up, multiply and "
+                "add constants; load the checkpoint with the version that it was made with"
+            )
         if not formats.has_rows(stored):
             raise ValueError(f"format {stored.format!r}, or what is around it, has no rows that can be looked up")
         super().__init__(stored, (weight.shape[0], weight.shape[1]), weight.device)
         self.num_embeddings, self.embedding_dim = self.shape
         self.padding_idx = original.padding_idx
-        self.factors = _factors(original)
+        self.constants = known
         self._matrix = list(formats.get(stored.format).specs(stored.params, self.shape))  # tensors of the table alone
         self._described = dispatch.described(stored.format, stored.params, self.shape)
         vars(self)["original"] = original  # not a child; its weight is on meta, or about to be freed
@@ -71,7 +87,7 @@ class PackedEmbedding(PackedModule):
         if self.stored.ops:
             rows = transforms.apply_rows(rows, self.stored.ops, self.tensors)
         rows = rows.view(*input_ids.shape, self.embedding_dim)
-        return rows if self.factors is None else rows * self.factors[dtype]
+        return _affine(rows, *self.constants.by_type[dtype])
 
     def _rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows [n, embedding_dim] of ids [n] of the stored matrix; traced as one operator."""
@@ -91,10 +107,9 @@ class PackedEmbedding(PackedModule):
         """Return the embedding that this one stands for, with the decoded table in `dtype`."""
         embedding = copy.deepcopy(cast(nn.Embedding, vars(self)["original"]).to("meta"))
         embedding.weight = nn.Parameter(self.dequantize(dtype))
-        for name, buffer in embedding.named_buffers():
-            value = _scale(embedding) if name == SCALED else None
-            assert value is not None, f"{name} of {type(embedding).__name__} is not known"
-            setattr(embedding, name, torch.full_like(buffer, value, device=embedding.weight.device))
+        for name, value in self.constants.buffers.items():
+            typed = value.to(dtype) if value.is_floating_point() else value
+            setattr(embedding, name, typed.to(embedding.weight.device))
         return embedding.train(self.training)
 
     def __getattr__(self, name: str) -> Any:
@@ -112,40 +127,86 @@ def _refuse_weight() -> NoReturn:
     )
 
 
-def _scale(module: nn.Embedding) -> float | None:
-    """Return the number that an embedding multiplies its rows by; None if there is none that can be read."""
-    value = getattr(module, SCALED, None)
-    if isinstance(value, Tensor):
-        known = getattr(module, f"scalar_{SCALED}", None)
-        value = known if known is not None or value.is_meta else value.item()
-    return float(value) if isinstance(value, int | float) else None
+def constants(module: nn.Module, model: nn.Module | None = None) -> Constants | None:
+    """Return by the type of the rows what an embedding multiplies them by and adds to them; None if it does more.
 
-
-def _factors(module: nn.Embedding) -> dict[torch.dtype, float] | None:
-    """Return by type of the rows what they are multiplied by: a buffer is rounded to that type, a number is not."""
-    scale = _scale(module)
-    if scale is None:
+    This is found by trying it on a small table. model: what the embedding is a part of, which knows the values of
+    buffers that are not loaded yet, or were rounded to the type of the model.
+    """
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return None
-    is_buffer = isinstance(getattr(module, SCALED), Tensor)
-    return {dtype: torch.tensor(scale, device="cpu").to(dtype).item() if is_buffer else scale for dtype in DTYPES}
+    if type(module).forward is nn.Embedding.forward and "forward" not in vars(module):
+        return Constants(dict.fromkeys(DTYPES, (1.0, 0.0)), {})
+    buffers = _buffers(module, model)
+    if any(buffer.isnan().any() for buffer in buffers.values() if buffer.is_floating_point()):
+        return None
+    found = {dtype: _constants_of_type(module, buffers, dtype) for dtype in DTYPES}
+    known = {dtype: pair for dtype, pair in found.items() if pair is not None}
+    return Constants(known, buffers) if len(known) == len(DTYPES) else None
 
 
 @torch.no_grad()
-def is_supported(module: nn.Module) -> bool:
-    """Return whether an embedding does no more than look rows up and multiply them by a number; buffers have values."""
-    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
-        return False
-    if type(module).forward is nn.Embedding.forward:
-        return True
+def _buffers(module: nn.Embedding, model: nn.Module | None) -> dict[str, Tensor]:
+    """Return the buffers of an embedding in full precision on the CPU; NaN where a value is not known.
+
+    transformers gives those that no checkpoint holds their values by the model's `_init_weights`.
+    """
+    own = {name: buffer for name, buffer in module.named_buffers() if buffer is not None}
+    unknown = {name: _wide(torch.full(buffer.shape, torch.nan, **_PLAIN), buffer) for name, buffer in own.items()}
+    trial = _trial(module, torch.zeros(PROBE, **_PLAIN), unknown)
+    owners = [each for each in model.modules() if hasattr(each, "_init_weights")] if model is not None else []
+    owner = next((each for each in reversed(owners) if any(part is module for part in each.modules())), None)
+    if owner is not None and own:
+        with suppress(*FAILURES), torch.random.fork_rng(devices=[]):
+            cast(Any, owner)._init_weights(trial)
+    found = {}
+    for name, buffer in own.items():
+        value = trial._buffers[name]
+        is_known = value is not None and not (value.is_floating_point() and bool(value.isnan().any()))
+        if is_known and buffer.is_floating_point():
+            found[name] = cast(Tensor, value)
+        else:
+            found[name] = unknown[name] if buffer.is_meta else _wide(buffer.detach().cpu(), buffer)
+    return found
+
+
+def _wide(value: Tensor, like: Tensor) -> Tensor:
+    """Return a value in float32, or in the type of a buffer that holds no fractions."""
+    return value.float() if like.is_floating_point() else value.nan_to_num().to(like.dtype)
+
+
+def _trial(module: nn.Embedding, table: Tensor, buffers: Mapping[str, Tensor]) -> nn.Embedding:
+    """Return a copy of an embedding with another table and other values of its buffers."""
     trial = copy.copy(module)
-    table = torch.randn(PROBE, generator=torch.Generator().manual_seed(0))
-    trial._parameters, trial.padding_idx = {"weight": nn.Parameter(table)}, None
-    factors = _factors(module)
+    trial._parameters, trial._buffers = {"weight": nn.Parameter(table, requires_grad=False)}, {**buffers}
+    trial.padding_idx = None
+    return trial
+
+
+@torch.no_grad()
+def _constants_of_type(
+    module: nn.Embedding, buffers: Mapping[str, Tensor], dtype: torch.dtype
+) -> tuple[float, float] | None:
+    """Return (factor, offset) of rows of a type; None where the result is not rows * factor + offset, bit for bit."""
+    typed = {name: value.to(dtype) if value.is_floating_point() else value for name, value in buffers.items()}
+    ids = torch.arange(PROBE[0], device="cpu").repeat(2, 1)
+    ids[1] = ids[1].flip(0)
+    table = torch.randn(PROBE, generator=torch.Generator().manual_seed(0), **_PLAIN).to(dtype)
+    zeros, ones = (torch.full(PROBE, value, dtype=torch.float64, device="cpu") for value in (0.0, 1.0))
     try:
-        rows = trial(torch.arange(PROBE[0]))
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError):
-        return False
-    return factors is not None and torch.equal(rows, table * factors[table.dtype])
+        added, both, rows = (_trial(module, each, typed)(ids) for each in (zeros, ones, table))
+    except FAILURES:
+        return None
+    offset = added.flatten()[0].item()
+    factor = both.flatten()[0].item() - offset
+    expected = _affine(table[ids], factor, offset)
+    is_same = rows.dtype == dtype and torch.equal(rows, expected) and added.unique().numel() == 1
+    return (factor, offset) if is_same else None
+
+
+def _affine(rows: Tensor, factor: float, offset: float) -> Tensor:
+    rows = rows if factor == 1 else rows * factor
+    return rows if offset == 0 else rows + offset
 
 
 def swap(model: nn.Module, name: str, stored: Stored) -> bool:
@@ -159,7 +220,7 @@ def swap(model: nn.Module, name: str, stored: Stored) -> bool:
         return False
     own = f"{name}.weight"
     tied = _tied_to(model, own)
-    packed = PackedEmbedding(stored, module)
+    packed = PackedEmbedding(stored, module, model)
     model.set_submodule(name, packed)
     for other in tied:
         linear = model.get_submodule(other.rpartition(".")[0])

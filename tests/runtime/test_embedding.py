@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from compress.formats import stored
 from compress.runtime import embedding, hf
 from compress.runtime.embedding import PackedEmbedding
 from compress.runtime.linear import PackedLinear
-from pico import PICO, round_to_nearest
+from pico import PICO, build, round_to_nearest
 
 IDS = torch.tensor([[5, 0, 263, 5]])
 
@@ -40,7 +42,7 @@ def test_rows_have_the_type_that_the_module_was_given(dtype: torch.dtype) -> Non
 def test_rows_are_multiplied_as_the_original_does(dtype: torch.dtype) -> None:
     """By a buffer, which is rounded to the type of the rows."""
     original = PICO["gemma2"]().get_input_embeddings()
-    assert embedding.is_supported(original) and math.isclose(float(original.embed_scale), 8.0)
+    assert math.isclose(float(original.embed_scale), 8.0)
     original.scalar_embed_scale = 7.77
     original.embed_scale = torch.tensor(7.77)
     layer, table = packed_as(original)
@@ -49,14 +51,63 @@ def test_rows_are_multiplied_as_the_original_does(dtype: torch.dtype) -> None:
     assert torch.equal(layer.to(dtype)(IDS), restored(IDS))
 
 
-def test_an_embedding_that_does_more_is_not_supported() -> None:
-    class Shifted(nn.Embedding):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return super().forward(ids) + 1
+class Altered(nn.Embedding):
+    """An embedding that does something to its rows: number -> what."""
 
-    assert not embedding.is_supported(Shifted(264, 64))
-    assert not embedding.is_supported(nn.Embedding(264, 64, max_norm=1.0))
-    assert not embedding.is_supported(nn.Linear(64, 264))
+    def __init__(self, what: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(264, 64)
+        self.what = what
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.what(super().forward(input), input)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda rows, ids: rows * 25.298221281347036,
+        lambda rows, ids: rows + 0.3,
+        lambda rows, ids: 0.1 * rows - 3,
+        lambda rows, ids: rows / 4,
+    ],
+)
+def test_constants_are_found_by_what_an_embedding_does(what: Any, dtype: torch.dtype) -> None:
+    layer, table = packed_as(Altered(what))
+    restored = layer.to_embedding(dtype)
+    assert torch.equal(layer.to(dtype)(IDS), what(table.to(dtype)[IDS], IDS))
+    assert torch.equal(layer(IDS), restored(IDS))
+
+
+def test_an_embedding_that_does_more_is_not_supported() -> None:
+    more: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+        lambda rows, ids: rows * rows,
+        lambda rows, ids: rows.relu(),
+        lambda rows, ids: rows + ids[..., None],
+        lambda rows, ids: rows + torch.arange(ids.shape[-1])[:, None],
+        lambda rows, ids: rows * torch.linspace(1, 2, rows.shape[-1]),
+        lambda rows, ids: rows.double(),
+        lambda rows, ids: rows[..., :32],
+    ]
+    for what in more:
+        assert embedding.constants(Altered(what)) is None
+    assert embedding.constants(nn.Embedding(264, 64, max_norm=1.0)) is None
+    assert embedding.constants(nn.Linear(64, 264)) is None
+    with pytest.raises(CheckpointError, match="Altered of this version of transformers does more than look rows up"):
+        packed_as(Altered(more[0]))
+
+
+def test_a_scale_that_is_not_loaded_yet_comes_from_the_model() -> None:
+    """A buffer of a model that is built without weights has no value, and in bfloat16 a rounded one."""
+    changes = {"hidden_size": 40, "num_attention_heads": 2, "num_key_value_heads": 2}
+    for device, dtype in (("meta", torch.float32), ("meta", torch.bfloat16), ("cpu", torch.bfloat16)):
+        model = build("gemma2", changes).to(dtype).to(device)
+        state = torch.get_rng_state()
+        found = embedding.constants(model.get_input_embeddings(), model)
+        assert found is not None and torch.equal(state, torch.get_rng_state())
+        for each in (torch.float32, torch.bfloat16):
+            assert found.by_type[each] == (torch.tensor(40**0.5).to(each).item(), 0)
+    assert embedding.constants(model.to("meta").get_input_embeddings()) is None
 
 
 def test_its_weight_is_refused_in_words() -> None:
