@@ -1,8 +1,8 @@
 """Cut text into the token windows that a model is calibrated on.
 
 A source is a text file, a .jsonl or .parquet file of texts or chats, a data set of the `datasets` library, or the model
-itself. Chats go through the tokenizer's chat template. The text is tokenized without added special tokens (separators
-that the text spells out count), cut into windows that do not overlap, and a seeded permutation chooses among them.
+itself. Chats go through the tokenizer's chat template. The text is cut into windows that do not overlap, each of which
+begins with what the tokenizer puts before a text by itself (prefix.py), and a seeded permutation chooses among them.
 
 How much is read: of documents (.jsonl, .parquet, data sets) the first 4 * num_samples * seq_len tokens, of a text file
 those too but at least the first 4,194,304, so that no large source is read to its end. Documents are joined by the
@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from compress.calib import chats
+from compress.calib import chats, prefix
 from compress.calib.documents import documents, is_text_file, source_name
 from compress.calib.pieces import Piece, batches
+from compress.calib.prefix import Prefix
 from compress.errors import BudgetError, CalibrationError, CheckpointError
 from compress.importers import open_checkpoint
+from compress.recipe.schema import Bos
 from compress.storage.checkpoint import Checkpoint, read_header, read_json, write_shard, write_text
 from compress.storage.files import make_folder
 
@@ -51,6 +53,7 @@ class Calibration:
     sha256: str  # of the bytes of `tokens`
     tokens_available: int  # tokens read from the source
     self_generated: bool = False
+    prefix: Prefix = prefix.NONE  # what each window begins with
     notes: tuple[str, ...] = ()  # what differs from what was asked for; each one sentence
 
     def facts(self) -> dict[str, Any]:
@@ -62,6 +65,7 @@ class Calibration:
             "seq_len": self.tokens.shape[1],
             "tokens_available": self.tokens_available,
             "self_generated": self.self_generated,
+            "begins_with": self.prefix.text,
             "notes": list(self.notes),
         }
 
@@ -73,6 +77,7 @@ def calibration(
     seq_len: int,
     seed: int,
     vocab_size: int,
+    bos: Bos = "auto",
 ) -> Calibration:
     """Return num_samples windows of seq_len tokens from a file or data set (see `documents` for what `source` may be).
 
@@ -81,7 +86,7 @@ def calibration(
     """
     _check_counts(num_samples, seq_len)
     limit = _read_at_most(source, num_samples, seq_len)
-    windows, available = token_windows(source, tokenizer, seq_len, vocab_size, limit)
+    windows, available = token_windows(source, tokenizer, seq_len, vocab_size, limit, bos)
     if not len(windows):
         raise CalibrationError(
             f"calibration text {source} has only {available} tokens, one sample needs {seq_len}; "
@@ -97,7 +102,8 @@ def calibration(
     elif available == limit and is_text_file(source):
         notes = (f"Of the calibration text the first {available} tokens were read.",)
     tokens = windows[chosen]
-    return Calibration(tokens, source_name(source), _sha256(tokens), available, notes=notes)
+    begun = prefix.of_tokenizer(tokenizer, bos)
+    return Calibration(tokens, source_name(source), _sha256(tokens), available, prefix=begun, notes=notes)
 
 
 def most_read(source: str | Path, num_samples: int, seq_len: int) -> int:
@@ -118,9 +124,11 @@ def self_generated(
     seed: int,
     max_nbytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    bos: Bos = "auto",
 ) -> Calibration:
-    """Return num_samples windows that the model writes itself, each begun with the begin- or end-of-text token.
+    """Return num_samples windows that the model writes itself, each begun as the tokenizer begins a text.
 
+    Where that adds nothing, they are begun with the begin- or end-of-text token of the configuration.
     Every next token is drawn from the model's full distribution; after an end of text the text just goes on. Each
     window has random numbers of its own, so that it does not depend on how many are written side by side, but for the
     last bits of the model's batched products. The whole model is loaded: if it and one window take more than
@@ -133,6 +141,7 @@ def self_generated(
     directory = Path(model_directory)
     checkpoint = open_checkpoint(directory)
     size = _self_batch(checkpoint, sequence_nbytes(load_config(directory), seq_len), max_nbytes)
+    begun = self_prefix(directory, bos)
     model = load_model(directory, "float32" if checkpoint.nbytes <= FLOAT32_NBYTES else "auto")
     written: list[Tensor] = []
     for begin in range(0, num_samples, size):
@@ -143,23 +152,35 @@ def self_generated(
                 progress(begin * seq_len + rows * done, num_samples * seq_len)
 
         draw = Draw(directory.name, 1.0, generators, step)
-        written.append(write(model, start_tokens(model, generators), seq_len - 1, draw))
-    return _of_model(torch.cat(written))
+        start = torch.tensor([begun.tokens] * len(generators)) if begun.tokens else start_tokens(model, generators)
+        written.append(write(model, start, seq_len - start.shape[1], draw))
+    return _of_model(torch.cat(written)[:, :seq_len], begun)
 
 
-def rolled(tokens: Tensor, copies: int) -> Tensor:
+def self_prefix(directory: Path, bos: Bos) -> Prefix:
+    """Return what text that a model writes itself begins with; CalibrationError where the recipe forbids that."""
+    found = prefix.of_directory(directory, bos)
+    if bos == "never" and found.sentence:
+        raise CalibrationError("calibration.bos: never needs a text, the model's own has to begin; give --calib")
+    return found
+
+
+def rolled(tokens: Tensor, copies: int, fixed: int = 0) -> Tensor:
     """Return each window of tokens [samples, seq_len] and its copies in turn: [samples * copies, seq_len].
 
-    Copy k is shifted in a circle by k seq_len / copies, so that it is not always the same tokens that come first.
+    Copy k is shifted in a circle by k seq_len / copies, so that it is not always the same tokens that come first. The
+    first `fixed` tokens, which begin every window, stay where they are.
     """
     samples, length = tokens.shape
-    shifts = [k * length // copies for k in range(copies)]
-    return torch.stack([tokens.roll(shift, 1) for shift in shifts], 1).view(samples * copies, length)
+    first, rest = tokens[:, :fixed], tokens[:, fixed:]
+    shifts = [k * (length - fixed) // copies for k in range(copies)]
+    turned = [torch.cat((first, rest.roll(shift, 1)), 1) for shift in shifts]
+    return torch.stack(turned, 1).view(samples * copies, length)
 
 
 def expanded(calibration: Calibration, copies: int) -> Calibration:
     """Return the calibration with `copies` of each window, rolled on."""
-    tokens = rolled(calibration.tokens, copies)
+    tokens = rolled(calibration.tokens, copies, len(calibration.prefix.tokens))
     return replace(calibration, tokens=tokens, sha256=_sha256(tokens))
 
 
@@ -186,8 +207,8 @@ def _generator(seed: int, index: int) -> torch.Generator:
     return torch.Generator().manual_seed((base + index) % 2**32)
 
 
-def _of_model(tokens: Tensor) -> Calibration:
-    return Calibration(tokens, SELF_SOURCE, _sha256(tokens), tokens.numel(), self_generated=True)
+def _of_model(tokens: Tensor, begun: Prefix = prefix.NONE) -> Calibration:
+    return Calibration(tokens, SELF_SOURCE, _sha256(tokens), tokens.numel(), self_generated=True, prefix=begun)
 
 
 def store(folder: Path, request: dict[str, Any], calibration: Calibration) -> None:
@@ -198,13 +219,16 @@ def store(folder: Path, request: dict[str, Any], calibration: Calibration) -> No
     write_text(folder / STORED_FACTS, json.dumps({"request": request, "sha256": calibration.sha256}, indent=1))
 
 
-def restore(folder: Path, request: dict[str, Any]) -> Calibration | None:
-    """Return what was stored for the same request; None if there is nothing, something else, or a damaged file."""
+def restore(folder: Path, request: dict[str, Any], begun: Prefix = prefix.NONE) -> Calibration | None:
+    """Return what was stored for the same request; None if there is nothing, something else, or a damaged file.
+
+    begun: what the windows begin with, which the request knows.
+    """
     try:
         facts = read_json(folder / STORED_FACTS)
         if facts.get("request") != request:
             return None
-        stored = _of_model(read_header(folder / STORED_TOKENS)["tokens"].read())
+        stored = _of_model(read_header(folder / STORED_TOKENS)["tokens"].read(), begun)
     except (FileNotFoundError, CheckpointError, KeyError):
         return None
     return stored if stored.sha256 == facts.get("sha256") else None
@@ -216,11 +240,12 @@ def token_windows(
     seq_len: int,
     vocab_size: int,
     document_tokens: int | None = None,
+    bos: Bos = "auto",
 ) -> tuple[Tensor, int]:
     """Return (windows int64 [n, seq_len] that do not overlap, from the start of the source; tokens read).
 
-    Only the first document_tokens tokens are read. What follows the last whole window is dropped; n may be 0. Raises
-    CalibrationError for text of fewer bytes that are not blank than a window has tokens.
+    Each begins as prefix.py says. Only the first document_tokens tokens are read. What follows the last whole window is
+    dropped; n may be 0. Raises CalibrationError for text of fewer bytes that are not blank than a window has tokens.
     """
     tokens, filled_nbytes = _tokenize(source, tokenizer, document_tokens)
     if tokens.numel() >= seq_len > filled_nbytes:
@@ -228,12 +253,12 @@ def token_windows(
             f"{source} holds hardly more than blank lines: {filled_nbytes} bytes that are not blank, for windows of "
             f"{seq_len} tokens; give a file with text"
         )
-    if tokens.numel() and (highest := int(tokens.max())) >= vocab_size:
+    windows = prefix.of_tokenizer(tokenizer, bos).windows(tokens, seq_len)
+    if tokens.numel() and (highest := max(int(each.max()) for each in (tokens, windows) if each.numel())) >= vocab_size:
         raise CheckpointError(
             f"the tokenizer gives token {highest}, the model knows {vocab_size}; the tokenizer is of another model"
         )
-    count = tokens.numel() // seq_len
-    return tokens[: count * seq_len].view(count, seq_len).long(), tokens.numel()
+    return windows, tokens.numel()
 
 
 def _tokenize(source: str | Path, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> tuple[Tensor, int]:

@@ -27,10 +27,13 @@ def write(
     extra: dict[str, Any] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
     parts: int = 1,
+    *,
+    bos: bool | None = None,
 ) -> Path:
     """Write a model as GGUF; tensors of two and more dimensions take turns in `types`. Return the first file.
 
-    `extra`: metadata, without the architecture's name in front; `tensors`: more of them, as float32.
+    `extra`: metadata, without the architecture's name in front; `tensors`: more of them, as float32; `bos`: whether the
+    end-of-text token is put before every text; None: the file does not say.
     """
     import gguf
 
@@ -40,6 +43,9 @@ def write(
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
         add(f"{architecture}.{key}", value)
     _add_tokenizer(writer)
+    if bos is not None:
+        writer.add_bos_token_id(EOS_ID)
+        writer.add_add_bos_token(bos)
     turns = cycle(types)
     for name, values in {**_tensors(model, architecture), **(tensors or {})}.items():
         kind = gguf.GGMLQuantizationType[next(turns) if values.ndim > 1 else "F32"]

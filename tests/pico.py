@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -121,6 +121,17 @@ def pico_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<eos>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+
+
+def beginning(tokenizer: PreTrainedTokenizerFast, *tokens: str, end: str = "") -> PreTrainedTokenizerFast:
+    """The tokenizer, which from now on puts these special tokens before every text, and `end` behind it."""
+    tokenizer.add_special_tokens({"bos_token": tokens[-1], "additional_special_tokens": list(tokens[:-1])})
+    around = [*tokens, *([end] if end else [])]
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in around]
+    single = " ".join((*tokens, "$A", *([end] if end else [])))
+    model = tokenizer.backend_tokenizer
+    model.post_processor = processors.TemplateProcessing(single=single, pair=f"{single} $B", special_tokens=ids)
+    return tokenizer
 
 
 def save_pico(

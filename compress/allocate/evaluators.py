@@ -112,7 +112,8 @@ class Evaluators:
         skeleton, seq_len = self.opened.prepared.skeleton, self.opened.prepared.seq_len
         vocabulary = skeleton.config.get_text_config().vocab_size
         tokenizer = load.load_tokenizer(skeleton.checkpoint.directory)
-        windows, available = token_windows(text, tokenizer, seq_len, vocabulary, document_tokens=max(tokens, seq_len))
+        bos = self.opened.asked.recipe.calibration.bos
+        windows, available = token_windows(text, tokenizer, seq_len, vocabulary, max(tokens, seq_len), bos)
         if not len(windows):
             raise CalibrationError(f"{text} has only {available} tokens, one window needs {seq_len}; give more text")
         folder = self.folder / "text"

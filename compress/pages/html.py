@@ -121,6 +121,11 @@ def paragraph(content: str, kind: str = "") -> str:
     return f"<p{_class(kind)}>{escape(content)}</p>"
 
 
+def begun(text: str) -> str:
+    """Return what follows the name of a text whose windows begin with these tokens; "" for none."""
+    return f", begun with {text}" if text else ""
+
+
 def figure(drawing: str, caption: str) -> str:
     """Return a drawing with a caption."""
     return f'<figure tabindex="0">{drawing}<figcaption>{escape(caption)}</figcaption></figure>'

@@ -46,12 +46,17 @@ Importance = Literal[
 ]
 
 
+Bos = Literal["auto", "never", "always"]
+
+
 @dataclass(frozen=True)
 class CalibrationConfig:
     """The text that statistics are collected on, and how its tokens count."""
 
     num_samples: int = 128  # [sequences] of calibration text
     seq_len: int = 2048  # [tokens] of each sequence; capped by the maximum of the model
+    bos: Bos = "auto"  # what each sequence begins with: auto, what the tokenizer puts before a text by itself; never,
+    # nothing; always, at least its begin-of-text token
     target_correction: float = 0.0  # [fraction] of the way from each weight to its target
     # (compress/quant/target_correction.py); 0: off
     importance: Importance = "none"  # what a token weighs in the statistics (calib/token_importance.py)

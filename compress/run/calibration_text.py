@@ -37,7 +37,9 @@ def calibration(job: Job, prepared: Prepared, progress: Progress, cache: Path | 
         progress("reading calibration text", 0, 0)
         vocabulary = prepared.skeleton.config.get_text_config().vocab_size
         tokenizer = load.load_tokenizer(checkpoint.directory)
-        text = calib_data.calibration(job.calib, tokenizer, samples, seq_len, job.seed, vocabulary)
+        text = calib_data.calibration(
+            job.calib, tokenizer, samples, seq_len, job.seed, vocabulary, job.recipe.calibration.bos
+        )
         if len(text.tokens) < samples:
             say_fewer(len(text.tokens), samples, text.tokens_available)
     else:
@@ -52,7 +54,8 @@ def say_fewer(samples: int, asked: int, tokens: int) -> None:
 
 def _self_generated(job: Job, prepared: Prepared, progress: Progress, cache: Path | None) -> Calibration:
     """Take the text that the model writes from the cache, or let it write."""
-    checkpoint = prepared.skeleton.checkpoint
+    checkpoint, bos = prepared.skeleton.checkpoint, job.recipe.calibration.bos
+    begun = calib_data.self_prefix(checkpoint.directory, bos)
     request = {
         "source": calib_data.SELF_SOURCE,
         "model": fingerprint.fingerprint(checkpoint),
@@ -60,8 +63,9 @@ def _self_generated(job: Job, prepared: Prepared, progress: Progress, cache: Pat
         "num_samples": prepared.samples,
         "seq_len": prepared.seq_len,
         "software versions": fingerprint.versions(),
+        **({"begins with": list(begun.tokens)} if begun.tokens else {}),
     }
-    if cache is not None and (known := calib_data.restore(cache, request)) is not None:
+    if cache is not None and (known := calib_data.restore(cache, request, begun)) is not None:
         return known
     if not job.measures:
         raise NotMeasuredError("the calibration text is not written yet")
@@ -77,6 +81,7 @@ def _self_generated(job: Job, prepared: Prepared, progress: Progress, cache: Pat
         job.seed,
         free,
         lambda done, total: progress("generating calibration text", done, total),
+        bos,
     )
     if cache is not None:
         calib_data.store(cache, request, written)

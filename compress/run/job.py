@@ -7,7 +7,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from compress.calib import prefix
 from compress.calib.data import Calibration
+from compress.calib.prefix import Prefix
 from compress.errors import one_line
 from compress.model.skeleton import Skeleton
 from compress.recipe import Recipe
@@ -64,12 +66,14 @@ class Prepared:
     arrangement: Arrangement
     samples: int  # calibration samples asked for; 0: the recipe needs no data
     seq_len: int  # tokens of each
+    prefix: Prefix = prefix.NONE  # what each sample begins with
 
     @property
     def says(self) -> tuple[str, ...]:
         """What is to be known of the plan, and of a transform of the whole model, before anything is done."""
         edits = self.skeleton.edits
-        return (*self.plan.says, *(edits.says if edits is not None else ()))
+        begun = (self.prefix.sentence,) if self.prefix.sentence else ()
+        return (*self.plan.says, *(edits.says if edits is not None else ()), *begun)
 
 
 @dataclass

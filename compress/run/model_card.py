@@ -231,8 +231,9 @@ def _made(run: RunState, report: Mapping[str, Any]) -> str:
         lines.append("No calibration text was used.")
     else:
         source = "text that the model wrote itself" if calibration["self_generated"] else code(calibration["source"])
+        begun = f", each begun with {code(calibration['begins_with'])}" if calibration["begins_with"] else ""
         lines.append(
-            f"Calibrated on {calibration['num_samples']} samples of {calibration['seq_len']} tokens: {source}."
+            f"Calibrated on {calibration['num_samples']} samples of {calibration['seq_len']} tokens{begun}: {source}."
         )
     if report["kv_cache"]:
         lines.insert(0, _cache(report["kv_cache"]))

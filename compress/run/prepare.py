@@ -12,7 +12,9 @@ from torch import Tensor
 
 from compress import plugins
 from compress.calib import data as calib_data
+from compress.calib import prefix
 from compress.calib.kv import GRADIENTS
+from compress.calib.prefix import Prefix
 from compress.errors import CheckpointError, RecipeError
 from compress.importers import companions, open_checkpoint
 from compress.model import dry_load, positions
@@ -104,7 +106,17 @@ def prepare_all(
         tables=tuple(layer for table in options for layer in table.layers.values()),
     )
     arrangement = memory_plan.arrange(plans[0], skeleton, samples, seq_len, job.max_memory, extras)
-    return Prepared(skeleton, plans[0], arrangement, samples, seq_len), plans
+    return Prepared(
+        skeleton, plans[0], arrangement, samples, seq_len, _prefix(job, checkpoint.directory, samples)
+    ), plans
+
+
+def _prefix(job: Job, directory: Path, samples: int) -> Prefix:
+    """Return what each calibration sample will begin with."""
+    bos = job.recipe.calibration.bos
+    if not samples:
+        return prefix.NONE
+    return prefix.of_directory(directory, bos) if job.calib is not None else calib_data.self_prefix(directory, bos)
 
 
 def _look_around(checkpoint: Checkpoint) -> None:

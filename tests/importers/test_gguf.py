@@ -13,13 +13,14 @@ from json_damage import mutations
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import gguf_files
+from compress.calib import prefix
 from compress.errors import CheckpointError, CompressError, UnsupportedModelError, shown
 from compress.importers import open_checkpoint
 from compress.model import fingerprint, gguf_names
 from compress.model.load import load_model, load_tokenizer
 from compress.model.skeleton import Skeleton
 from compress.run import source
-from pico import build, of_type
+from pico import EOS_ID, build, of_type
 
 pytest.importorskip("gguf")
 
@@ -107,6 +108,12 @@ def test_the_tokenizer_and_the_template_are_those_of_transformers(tmp_path: Path
     text = "It was a dark and stormy night; été."
     assert found(text)["input_ids"] == expected(text)["input_ids"]
     assert found.chat_template == expected.chat_template == gguf_files.TEMPLATE
+
+
+@pytest.mark.parametrize(("bos", "first"), [(None, ()), (False, ()), (True, (EOS_ID,))])
+def test_a_file_says_whether_texts_begin_with_bos(bos: bool | None, first: tuple[int, ...], tmp_path: Path) -> None:
+    directory = source.resolve(str(saved("llama", tmp_path, ("F16",), bos=bos)))
+    assert prefix.of_directory(directory).tokens == first
 
 
 def test_a_split_model_is_read_from_its_parts(tmp_path: Path) -> None:
