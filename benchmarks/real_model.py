@@ -160,7 +160,8 @@ def score(directory: Path, base: Path, text: Path, kept: Path) -> Row:
     from compress.evaluate import scores
     from compress.model import load
 
-    windows = scores.text_windows([directory, base], text, SEQ_LEN, SEQ_LEN * WINDOWS)
+    cut = scores.text_windows([directory, base], text, SEQ_LEN, SEQ_LEN * WINDOWS)
+    windows = cut.tokens
 
     def logits(of: Path) -> list[torch.Tensor]:
         model = load.load_model(of, "float32")
@@ -172,7 +173,7 @@ def score(directory: Path, base: Path, text: Path, kept: Path) -> Row:
     original = load_file(kept)["logits"]
     pairs = zip(logits(directory), original, windows, strict=True)
     figures = [scores.score([ours, theirs], window[1:]) for ours, theirs, window in pairs]
-    return asdict(scores.summary(torch.stack(figures, 1), text.name, SEQ_LEN))
+    return asdict(scores.summary(torch.stack(figures, 1), text.name, SEQ_LEN, cut.prefix.text))
 
 
 def measure(entry: str, args: argparse.Namespace, work: Path) -> Row:

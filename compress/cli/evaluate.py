@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from compress.cli import harness
-from compress.cli.evaluation_options import Base
+from compress.cli.evaluation_options import Base, Bos, note_prefix
 from compress.cli.kept import keep
 from compress.cli.kv import Cache, CacheCalib, CacheSet, cache_recipes
 from compress.cli.options import (
@@ -55,6 +56,7 @@ def evaluate(
     limit: harness.HarnessLimit = None,
     seq_len: WindowTokens = None,
     max_tokens: MaxTokens = None,
+    bos: Bos = "auto",
     dtype: Dtype = "float32",
     device: Device = "auto",
     kv: Cache = None,
@@ -74,12 +76,12 @@ def evaluate(
         asked = Asked(suite, task or (), choices, texts or (), seq_len, max_tokens)
         if tasks is not None:
             _check_alone(asked, {"--kv": kv, "--set": overrides, "--calib": calib, "--adapter": adapter})
-            return harness.run(model, base, tasks, limit, (dtype, device_named(device), as_json))
+            return harness.run(model, base, tasks, limit, (dtype, device_named(device), bos), as_json)
         caches = cache_recipes([kv] if kv else [], overrides) if kv or overrides else None
         if asked.is_any:
             _check_suite(caches, calib, adapter)
             asked = dataclasses.replace(asked, kv=caches, calib=calib)
-            return run_suite(model, base, asked, (dtype, device_named(device)), as_json)
+            return run_suite(model, base, asked, (dtype, device_named(device), bos), as_json)
         text, seq_len, max_tokens = text_given(one_text(asked.texts)), seq_len or 512, max_tokens or 131_072
         check_paths(model, text, calib)
         check_base(model, base)
@@ -89,15 +91,13 @@ def evaluate(
         from compress.evaluate import cache
         from compress.run.source import resolve
 
-        execution = evaluation.Execution(dtype, device_named(device))
+        execution = evaluation.Execution(dtype, device_named(device), bos=bos)
         against = None if base is None else resolve(base, adapter)
         directory, read = resolve(model, adapter if base is None else None), None
+        note_prefix(directory, bos)
         with tables.progress_bar() as progress:
             if caches is None:
-
-                def say(done: int, total: int) -> None:
-                    progress("scoring", done, total)
-
+                say = partial(progress, "scoring")
                 scores = evaluation.evaluate(directory, text, against, seq_len, max_tokens, execution, say)
             else:
                 request = cache.Request(caches, text, calib, max_tokens=max_tokens)

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import BadParameter, Option
 
+from compress.cli.evaluation_options import note_prefix
 from compress.cli.kept import keep
 from compress.cli.options import check_base, check_model
 from compress.cli.suites import BESIDE, beside
 
 if TYPE_CHECKING:
     from compress.evaluate.task_scores import TaskScore
+    from compress.recipe.schema import Bos
 
 HEADS = ("task", "items", "right", "95%", "original", *BESIDE)
 
@@ -29,27 +31,32 @@ HarnessTasks = Annotated[
 HarnessLimit = Annotated[int | None, Option("--limit", min=1, help="Documents of each of --tasks. Default: all.")]
 
 
-def run(model: str, base: str | None, tasks: str, limit: int | None, execution: tuple[str, str, bool]) -> None:
-    """Measure, keep the result beside the checkpoint, and print it. execution: dtype, device, whether as JSON."""
+def run(
+    model: str, base: str | None, tasks: str, limit: int | None, execution: tuple[str, str, Bos], as_json: bool
+) -> None:
+    """Measure, keep the result beside the checkpoint, and print it. execution: dtype, device and --bos."""
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise BadParameter("name at least one task", param_hint="--tasks")
     check_model(model)
     check_base(model, base)
+    from compress.calib import prefix
     from compress.cli import tables
     from compress.evaluate import harness, record
     from compress.evaluate.scores import Execution
     from compress.evaluate.suite import Result
     from compress.run.source import resolve
 
-    dtype, device, as_json = execution
+    dtype, device, bos = execution
     directories = [resolve(each) for each in (model, base) if each is not None]
+    note_prefix(directories[0], bos)
     start = time.perf_counter()
     with tables.progress_bar() as progress:
-        found = harness.evaluate(directories, names, Execution(dtype, device), limit, progress)
+        found = harness.evaluate(directories, names, Execution(dtype, device, bos=bos), limit, progress)
     if base is not None:
         seconds = time.perf_counter() - start
         result = Result(harness.WAY, directories[1].name, (), {}, tuple(found), (), (), seconds)
+        result = dataclasses.replace(result, begins_with=prefix.of_directory(directories[1], bos).text)
         keep(directories[0], lambda: record.add(directories[0], suites=[result.plain()]))
     if as_json:
         print(json.dumps({"tasks": [dataclasses.asdict(each) for each in found]}))

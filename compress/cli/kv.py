@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from compress.cli.evaluation_options import Bos, note_prefix
 from compress.cli.options import (
     AsJson,
     Device,
@@ -115,6 +116,7 @@ def kv_bench(
     ] = 4,
     equal_bytes: Annotated[bool, typer.Option(help="Also compare at equal bytes.")] = True,
     speed: Annotated[bool, typer.Option(help="Also time them.")] = True,
+    bos: Bos = "auto",
     dtype: Dtype = "float32",
     device: Device = "auto",
     as_json: AsJson = False,
@@ -137,8 +139,9 @@ def kv_bench(
         asked = cache.Request(
             recipes, text, calib, tuple(context or ()), max_tokens, equal_bytes, speed, needles, left_out
         )
+        note_prefix(directory, bos)
         with tables.progress_bar() as progress:
-            found = cache.bench(directory, asked, Execution(dtype, device_named(device)), progress)
+            found = cache.bench(directory, asked, Execution(dtype, device_named(device), bos=bos), progress)
         if as_json:
             print(json.dumps(dataclasses.asdict(found)))
             return

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from compress.cli.evaluation_options import Base, Bos, note_prefix
 from compress.cli.options import Device, Directory, Dtype, app, check_base, check_paths, device_named, errors
 from compress.errors import RecipeError
 from compress.storage import paths
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 @app.command(epilog="Example: compress report models_out/my-model-int4 --base ./my-model --text held_out.txt")
 def report(
     directory: Directory,
-    base: Annotated[str | None, typer.Option(metavar="MODEL", help="Uncompressed model to compare with.")] = None,
+    base: Base = None,
     text: Annotated[
         list[str] | None, typer.Option("--text", metavar="SRC", help="Text to score; repeatable, with --base.")
     ] = None,
@@ -33,6 +34,7 @@ def report(
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 512,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each text to score.")] = 32768,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that follow a prompt.")] = 48,
+    bos: Bos = "auto",
     dtype: Dtype = "float32",
     device: Device = "auto",
 ) -> None:
@@ -53,12 +55,14 @@ def report(
         from compress.study import losses
 
         points = [] if study is None else losses.points(study)
-        execution = evaluation.Execution(dtype=dtype, device=device_named(device))
+        execution = evaluation.Execution(dtype=dtype, device=device_named(device), bos=bos)
         page.write(directory)  # damaged facts, and a folder that nothing is written into, are refused before measuring
         if points:
             record.add_studies(directory, points)
         if base is not None:
             texts, generations = [], []
+            if text:
+                note_prefix(directory, bos)
             with tables.progress_bar() as progress:
                 for source in text or ():
                     texts.append(_compared(directory, base, source, seq_len, max_tokens, execution, progress))

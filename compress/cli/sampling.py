@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compress.cli.evaluation_options import Base
+from compress.cli.evaluation_options import Base, Bos, note_prefix
 from compress.cli.kept import keep
 from compress.cli.options import (
     AsJson,
@@ -49,6 +49,7 @@ def sampling(
     write: Annotated[
         bool, typer.Option("--write", help="Write a recommended temperature into generation_config.json.")
     ] = False,
+    bos: Bos = "auto",
     dtype: Dtype = "float32",
     device: Device = "auto",
     as_json: AsJson = False,
@@ -76,8 +77,10 @@ def sampling(
         if write:
             sampling_advice.check_writable(directory)
         asked = measuring.Request(text, settings, seq_len, max_tokens, prompts, prompt_tokens, new_tokens, seed)
+        note_prefix(directory, bos)
+        execution = Execution(dtype, device_named(device), bos=bos)
         with tables.progress_bar() as progress:
-            found = measuring.measure(directory, original, asked, Execution(dtype, device_named(device)), progress)
+            found = measuring.measure(directory, original, asked, execution, progress)
         keep(directory, lambda: record.add_sampling(directory, found.plain()))
         print(json.dumps(found.plain())) if as_json else _show(found)
         if write:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from compress.cli.evaluation_options import Bos, note_prefix
 from compress.cli.options import (
     AsJson,
     Device,
@@ -95,6 +96,7 @@ def study(
     speed: Timed = False,
     suite: Suite = None,
     task: Tasks = None,
+    bos: Bos = "auto",
     dtype: Dtype = "float32",
     device: Device = "auto",
     seed: Seed = 0,
@@ -122,7 +124,8 @@ def study(
             _numbers(samples, "--samples"),
             _numbers(seq_len, "--seq-len"),
         )
-        rest = device_named(device), seed, limits[1], keep, speed, suite, tuple(_placed(each) for each in task or ())
+        asked_tasks = tuple(_placed(each) for each in task or ())
+        rest = device_named(device), seed, limits[1], keep, speed, suite, asked_tasks, bos
         shared = Settings(_absolute(model), _sources(text), window, max_tokens, dtype, *rest)
         found = _run(axes, shared, out, (jobs, limits[0], retry))
         if as_json:
@@ -137,6 +140,7 @@ def _run(axes: Axes, shared: Settings, out: Path, how: tuple[int, float | None, 
     """Measure all cells; how: cells at a time, seconds of a cell, whether failed ones are measured again."""
     import torch
 
+    from compress.calib import prefix
     from compress.evaluate.scores import text_windows
     from compress.importers import open_checkpoint
     from compress.model.fingerprint import fingerprint
@@ -149,11 +153,13 @@ def _run(axes: Axes, shared: Settings, out: Path, how: tuple[int, float | None, 
     if len(names) < len(shared.texts):
         raise RecipeError("two texts to score have the same name; rename one, so that figures can be told apart")
     directory = resolve(shared.model)
+    note_prefix(directory, shared.bos)
+    begun = prefix.of_directory(directory, shared.bos)
     for source in shared.texts:  # what cannot be scored is known before anything is quantized
-        text_windows([directory], source, shared.window, shared.max_tokens)
+        text_windows([directory], source, shared.window, shared.max_tokens, shared.bos)
     tasks.check(shared)
     study_folder = folders.StudyFolder(out)
-    identity = folders.identity(shared, fingerprint(open_checkpoint(directory)))
+    identity = folders.identity(shared, fingerprint(open_checkpoint(directory)), begun.text)
     study_folder.open(identity)
     asked = [study_folder.ask(cell, shared, identity) for cell in cells]
     if how[2]:

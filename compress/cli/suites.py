@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from compress.cli.evaluation_options import note_prefix
 from compress.cli.kept import keep
 from compress.cli.options import check_base, check_paths, note
 from compress.errors import CalibrationError
@@ -18,6 +19,7 @@ from compress.errors import CalibrationError
 if TYPE_CHECKING:
     from compress.evaluate.scores import Execution
     from compress.kv.settings import CacheSettings
+    from compress.recipe.schema import Bos
 
 GROUPS = ("items", "right", "original", "NLL", "original's")
 SCORES = ("text", "tokens", "KL, nats a token", "perplexity", "original", "other top-1")
@@ -66,8 +68,8 @@ def one_text(texts: Sequence[str]) -> str | None:
     return texts[0] if texts else None
 
 
-def run(model: str, base: str | None, asked: Asked, execution: tuple[str, str], as_json: bool) -> None:
-    """Measure, keep the result beside the checkpoint, and print it. execution: dtype and device."""
+def run(model: str, base: str | None, asked: Asked, execution: tuple[str, str, Bos], as_json: bool) -> None:
+    """Measure, keep the result beside the checkpoint, and print it. execution: dtype, device and --bos."""
     if base is None and asked.kv is not None:
         base = model
     if base is None:
@@ -85,10 +87,11 @@ def run(model: str, base: str | None, asked: Asked, execution: tuple[str, str], 
     how_much = asked.seq_len, asked.max_tokens
     what = suites.Asked(asked.suite, tuple(asked.texts), tuple(tasks), *how_much, asked.kv, asked.calib)
     suites.check(what)
-    directory = resolve(model)
-    how: Execution = Execution(dtype=execution[0], device=execution[1])
+    directory, original = resolve(model), resolve(base)
+    note_prefix(original, execution[2])
+    how: Execution = Execution(dtype=execution[0], device=execution[1], bos=execution[2])
     with tables.progress_bar() as progress:
-        found = suites.run(directory, resolve(base), what, how, progress).plain()
+        found = suites.run(directory, original, what, how, progress).plain()
     keep(directory, lambda: record.add(directory, suites=[found]))
     if as_json:
         print(json.dumps(found))

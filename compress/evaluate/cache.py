@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from compress.calib.documents import source_name
@@ -43,7 +42,8 @@ from compress.evaluate.cache_scores import (
 from compress.evaluate.cache_speed import CacheBytes, CacheSpeed, sizes, speeds
 from compress.evaluate.generation import Written, continued
 from compress.evaluate.intervals import interval
-from compress.evaluate.scores import Comparison, Execution
+from compress.evaluate.scores import Comparison, Execution, TextWindows
+from compress.evaluate.tokenizers import encode_with
 from compress.kv.evict.kept_tokens import prompt_of
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
@@ -88,6 +88,7 @@ class Bench:
     threads: int
     rows: list[Row]
     readings: dict[str, Readings]  # by recipe
+    begins_with: str  # what each window begins with, by the tokenizer's name of it; "" for nothing
 
 
 @dataclass(frozen=True)
@@ -115,16 +116,20 @@ def bench(directory: Path, asked: Request, execution: Execution, progress: Progr
     recipes = fitting(config, asked.recipes, asked.left_out)
     limit = max_positions(config)
     contexts = asked.contexts or default_contexts(limit)
-    texts = {n: scores.text_windows([directory], asked.text, n, max(asked.max_tokens, 2 * n)) for n in contexts}
-    for length, windows in texts.items():
-        if len(windows) < 2:
+    texts = {
+        n: scores.text_windows([directory], asked.text, n, max(asked.max_tokens, 2 * n), execution.bos)
+        for n in contexts
+    }
+    for length, cut in texts.items():
+        if len(cut.tokens) < 2:
             raise CalibrationError(f"a context of {length} tokens needs two windows of text or more; give more text")
     model = load_model(directory, execution)
-    found = candidates(model, directory, recipes, asked.calib, progress)
+    found = candidates(model, directory, recipes, asked.calib, progress, execution.bos)
     read = {candidate.name: readings(model, candidate) for candidate in found}
     stored = load_model(directory, Execution("auto", execution.device)) if execution.dtype != "auto" else model
     rows = []
-    for length, windows in texts.items():
+    for length, cut in texts.items():
+        windows = cut.tokens
         progress(f"measuring bytes at {length} tokens", 0, 0)
         own = list(found)
         measured = sizes(stored, windows[:1], own, lambda done: None)
@@ -147,13 +152,14 @@ def bench(directory: Path, asked: Request, execution: Execution, progress: Progr
                 whole, speeds(stored, windows[:1], [found[i] for i in whole], lambda done: None), strict=True
             ):
                 timed[i] = speed
-        found_needles = _needles(model, directory, windows, found, asked.needles, progress)
-        scored_rows = _context(model, windows, own, (measured, timed), progress)
+        found_needles = _needles(model, directory, cut, found, asked.needles, progress)
+        scored_rows = _context(model, cut, own, (measured, timed), progress)
         rows += [
             replace(row, needles=found_needles[i] if i < len(found) else None) for i, row in enumerate(scored_rows)
         ]
     scored, kept = (str(each.dtype).removeprefix("torch.") for each in (model, stored))
-    return Bench(source_name(asked.text), scored, kept, execution.device, torch.get_num_threads(), rows, read)
+    begun = next(iter(texts.values())).prefix.text
+    return Bench(source_name(asked.text), scored, kept, execution.device, torch.get_num_threads(), rows, read, begun)
 
 
 def default_contexts(limit: int | None) -> tuple[int, ...]:
@@ -172,22 +178,21 @@ def evaluate(
     And how the cache is read.
     """
     recipes = fitting(lm.load_config(directories[0]), asked.recipes, asked.left_out)
-    windows = scores.text_windows(list(directories), asked.text, seq_len, asked.max_tokens)
+    cut = scores.text_windows(list(directories), asked.text, seq_len, asked.max_tokens, execution.bos)
     models = [load_model(directory, execution) for directory in directories]
-    (found,) = candidates(models[0], directories[0], recipes, asked.calib, progress)
-    return compared(models[0], models[-1], found, windows, source_name(asked.text), progress), readings(
-        models[0], found
-    )
+    (found,) = candidates(models[0], directories[0], recipes, asked.calib, progress, execution.bos)
+    return compared(models[0], models[-1], found, cut, source_name(asked.text), progress), readings(models[0], found)
 
 
 def compared(
-    model: Any, base: Any, candidate: Candidate, windows: Tensor, text: str, progress: Progress = silent
+    model: Any, base: Any, candidate: Candidate, cut: TextWindows, text: str, progress: Progress = silent
 ) -> Comparison:
     """Return the scores of a model through a cache, beside `base` through the exact one, on windows of a text."""
-    seq_len = windows.shape[1]
+    windows, seq_len = cut.tokens, cut.tokens.shape[1]
     say = counter(progress, f"scoring {text}", len(windows))
     positions = compare(model, windows, [candidate], _batch(model, [candidate], seq_len), say, base)
-    found = scores.summary(positions[0][:, :, prompt_of(seq_len, some_evict([candidate])) :], text, seq_len)
+    first = max(prompt_of(seq_len, some_evict([candidate])), cut.prefix.unscored)
+    found = scores.summary(positions[0][:, :, first:], text, seq_len, cut.prefix.text)
     assert isinstance(found, Comparison)
     return found
 
@@ -210,20 +215,16 @@ def generate(
 
 
 def _needles(
-    model: Any, directory: Path, windows: Tensor, found: Sequence[Candidate], count: int, progress: Progress
+    model: Any, directory: Path, cut: TextWindows, found: Sequence[Candidate], count: int, progress: Progress
 ) -> Sequence[NeedleScore | None]:
     """Return how well each cache keeps needles in so many contexts as long as the windows."""
     if not count:
         return [None] * len(found)
-    tokenizer = lm.load_tokenizer(directory)
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    planted = cache_needles.contexts(windows, encode, count, found, model.config)
+    encode = encode_with(lm.load_tokenizer(directory))
+    planted = cache_needles.contexts(cut.tokens, encode, count, found, model.config, len(cut.prefix.tokens))
     if not planted:
         return [None] * len(found)
-    say = counter(progress, f"asking for needles at {windows.shape[1]} tokens", len(planted))
+    say = counter(progress, f"asking for needles at {cut.tokens.shape[1]} tokens", len(planted))
     return cache_needles.measure(model, planted, found, say)
 
 
@@ -241,23 +242,24 @@ def _equalized(model: Any, found: Sequence[Candidate], measured: Sequence[CacheB
 
 def _context(
     model: Any,
-    windows: Tensor,
+    cut: TextWindows,
     found: Sequence[Candidate],
     measured: tuple[Sequence[CacheBytes], Sequence[CacheSpeed | None]],
     progress: Progress,
 ) -> list[Row]:
     """Return the rows of one context length."""
-    count, length = windows.shape
+    windows, (count, length) = cut.tokens, cut.tokens.shape
     batch = _batch(model, found, length)
     say = counter(progress, f"scoring at {length} tokens", count)
     positions = compare(model, windows, found, batch, say)
     makes = [lambda c=candidate: c.cache(model.config) for candidate in found]
     errors = output_errors(model, windows[:ERROR_WINDOWS], makes, max(1, min(4, BATCH_TOKENS // length)))
     planted = windows[: 2 * max(1, min(count // 2, RECALL_TOKENS // length))]
-    recalled = recall(model, planted, found, batch, lambda done: None) or Recall(0.0, [0.0] * len(found), 0, 0)
+    begun = len(cut.prefix.tokens)
+    recalled = recall(model, planted, found, batch, lambda done: None, begun) or Recall(0.0, [0.0] * len(found), 0, 0)
     base = [candidate for candidate in found if not candidate.extra]
     start = min(length // 2, max(exact_tokens(c.codings(model.config)) for c in base))
-    start = max(start, prompt_of(length, some_evict(found)))
+    start = max(start, prompt_of(length, some_evict(found)), cut.prefix.unscored)
     rows = []
     for i, candidate in enumerate(found):
         nll, exact_nll, kl, top1 = positions[i][:, :, start:]
@@ -272,7 +274,7 @@ def _context(
                 float(difference.mean()),
                 interval(difference),
                 float(kl.mean()),
-                float(positions[i][2].mean()),
+                float(positions[i][2, :, cut.prefix.unscored :].mean()),
                 float(top1.mean()),
                 float(errors[i].p50.mean()),
                 float(errors[i].p95.mean()),

@@ -20,6 +20,7 @@ from compress.kv.settings import CacheSettings
 from compress.model import load as lm
 from compress.model.positions import max_positions
 from compress.progress import Progress
+from compress.recipe.schema import Bos
 from compress.run import kv_cache
 from compress.run.calibration_text import say_fewer
 from compress.runtime.kv_config import stored_section
@@ -43,7 +44,7 @@ def with_cache(
     """Load a model that writes through one cache, and return that cache, too; without any, the checkpoint's own."""
     check(directory, caches, calib)
     model = load_model(directory, execution)
-    (found,) = candidates(model, directory, caches, calib, progress)
+    (found,) = candidates(model, directory, caches, calib, progress, execution.bos)
     generation.attach(model, found.settings, found.static)
     return model, found
 
@@ -80,9 +81,17 @@ def fitting(
 
 
 def candidates(
-    model: Any, directory: Path, caches: Mapping[str, CacheSettings], calib: str | None, progress: Progress
+    model: Any,
+    directory: Path,
+    caches: Mapping[str, CacheSettings],
+    calib: str | None,
+    progress: Progress,
+    bos: Bos = "auto",
 ) -> list[Candidate]:
-    """Return the caches as candidates, calibrated where they need it; without any, the checkpoint's own."""
+    """Return the caches as candidates, calibrated where they need it; without any, the checkpoint's own.
+
+    bos: what each window of the calibration text begins with (calib/prefix.py).
+    """
     stored = getattr(model, "kv_cache", None)
     if not caches:
         if stored is None:
@@ -93,7 +102,7 @@ def candidates(
         static: dict[str, Tensor] = {}
         if settings.needs():
             progress(f"calibrating {name}", 0, 0)
-            tokens = _calibration_tokens(model, directory, name, calib)
+            tokens = _calibration_tokens(model, directory, name, calib, bos)
             static, _ = calibrate(model, coded_layers(model.config, settings), tokens, reading=settings.read)
         found.append(readable(model, Candidate(name, settings, static)))
     return found
@@ -107,14 +116,14 @@ def _without_text(name: str) -> CalibrationError:
     return CalibrationError(f"the cache recipe {name} is calibrated: give a text with --calib, not the one to score")
 
 
-def _calibration_tokens(model: Any, directory: Path, name: str, calib: str | None) -> Tensor:
+def _calibration_tokens(model: Any, directory: Path, name: str, calib: str | None, bos: Bos) -> Tensor:
     if calib is None:
         raise _without_text(name)
     count, length = CALIBRATION
     length = min(length, max_positions(model.config.get_text_config()) or length)
     tokenizer = lm.load_tokenizer(directory)
     vocabulary = model.config.get_text_config().vocab_size
-    windows, tokens = token_windows(calib, tokenizer, length, vocabulary, document_tokens=count * length)
+    windows, tokens = token_windows(calib, tokenizer, length, vocabulary, count * length, bos)
     if not len(windows):
         raise CalibrationError(f"{calib} has no window of {length} tokens; give more text to calibrate on")
     if len(windows) < count:

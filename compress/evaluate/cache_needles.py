@@ -82,14 +82,16 @@ class NeedleScore:
 
 
 def contexts(
-    windows: Tensor, encode: Encode, count: int, candidates: Sequence[Candidate], config: Any
+    windows: Tensor, encode: Encode, count: int, candidates: Sequence[Candidate], config: Any, begun: int = 0
 ) -> list[Context]:
     """Return so many contexts, each as long as a window with its questions; windows int64 [n, seq_len].
+
+    begun: tokens that every window begins with, which stay where they are.
 
     None of them where the windows have no room outside of what these caches keep exact.
     """
     codings = [candidate.codings(config) for candidate in candidates]
-    sink = max(policy.sink for each in codings for policy in policies(each))
+    sink = max(begun, *(policy.sink for each in codings for policy in policies(each)))
     found = [
         _context(windows[i % len(windows)], encode, i, (sink, max(map(exact_tokens, codings)))) for i in range(count)
     ]

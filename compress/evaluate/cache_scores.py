@@ -172,14 +172,17 @@ class Recall:
     tokens: int  # scored
 
 
-def recall(model: Any, windows: Tensor, candidates: Sequence[Candidate], batch: int, say: Say) -> Recall | None:
+def recall(
+    model: Any, windows: Tensor, candidates: Sequence[Candidate], batch: int, say: Say, begun: int = 0
+) -> Recall | None:
     """windows int64 [2 n, seq_len]: n samples, the second half of the windows lends the needles.
 
-    None where a window has no room outside of what stays exact.
+    begun: tokens that every window begins with, which stay. None where a window has no room outside of what stays
+    exact.
     """
     codings = [c.codings(model.config) for c in candidates]
     length, count = windows.shape[1], len(windows) // 2
-    first = max(policy.sink for each in codings for policy in policies(each))
+    first = max(begun, *(policy.sink for each in codings for policy in policies(each)))
     room = length - NEEDLE - max(map(exact_tokens, codings)) - first
     if room < COPIES * NEEDLE or not count:
         return None

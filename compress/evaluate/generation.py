@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from transformers import PreTrainedModel
 
+from compress.calib import prefix
 from compress.errors import CalibrationError, shown
 from compress.kv import reading
 from compress.kv.reading import Reading
@@ -100,7 +101,8 @@ def prompt_ids(directory: Path, prompt: str, is_first: bool = True) -> list[int]
     if any("\ud800" <= character <= "\udfff" for character in prompt):  # bytes of the command line, or half a pair
         raise CalibrationError(f"the prompt {shown(prompt)} is not Unicode text; give it in UTF-8")
     tokenizer = lm.load_tokenizer(directory)
-    ids = cast(list[int], tokenizer(prompt, verbose=False, add_special_tokens=is_first)["input_ids"])
+    ids = cast(list[int], tokenizer(prompt, verbose=False, add_special_tokens=False)["input_ids"])
+    ids = prefix.of_tokenizer(tokenizer).before(ids) if is_first else ids
     if not ids:
         raise CalibrationError(f"the prompt {shown(prompt)} has no tokens; give at least one word")
     return ids

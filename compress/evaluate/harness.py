@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from compress.calib import prefix
 from compress.errors import CalibrationError, RecipeError, first_line, needs, shown
 from compress.evaluate import task_scores
 from compress.evaluate.items import Outcome
@@ -101,9 +102,11 @@ def _samples(
     model = load.load_model(directory, execution.dtype, execution.device)
     positions = max_positions(model.config.get_text_config())
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    tokenizer = load.load_tokenizer(directory)
     lm = HFLM(
         pretrained=model,
-        tokenizer=load.load_tokenizer(directory),
+        tokenizer=tokenizer,
+        add_bos_token=bool(prefix.of_tokenizer(tokenizer, execution.bos).tokens),
         backend="causal",
         batch_size=execution.batch or 1,
         max_length=positions,

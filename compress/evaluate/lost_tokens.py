@@ -58,14 +58,16 @@ class Lost:
 def find(models: Sequence[Any], names: Sequence[str], windows: Tensor, kl: Tensor, text: str, decode: Decode) -> Lost:
     """Return how KL is spread over a text.
 
-    models, names: the compressed one and its original; windows: int64 [n, tokens]; kl: float64 [n, tokens - 1], of the
-    predictions of windows[:, 1:]; text: name of the source; decode: token ids to text, special tokens included.
+    models, names: the compressed one and its original; windows: int64 [n, tokens]; kl: float64 [n, scored], of the
+    predictions of the last tokens of each; text: name of the source; decode: token ids to text, special tokens
+    included.
     """
     values = kl.flatten().clamp_min(0)
     order = values.argsort(descending=True, stable=True)
     ranked = [index for index in order[:WORST].tolist() if values[index] > 0]
     places = [divmod(index, kl.shape[1]) for index in ranked]
-    found = [_token(models, names, windows[row, : at + 2], decode) for row, at in places]
+    first = windows.shape[1] - kl.shape[1]  # that is predicted
+    found = [_token(models, names, windows[row, : first + at + 1], decode) for row, at in places]
     worst = tuple(WorstToken(float(values[index]), *rest) for index, rest in zip(ranked, found, strict=True))
     return Lost(text, half(values), classes(values), worst)
 

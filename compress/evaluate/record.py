@@ -29,7 +29,7 @@ REPORT = "report.json"  # what a checkpoint of ours has, and a page is made of
 SCORED: Any = {
     **{"text": TEXT, "tokens": INTEGER, "windows": INTEGER, "seq_len": INTEGER},
     **dict.fromkeys(("perplexity", "base_perplexity", "kl_mean", "kl_p95", "kl_p99", "kl_max"), NUMBER),
-    **{"same_top1": NUMBER, "kl_se": SOME},
+    **{"same_top1": NUMBER, "kl_se": SOME, "begins_with": TEXT},
 }
 PAIRED: Any = {
     **dict.fromkeys(("base_accuracy", "difference", "difference_low", "difference_high", "p_value"), NUMBER),
@@ -65,7 +65,7 @@ LAYOUT: dict[str, Any] = {
         {
             **{"suite": TEXT, "base": TEXT, "texts": [SCORED], "floor": OBJECT, "tasks": [TASK], "findings": [TEXT]},
             **{"remarks": [TEXT], "seconds": NUMBER, "cache": TEXT, "cache_read": TEXT},
-            **{"written": [WRITTEN], "lost": [LOST]},
+            **{"written": [WRITTEN], "lost": [LOST], "begins_with": TEXT},
         }
     ],
 }
@@ -76,7 +76,7 @@ _WRITTEN = {
 }
 SAMPLING = [  # of compress/evaluate/sampling.py
     {
-        **{"text": TEXT, "base": TEXT, "tokens": INTEGER, "seq_len": INTEGER},
+        **{"text": TEXT, "base": TEXT, "tokens": INTEGER, "seq_len": INTEGER, "begins_with": TEXT},
         "settings": [{"temperature": NUMBER, "filters": TEXT, **dict.fromkeys(_SHARES, NUMBER)}],
         "temperatures": [
             {
@@ -100,14 +100,18 @@ SPEED = [  # of compress/evaluate/speed.py
         ],
     }
 ]
+BARE = {"begins_with": ""}  # of older files, whose windows begin with no token of the tokenizer's
 LATER: dict[str, dict[str, Any]] = {  # what older files have not
-    "suites": {"cache": "", "cache_read": "", "written": [], "lost": []},
+    "texts": BARE,
+    "sampling": BARE,
+    "studies": BARE,
+    "suites": {**BARE, "cache": "", "cache_read": "", "written": [], "lost": []},
     "speed": {"base": "", "base_prefill_tokens_per_s": None, "base_decode_tokens_per_s": None},
 }
 REMEDY = "delete it and measure again"
 STUDIES = [  # of compress/study/losses.py
     {
-        **{"model": TEXT, "text": TEXT, "window": INTEGER},
+        **{"model": TEXT, "text": TEXT, "window": INTEGER, "begins_with": TEXT},
         "recipes": [{"label": TEXT, "nbytes": INTEGER, "kl_mean": NUMBER, "kl_se": SOME, "tokens": INTEGER}],
     }
 ]
@@ -116,6 +120,9 @@ MEASURED: dict[str, Any] = {
     "speed": SPEED,
     "studies": STUDIES,
 }  # in a file only where it was measured
+
+
+SAME_TEXT = ("text", "seq_len", "begins_with")  # what two scores of one text have in common
 
 
 def is_kept(directory: Path) -> bool:
@@ -140,6 +147,9 @@ def _completed(found: dict[str, Any]) -> dict[str, Any]:
         rows = found.get(name, ())
         if isinstance(rows, list):
             found[name] = [{**later, **row} if isinstance(row, dict) else row for row in rows]
+    for suite in found.get("suites", ()):
+        if isinstance(suite, dict) and isinstance(suite.get("texts"), list):
+            suite["texts"] = [{**BARE, **row} if isinstance(row, dict) else row for row in suite["texts"]]
     return found
 
 
@@ -151,16 +161,16 @@ def add(
 ) -> dict[str, Any]:
     """Add scores, generations and results of suites to what is kept of a checkpoint; return all."""
     found = load(directory)
-    found["texts"] = _replaced(found["texts"], [dataclasses.asdict(each) for each in texts], ("text", "seq_len"))
+    found["texts"] = _replaced(found["texts"], [dataclasses.asdict(each) for each in texts], SAME_TEXT)
     found["generations"] = _replaced(found["generations"], generations, ("prompt",))
-    found["suites"] = _replaced(found["suites"], suites, ("suite", "base", "cache"))
+    found["suites"] = _replaced(found["suites"], suites, ("suite", "base", "cache", "begins_with"))
     write_text(directory / FILE, json.dumps(found, indent=1) + "\n")
     return found
 
 
 def add_sampling(directory: Path, found: Mapping[str, Any]) -> None:
     """Add what generation settings do (`sampling.Found.plain`) to what is kept of a checkpoint."""
-    _add(directory, "sampling", [found], ("text", "seq_len"))
+    _add(directory, "sampling", [found], SAME_TEXT)
 
 
 def add_speed(directory: Path, found: Mapping[str, Any]) -> None:
@@ -170,7 +180,7 @@ def add_speed(directory: Path, found: Mapping[str, Any]) -> None:
 
 def add_studies(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Add recipes of a study (`study.losses.points`), that the page shows the checkpoint among."""
-    _add(directory, "studies", rows, ("model", "text"))
+    _add(directory, "studies", rows, ("model", "text", "begins_with"))
 
 
 def _add(directory: Path, name: str, rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> None:

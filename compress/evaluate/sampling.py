@@ -67,6 +67,7 @@ class Found:
     settings: list[dict[str, Any]]  # a row for each setting: the setting, and means over positions
     temperatures: list[Recommendation]
     sampled: list[Sampled]
+    begins_with: str = ""  # what each window begins with, by the tokenizer's name of it
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -92,7 +93,8 @@ def measure(
     Raises CheckpointError, CalibrationError, or NumericalError for logits that are not finite.
     """
     execution, say = execution or Execution(), progress or silent
-    windows = text_windows([directory, base], request.text, request.seq_len, request.max_tokens)
+    cut = text_windows([directory, base], request.text, request.seq_len, request.max_tokens, execution.bos)
+    windows, unscored = cut.tokens, cut.prefix.unscored
     prompts = _prompts(windows, request)
     models = [Named(each.name, load.load_model(each, execution.dtype, execution.device)) for each in (directory, base)]
     stop = writing.end_tokens(models[1].model)
@@ -101,11 +103,11 @@ def measure(
     parts: list[list[Tensor]] = [[], []]
     for index, window in enumerate(windows):
         tokens = window[None].to(execution.device)
-        logits = [next_logits(model, name, tokens) for name, model in models]
+        logits = [next_logits(model, name, tokens)[unscored:] for name, model in models]
         for kept, sums in zip(parts, window_sums(logits, request.settings, temperatures, betas), strict=True):
             kept.append(sums)
         say("comparing distributions", index + 1, len(windows))
-    positions = request.seq_len - 1
+    positions = request.seq_len - 1 - unscored
     means, curves = (torch.stack(part, -1) / positions for part in parts)
     runs: list[Sampled] = []
     if len(prompts):
@@ -121,6 +123,7 @@ def measure(
         settings=rows(request.settings, means[:-1]),
         temperatures=best.recommend(curves, temperatures, betas, request.seed),
         sampled=runs,
+        begins_with=cut.prefix.text,
     )
 
 

@@ -1,6 +1,7 @@
 """Measure the perplexity of a checkpoint, and how far its predictions are from those of another one.
 
-Windows of seq_len tokens that do not overlap are cut from the start of the text; every token but a window's first is
+Windows of seq_len tokens that do not overlap are cut from the start of the text. Each begins with what the tokenizer
+puts before a text by itself (calib/prefix.py), which is read and not scored. Every other token but a window's first is
 predicted from those before it in the window. Perplexity = exp(mean negative log-likelihood). KL = mean over the same
 positions of KL(base || model) on the full distributions. Log-probabilities are float32, sums float64.
 
@@ -20,12 +21,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compress import ranks
+from compress.calib import prefix
 from compress.calib.data import token_windows
 from compress.calib.documents import source_name
+from compress.calib.prefix import Prefix
 from compress.errors import CalibrationError, CheckpointError, NumericalError
 from compress.model import load
 from compress.model.positions import max_positions
 from compress.numerics import kl
+from compress.recipe.schema import Bos
 
 BATCH_NBYTES = 256 << 20  # of all logits of a batch, about
 BATCH_TOKENS = 4096  # most tokens of a batch: products are efficient, activations small
@@ -33,11 +37,12 @@ BATCH_TOKENS = 4096  # most tokens of a batch: products are efficient, activatio
 
 @dataclass(frozen=True)
 class Execution:
-    """Settings of how models run; the figures change with it by rounding only."""
+    """Settings of how models run. `bos` is part of the figures, which change with the others by rounding only."""
 
     dtype: str = "float32"  # float32, float16, bfloat16, or auto: as stored
     device: str = "cpu"
     batch: int | None = None  # windows; None: as many as BATCH_NBYTES and BATCH_TOKENS allow
+    bos: Bos = "auto"  # what each window and each question begins with (calib/prefix.py)
 
     def __post_init__(self) -> None:
         if self.batch is not None and self.batch < 1:
@@ -54,6 +59,7 @@ class Scores:
     tokens: int  # scored
     windows: int
     seq_len: int
+    begins_with: str  # what each window begins with, by the tokenizer's name of it; "" for nothing
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,14 @@ class Comparison(Scores):
     kl_p99: float
     kl_max: float
     same_top1: float  # share of positions at which both find the same token likeliest
+
+
+@dataclass(frozen=True, eq=False)
+class TextWindows:
+    """The windows of a text to score."""
+
+    tokens: Tensor  # int64 [windows, seq_len]
+    prefix: Prefix  # what each of them begins with
 
 
 DEFAULT = Execution()
@@ -88,13 +102,14 @@ def evaluate(
     in all). Raises CheckpointError, CalibrationError, or NumericalError for logits that are not finite.
     """
     directories = [Path(model_directory)] if base is None else [Path(model_directory), Path(base)]
-    windows = text_windows(directories, text, seq_len, max_tokens)
+    cut = text_windows(directories, text, seq_len, max_tokens, execution.bos)
+    windows = cut.tokens
     with ranks.joined(execution.device) as processes:
         columns = [
             part for own in processes.gather(_columns(directories, windows, execution, progress)) for part in own
         ]
     positions = torch.cat(columns, 1).view(len(columns[0]), len(windows), seq_len - 1)  # figure, window, position
-    return summary(positions, source_name(text), seq_len)
+    return summary(positions[..., cut.prefix.unscored :], source_name(text), seq_len, cut.prefix.text)
 
 
 def _columns(
@@ -120,8 +135,10 @@ def positions(models: list[PreTrainedModel], names: list[str], windows: Tensor) 
     return score(logits, windows[:, 1:].flatten().to(models[0].device))
 
 
-def text_windows(directories: list[Path], text: str | Path, seq_len: int, max_tokens: int) -> Tensor:
-    """Return the windows to score, int64 [windows, seq_len], and find what is wrong before a model is loaded."""
+def text_windows(
+    directories: list[Path], text: str | Path, seq_len: int, max_tokens: int, bos: Bos = "auto"
+) -> TextWindows:
+    """Return the windows to score, and find what is wrong before a model is loaded."""
     configs = [load.load_config(directory) for directory in directories]
     tokenizers = [load.load_tokenizer(directory) for directory in directories]
     for directory, config, tokenizer in zip(directories[1:], configs[1:], tokenizers[1:], strict=True):
@@ -131,17 +148,19 @@ def text_windows(directories: list[Path], text: str | Path, seq_len: int, max_to
                 f"{len(tokenizer)} tokens); they cannot be compared"
             )
     longest = min(max_positions(config) or seq_len for config in configs)
-    if not 2 <= seq_len <= longest:
-        raise CalibrationError(f"windows of {seq_len} tokens cannot be scored; seq_len may be 2 to {longest}")
+    begun = prefix.of_tokenizer(tokenizers[0], bos)
+    shortest = max(2, len(begun.tokens) + 1)
+    if not shortest <= seq_len <= longest:
+        raise CalibrationError(f"windows of {seq_len} tokens cannot be scored; seq_len may be {shortest} to {longest}")
     if max_tokens < seq_len:
         raise CalibrationError(f"{max_tokens} tokens are less than one window of {seq_len}; raise max_tokens")
-    windows, available = token_windows(text, tokenizers[0], seq_len, configs[0].vocab_size, document_tokens=max_tokens)
+    windows, available = token_windows(text, tokenizers[0], seq_len, configs[0].vocab_size, max_tokens, bos)
     if not len(windows):
         raise CalibrationError(
             f"evaluation text {text} has only {available} tokens, one window needs {seq_len}; "
             "give more text or lower seq_len"
         )
-    return windows[: max_tokens // seq_len]
+    return TextWindows(windows[: max_tokens // seq_len], begun)
 
 
 def windows_at_a_time(models: list[PreTrainedModel], seq_len: int) -> int:
@@ -179,11 +198,11 @@ def score(logits: list[Tensor], targets: Tensor) -> Tensor:
     return torch.cat(figures, 1)
 
 
-def summary(positions: Tensor, text: str, seq_len: int) -> Scores:
-    """positions: what `score` gives, [1 or 4, windows, seq_len - 1]."""
+def summary(positions: Tensor, text: str, seq_len: int, begins_with: str = "") -> Scores:
+    """positions: what `score` gives, [1 or 4, windows, at most seq_len - 1]."""
     windows = positions.shape[1]
     nll = float(positions[0].mean())
-    scores = Scores(text, _exp(nll), nll, positions[0].numel(), windows, seq_len)
+    scores = Scores(text, _exp(nll), nll, positions[0].numel(), windows, seq_len, begins_with)
     if len(positions) == 1:
         return scores
     base_nll, kl = float(positions[1].mean()), positions[2]

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,9 @@ import torch
 from torch import Tensor
 
 from compress import plugins
+from compress.calib import prefix
 from compress.calib.documents import documents, source_name
+from compress.calib.prefix import Prefix
 from compress.errors import CalibrationError, CheckpointError, RecipeError, UnsupportedModelError
 from compress.evaluate import (
     answers,
@@ -43,7 +44,15 @@ from compress.evaluate.cache_candidates import with_cache
 from compress.evaluate.cache_reading import readings
 from compress.evaluate.cache_scores import Candidate, policies
 from compress.evaluate.items import Material, Task
-from compress.evaluate.scores import Comparison, Execution, positions, summary, text_windows, windows_at_a_time
+from compress.evaluate.scores import (
+    Comparison,
+    Execution,
+    TextWindows,
+    positions,
+    summary,
+    text_windows,
+    windows_at_a_time,
+)
 from compress.evaluate.task_scores import TaskScore
 from compress.kv import generation
 from compress.kv.settings import CacheSettings
@@ -97,6 +106,7 @@ class Result:
     cache_read: str = ""  # how it was read
     written: tuple[Mapping[str, str], ...] = ()  # "prompt", and what "base" and "model" write behind it
     lost: tuple[Mapping[str, Any], ...] = ()  # `lost_tokens.Lost.plain` of each text; none through a cache
+    begins_with: str = ""  # what windows and questions begin with, by the tokenizer's name of it
 
     def plain(self) -> dict[str, Any]:
         """Return the result as JSON takes it."""
@@ -186,23 +196,24 @@ def size_of(asked: Asked) -> Size:
     return Size(asked.seq_len or size.seq_len, asked.max_tokens or size.max_tokens)
 
 
-def material(tokenizer: Any, configs: Sequence[Any], windows: Tensor) -> Material:
-    """Return what tasks make items of; tokenizer: the original's; configs: of the text models, the original's first."""
+def material(tokenizer: Any, configs: Sequence[Any], begun: Prefix, windows: Tensor | None) -> Material:
+    """Return what tasks make items of; tokenizer: the original's; configs: of the text models, the original's first.
+
+    windows: of the user's first text, each of which begins with `begun`; None without one.
+    """
     limits = [max_positions(config) or READING for config in configs]
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    special = set(tokenizer.all_special_ids)
-    begun: list[int] = tokenizer("a", verbose=False)["input_ids"]
-    begin = tuple(takewhile(special.__contains__, begun))
+    text = torch.zeros(0, 0, dtype=torch.long) if windows is None else windows[:, len(begun.tokens) :]
     return Material(
         tokenizers.encode_with(tokenizer),
         decode,
-        begin,
+        begun.tokens,
         min(configs[0].vocab_size, len(tokenizer)),
         min(limits),
-        windows,
+        text,
     )
 
 
@@ -227,19 +238,19 @@ def run(directory: Path, base: Path, asked: Asked, execution: Execution, progres
     """Measure a model beside its original. Raises CheckpointError, CalibrationError, RecipeError or NumericalError."""
     check(asked)
     say, start, size = progress or silent, time.perf_counter(), size_of(asked)
-    windows = [text_windows([base], text, size.seq_len, size.max_tokens) for text in asked.texts]
+    windows = [text_windows([base], text, size.seq_len, size.max_tokens, execution.bos) for text in asked.texts]
     models = open_models(directory, base, execution, asked, say)
     scored = asked.suite is not None
     read = zip(asked.texts, windows, strict=True) if scored else ()
     texts, lost = zip(*(_compare(models, text, each, say) for text, each in read), strict=True) if scored else ((), ())
-    floor = _floor(models, windows[0][:FLOOR_WINDOWS], execution, say) if scored else {}
+    floor = _floor(models, windows[0], execution, say) if scored else {}
     configs = [model.config.get_text_config() for model in (models.base, models.model)]
-    lent = windows[0] if windows else torch.zeros(0, size.seq_len, dtype=torch.long)
-    stuff = material(models.tokenizers[0], configs, lent)
+    begun = prefix.of_tokenizer(models.tokenizers[0], execution.bos)
+    stuff = material(models.tokenizers[0], configs, begun, windows[0].tokens if windows else None)
     asked_tasks = list(tasks_with_items(asked, stuff))
     tasks = [_task(models, each, stuff, say) for each in asked_tasks]
     found = _findings(models, asked.texts, windows, say) if windows else []
-    written = tuple(_written(models, windows, stuff, say) if scored else ())
+    written = tuple(_written(models, [each.tokens for each in windows], stuff, say) if scored else ())
     return Result(
         asked.suite or "tasks",
         base.name,
@@ -252,41 +263,44 @@ def run(directory: Path, base: Path, asked: Asked, execution: Execution, progres
         *(("", "") if models.cache is None else (models.cache.name, readings(models.model, models.cache).text)),
         written,
         tuple(each.plain() for each in lost if each is not None),
+        begun.text,
     )
 
 
-def _compare(models: Models, text: str, windows: Tensor, say: Progress) -> tuple[Comparison, lost_tokens.Lost | None]:
+def _compare(models: Models, text: str, cut: TextWindows, say: Progress) -> tuple[Comparison, lost_tokens.Lost | None]:
     """Return the scores of a text, and where they were lost; None for that through a cache."""
     if models.cache is not None:
-        return cache.compared(models.model, models.base, models.cache, windows, source_name(text), say), None
+        return cache.compared(models.model, models.base, models.cache, cut, source_name(text), say), None
+    windows, unscored = cut.tokens, cut.prefix.unscored
     pair = [models.model, models.base]
     batch, figures = windows_at_a_time(pair, windows.shape[1]), []
     for begin in range(0, len(windows), batch):
         figures.append(positions(pair, models.names, windows[begin : begin + batch]))
         say(f"scoring {source_name(text)}", min(begin + batch, len(windows)), len(windows))
-    joined = torch.cat(figures, 1).view(4, len(windows), windows.shape[1] - 1)
-    found = summary(joined, source_name(text), windows.shape[1])
+    joined = torch.cat(figures, 1).view(4, len(windows), windows.shape[1] - 1)[..., unscored:]
+    found = summary(joined, source_name(text), windows.shape[1], cut.prefix.text)
     assert isinstance(found, Comparison)
     return found, lost_tokens.find(
         pair, models.names, windows, joined[2], source_name(text), models.tokenizers[0].decode
     )
 
 
-def _floor(models: Models, windows: Tensor, execution: Execution, say: Progress) -> dict[str, Any]:
+def _floor(models: Models, cut: TextWindows, execution: Execution, say: Progress) -> dict[str, Any]:
     """Return the KL of the original to itself in another number type."""
     say("measuring the noise floor", 0, 0)
     own = str(models.base.dtype).removeprefix("torch.")
     other_dtype = "bfloat16" if own == "float32" else "float32"
     other = lm.load_model(models.directories[0], other_dtype, execution.device)
+    windows = cut.tokens[:FLOOR_WINDOWS]
     figures = [
         positions([other, models.base], [models.directories[0].name] * 2, part)
         for part in windows.split(windows_at_a_time([other, models.base], windows.shape[1]))
     ]
-    joined = torch.cat(figures, 1)
+    joined = torch.cat(figures, 1).view(4, len(windows), windows.shape[1] - 1)[..., cut.prefix.unscored :]
     return {
         "kl_mean": float(joined[2].mean()),
         "same_top1": float(joined[3].mean()),
-        "tokens": joined.shape[1],
+        "tokens": joined[0].numel(),
         "path": f"the original in {other_dtype} against itself in {own}",
     }
 
@@ -319,13 +333,13 @@ def _written(models: Models, windows: Sequence[Tensor], stuff: Material, say: Pr
     return side_by_side.continued(models.base, models.model, windows, stuff.decode)
 
 
-def _findings(models: Models, texts: Sequence[str], windows: Sequence[Tensor], say: Progress) -> list[str]:
+def _findings(models: Models, texts: Sequence[str], windows: Sequence[TextWindows], say: Progress) -> list[str]:
     """Return what looks broken, a sentence each."""
     say("comparing layers", 0, 0)
     sample = next(documents(texts[0]), "")
     found = [tokenizers.finding(models.tokenizers[0], models.tokenizers[1], models.model, sample)]
     count, length = DIAGNOSED
-    parts = torch.cat([each[:count, :length] for each in windows])
+    parts = torch.cat([each.tokens[:count, :length] for each in windows])
     try:
         found += findings.sentences(diagnosis.compare(models.base, models.model, parts[:: len(windows)]))
     except UnsupportedModelError as error:

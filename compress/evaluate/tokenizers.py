@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from compress.calib import prefix
 from compress.errors import shown
 from compress.evaluate.scores import positions
 from compress.model.positions import max_positions
@@ -64,7 +65,7 @@ def finding(base: Any, tokenizer: Any, model: Any, text: str) -> str:
     clause = difference(base, tokenizer, text)
     if not clause:
         return ""
-    through = [_nats_per_byte(model, encode_with(each)(text[:READ]), text[:READ]) for each in (tokenizer, base)]
+    through = [_nats_per_byte(model, each, text[:READ]) for each in (tokenizer, base)]
     read = ""
     if through[0] is not None and through[1] is not None:
         read = (
@@ -77,10 +78,11 @@ def finding(base: Any, tokenizer: Any, model: Any, text: str) -> str:
     return f"the tokenizer is not the original's: {clause}{read}{advice}"
 
 
-def _nats_per_byte(model: Any, ids: list[int], text: str) -> float | None:
+def _nats_per_byte(model: Any, tokenizer: Any, text: str) -> float | None:
     """Return the negative log-likelihood per byte; None where the tokens are not the model's, or too few."""
-    config = model.config.get_text_config()
+    config, begun = model.config.get_text_config(), prefix.of_tokenizer(tokenizer)
+    ids = begun.before(encode_with(tokenizer)(text))
     if not 2 <= len(ids) <= (max_positions(config) or len(ids)) or max(ids) >= config.vocab_size:
         return None
-    nll = positions([model], [str(model.name_or_path)], torch.tensor([ids]))[0]
+    nll = positions([model], [str(model.name_or_path)], torch.tensor([ids]))[0, begun.unscored :]
     return float(nll.sum()) / len(text.encode())

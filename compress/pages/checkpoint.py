@@ -91,8 +91,15 @@ def _measured(scores: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _loss(scores: Mapping[str, Any]) -> str:
     """Return the section of what was lost, by text."""
     names = ("text", "tokens", "KL", "s.e.", "95%", "99%", "largest", "perplexity", "original", "same top-1")
-    keys = ("text", "tokens", "kl_mean", "kl_se", "kl_p95", "kl_p99", "kl_max", "perplexity", "base_perplexity")
-    rows = [[*(row.get(key) for key in keys), f"{row['same_top1']:.1%}"] for row in scores.get("texts", ())]
+    keys = ("tokens", "kl_mean", "kl_se", "kl_p95", "kl_p99", "kl_max", "perplexity", "base_perplexity")
+    rows = [
+        [
+            row["text"] + html.begun(row.get("begins_with", "")),
+            *(row.get(key) for key in keys),
+            f"{row['same_top1']:.1%}",
+        ]
+        for row in scores.get("texts", ())
+    ]
     if not rows:
         return ""
     return html.section(
@@ -231,7 +238,9 @@ def _calibration(report: Report) -> str:
     source = "text that the model wrote itself" if found.get("self_generated") else found["source"]
     count, length = found["num_samples"], found["seq_len"]
     remarks = "".join(html.paragraph(note, "faint") for note in found["notes"])
-    said = f"{count:,} samples of {length:,} tokens ({count * length:,} of {found['tokens_available']:,}): {source}."
+    begun = html.begun(found.get("begins_with", ""))
+    share = f"{count * length:,} of {found['tokens_available']:,}"
+    said = f"{count:,} samples of {length:,} tokens{begun} ({share}): {source}."
     return html.section("Calibration", html.paragraph(said), remarks)
 
 

@@ -27,9 +27,12 @@ def _chart(study: Row, nbytes: int, measured: Sequence[Row]) -> str:
     text, recipes = study["text"], [row for row in study["recipes"] if row["kl_mean"] > 0]
     if not recipes:
         return ""
-    own = next((row for row in measured if row["text"] == text), None)
+    begun = study.get("begins_with", "")
+    own = next((row for row in measured if (row["text"], row.get("begins_with", "")) == (text, begun)), None)
     marks = [Mark(x["nbytes"] / MIB, x["kl_mean"], x["label"], "recipe", False, x["kl_se"] or 0.0) for x in recipes]
-    said = f"Recipes of a study of {study['model']} on {text}, in windows of {study['window']} tokens"
+    said = (
+        f"Recipes of a study of {study['model']} on {text}, in windows of {study['window']} tokens{html.begun(begun)}"
+    )
     if own is not None and own["kl_mean"] > 0:
         marks.append(Mark(nbytes / MIB, own["kl_mean"], OWN, OWN, False, own["kl_se"] or 0.0))
         said += f"; this checkpoint in windows of {own['seq_len']}, {own['tokens']:,} tokens"

@@ -56,8 +56,15 @@ def _suite(suite: Mapping[str, Any]) -> str:
 
 def _texts(rows: Suites) -> str:
     names = ("text", "tokens", "KL", "s.e.", "perplexity", "original", "other top-1")
-    keys = ("text", "tokens", "kl_mean", "kl_se", "perplexity", "base_perplexity")
-    shown = [[*(row[key] for key in keys), f"{1 - row['same_top1']:.1%}"] for row in rows]
+    keys = ("tokens", "kl_mean", "kl_se", "perplexity", "base_perplexity")
+    shown = [
+        [
+            row["text"] + html.begun(row.get("begins_with", "")),
+            *(row[key] for key in keys),
+            f"{1 - row['same_top1']:.1%}",
+        ]
+        for row in rows
+    ]
     return html.table("Divergence and perplexity by text", names, shown) if shown else ""
 
 

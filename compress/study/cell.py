@@ -143,7 +143,7 @@ def _sizes(found: dict[str, Any]) -> dict[str, Any]:
 
 def _scores(directory: Path, settings: Settings, text: str, has_cache: bool) -> dict[str, Any]:
     """Return scores against the original: through the checkpoint's own cache if it has one."""
-    execution = evaluation.Execution(dtype=settings.dtype, device=settings.device)
+    execution = evaluation.Execution(dtype=settings.dtype, device=settings.device, bos=settings.bos)
     base = resolve(settings.model)
     if not has_cache:
         scores = evaluation.evaluate(directory, text, base, settings.window, settings.max_tokens, execution)
@@ -157,7 +157,7 @@ def _original(own: CellFolder, settings: Settings) -> dict[str, Any]:
     """Return the figures of the model as it is."""
     directory = resolve(settings.model)
     checkpoint = open_checkpoint(directory)
-    execution = evaluation.Execution(dtype=settings.dtype, device=settings.device)
+    execution = evaluation.Execution(dtype=settings.dtype, device=settings.device, bos=settings.bos)
     process_memory.reset_peak()
     begun = time.monotonic()
     texts = [

@@ -221,16 +221,18 @@ class CellFolder:
 ANSWERS = 2  # version of how tasks are asked; 2: through the cache of a cell that has one
 
 
-def identity(settings: Settings, model: str) -> dict[str, Any]:
+def identity(settings: Settings, model: str, begins_with: str = "") -> dict[str, Any]:
     """Return what all cells of a study share and what decides their figures; model: its fingerprint.
 
-    A suite and tasks stand in it only where they are asked for: cells without them keep their names.
+    begins_with: what each scored window begins with. It, a suite and tasks stand in it only where there are any: cells
+    without them keep their names.
     """
     has_tasks = settings.suite is not None or bool(settings.tasks)
     parts = [each.partition("=") for each in settings.tasks]
     asked = {
         "answers": ANSWERS if has_tasks else None,
         "suite": settings.suite,
+        "begins with": begins_with,
         "tasks": sorted(f"{name}{sign}{grid.hashed(file)}" for name, sign, file in parts),
     }
     return {

@@ -25,6 +25,7 @@ from compress.errors import RecipeError
 from compress.progress import note
 from compress.recipe import Recipe
 from compress.recipe.catalogue import COSTS, Entry, Header
+from compress.recipe.schema import Bos
 from compress.storage.files import open_regular
 
 VERSION = 1  # of what a cell is and holds; another version measures all cells anew
@@ -49,6 +50,7 @@ class Settings:
     speed: bool = False  # whether each checkpoint is timed, too; decides no other figure
     suite: str | None = None  # whose tasks are asked: "quick" or "full"
     tasks: tuple[str, ...] = ()  # more tasks: NAME, or NAME=FILE for one that reads a file
+    bos: Bos = "auto"  # what each scored window and each question begins with (calib/prefix.py)
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,8 @@ def unbeaten(losses: Sequence[Any], size: Any) -> list[Any]:
 def points(path: Path) -> list[dict[str, Any]]:
     """Return the recipes for weights in a study, of each text: what a checkpoint's page draws beside it.
 
-    Each has "model", "text", "window" and "recipes": "label", "nbytes", "kl_mean", "kl_se", "tokens". Raises
-    OutputError for what is no study.
+    Each has "model", "text", "window", "begins_with" and "recipes": "label", "nbytes", "kl_mean", "kl_se", "tokens".
+    Raises OutputError for what is no study.
     """
     found = _checked(path)
     keys = ("kl_mean", "kl_se", "tokens")
@@ -91,7 +91,10 @@ def points(path: Path) -> list[dict[str, Any]]:
             for cell in found["cells"]
             if not cell.get("is_cache_only") and (row := _row(cell, text)) is not None
         ]
-        rows.append({"model": found["model"], "text": text, "window": found["settings"]["window"], "recipes": recipes})
+        scored = (row for cell in found["cells"] if (row := _row(cell, text)) is not None)
+        begun = next(scored, {}).get("begins_with", "")
+        shared = {"model": found["model"], "text": text, "window": found["settings"]["window"]}
+        rows.append({**shared, "begins_with": begun, "recipes": recipes})
     if wrong := json_text.mismatch(rows, record.STUDIES):
         raise OutputError(f"{path} is no study, or of another version ({wrong})")
     return rows

@@ -57,7 +57,7 @@ def measured(
     if model is None:
         rows = [row(task, original[task.name]) for task in made]
     else:
-        execution, make_cache = Execution(settings.dtype, settings.device), None
+        execution, make_cache = Execution(settings.dtype, settings.device, bos=settings.bos), None
         if has_cache:
             loaded, found = with_cache(model, execution, {}, None, silent)
             make_cache = partial(found.as_generated, loaded.config)
@@ -76,8 +76,8 @@ def _made(settings: Settings) -> tuple[list[Task], Material]:
     """Return the tasks with their items, and what these are made of."""
     base, asked = resolve(settings.model), _asked(settings)
     size = suite.size_of(asked)
-    windows = text_windows([base], asked.texts[0], size.seq_len, size.max_tokens)
-    stuff = suite.material(lm.load_tokenizer(base), [lm.load_config(base)], windows)
+    cut = text_windows([base], asked.texts[0], size.seq_len, size.max_tokens, settings.bos)
+    stuff = suite.material(lm.load_tokenizer(base), [lm.load_config(base)], cut.prefix, cut.tokens)
     return list(suite.tasks_with_items(asked, stuff)), stuff
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from compress.pages import speed
 SAID = {"prompt": "Once\nupon", "base": " a time,\n\tthere", "model": "\x00\u2028"}
 
 
-def scores(text: str, kl: float) -> Comparison:
+def scores(text: str, kl: float, begins_with: str = "") -> Comparison:
     names = (
         "nll",
         "perplexity",
@@ -33,7 +34,8 @@ def scores(text: str, kl: float) -> Comparison:
         "kl_max",
         "same_top1",
     )
-    return Comparison(text=text, tokens=10, windows=2, seq_len=6, kl_se=None, **dict.fromkeys(names, kl))
+    facts = {"text": text, "begins_with": begins_with}
+    return Comparison(**facts, tokens=10, windows=2, seq_len=6, kl_se=None, **dict.fromkeys(names, kl))
 
 
 def test_what_was_measured_is_read_back(tmp_path: Path) -> None:
@@ -45,6 +47,13 @@ def test_what_was_measured_is_read_back(tmp_path: Path) -> None:
     assert found["generations"] == [{**SAID, "model": "other"}]
 
 
+def test_scores_with_and_without_bos_stand_beside_each_other(tmp_path: Path) -> None:
+    record.add(tmp_path, [scores("a.txt", 1.0), scores("a.txt", 2.0, "<bos>")])
+    record.add(tmp_path, [scores("a.txt", 3.0, "<bos>")])
+    found = record.load(tmp_path)["texts"]
+    assert [(row["begins_with"], row["kl_mean"]) for row in found] == [("", 1.0), ("<bos>", 3.0)]
+
+
 def test_older_files_are_read(tmp_path: Path) -> None:
     """Suites and rates without what came later have nothing there; the rest is kept."""
     suite = Result("quick", "base", (), {}, (), ("odd",), (), 1.0).plain()
@@ -53,6 +62,10 @@ def test_older_files_are_read(tmp_path: Path) -> None:
     assert record.load(tmp_path)["suites"] == [suite]
     record.add(tmp_path, [scores("a.txt", 1.0)])
     assert record.load(tmp_path)["suites"] == [suite]
+    text = {key: value for key, value in asdict(scores("a.txt", 1.0)).items() if key != "begins_with"}
+    (tmp_path / record.FILE).write_text(json.dumps({"texts": [text], "suites": [{**older, "texts": [text]}]}))
+    found = record.load(tmp_path)
+    assert found["texts"] == [{**text, "begins_with": ""}] == found["suites"][0]["texts"]
 
 
 def test_whatever_is_changed_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
