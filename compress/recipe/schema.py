@@ -55,13 +55,13 @@ class CalibrationConfig:
 
     num_samples: int = 128  # [sequences] of calibration text
     seq_len: int = 2048  # [tokens] of each sequence; capped by the maximum of the model
-    bos: Bos = "auto"  # what each sequence begins with: auto, what the tokenizer puts before a text by itself; never,
-    # nothing; always, at least its begin-of-text token
     target_correction: float = 0.0  # [fraction] of the way from each weight to its target
     # (compress/quant/target_correction.py); 0: off
     importance: Importance = "none"  # what a token weighs in the statistics (calib/token_importance.py)
     importance_min: float = 0.005  # [fraction] of the largest weight of a sample that its least important token has
     rolled: int = 1  # [copies] of each sample that are used, each shifted in a circle
+    bos: Bos = "auto"  # what each sequence begins with: auto, what the tokenizer puts before a text by itself; never,
+    # nothing; always, at least its begin-of-text token
 
     def __post_init__(self) -> None:
         for key in ("num_samples", "seq_len", "rolled"):

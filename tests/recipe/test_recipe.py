@@ -155,7 +155,7 @@ def test_dump_writes_every_default(make: Make) -> None:
     content = recipe.dump(make("quantize: {method: beta}\nrules: [{match: a, bits: 8}]"))
     assert content == (
         "name: my\ndescription: ''\ncalibration:\n  num_samples: 128\n  seq_len: 2048\n  target_correction: 0.0\n"
-        "  importance: none\n  importance_min: 0.005\n  rolled: 1\ntransform: []\n"
+        "  importance: none\n  importance_min: 0.005\n  rolled: 1\n  bos: auto\ntransform: []\n"
         "quantize:\n  method: beta\n  incoherence: false\n  activations: null\n  lowrank: null\n"
         "  bits: 3\n  group_size: 64\n  rounds: 1\n"
         "rules:\n- match: a\n  method: beta\n  incoherence: false\n  activations: null\n  lowrank: null\n"
