@@ -81,9 +81,8 @@ def prepare_all(
         expert_pruning.check(job.recipe, plans[0])
         dry_load.check_planned(skeleton, table_plan.smallest(plans[0], options))
     settings, samples, seq_len = job.recipe.calibration, 0, 0
-    layers = [layer for each in plans for layer in each.packed]
     calibrates_cache = job.recipe.kv_cache is not None and bool(job.recipe.kv_cache.needs())
-    needs_text = every or "block" in scopes.values() or any(map(layer_needs.needs_text, layers))
+    needs_text = every or "block" in scopes.values() or any(layer_needs.needs_text(x) for p in plans for x in p.packed)
     tune, whole = (job.recipe.tuning(scope) if job.pack else None for scope in ("block", "model"))
     needs_text = needs_text or (job.pack and bool(job.recipe.tune or job.recipe.pruning))
     tried = skeleton.edits.samples if skeleton.edits is not None else 0
@@ -106,9 +105,8 @@ def prepare_all(
         tables=tuple(layer for table in options for layer in table.layers.values()),
     )
     arrangement = memory_plan.arrange(plans[0], skeleton, samples, seq_len, job.max_memory, extras)
-    return Prepared(
-        skeleton, plans[0], arrangement, samples, seq_len, _prefix(job, checkpoint.directory, samples)
-    ), plans
+    begun = _prefix(job, checkpoint.directory, samples)
+    return Prepared(skeleton, plans[0], arrangement, samples, seq_len, begun), plans
 
 
 def _prefix(job: Job, directory: Path, samples: int) -> Prefix:
