@@ -104,7 +104,7 @@ class StoredTensor(NamedTuple):
         if self.nbytes:
             view = memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
             with open_regular(self.file) as stream:
-                stream.raw.seek(self.offset)
+                stream.raw.seek(self.offset, os.SEEK_SET)
                 done = 0
                 while done < self.nbytes:
                     count = stream.raw.readinto(view[done:])

@@ -386,7 +386,7 @@ def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         raise PermissionError(13, "Permission denied")
 
     source = write(tmp_path / "a.txt", "x")
-    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr(documents, "open_regular", denied)
     with pytest.raises(CalibrationError, match=f"cannot read {re.escape(str(source))}: .*Permission denied"):
         pico_calibration(source)
 

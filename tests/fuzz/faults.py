@@ -8,7 +8,6 @@ limits the size of files, {"at": "time", "seconds": S} is a signal from outside.
 from __future__ import annotations
 
 import errno
-import io
 import os
 import resource
 import shutil
@@ -27,8 +26,8 @@ PROBES: dict[str, tuple[Any, str]] = {
     "unlink": (os, "unlink"),
     "rmdir": (os, "rmdir"),
     "rmtree": (shutil, "rmtree"),
-    "copyfile": (shutil, "copyfile"),
-    "open": (io, "open"),
+    "copyfile": (shutil, "copyfileobj"),
+    "open": (os, "open"),
 }
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT")
 ERRORS = ("ENOSPC", "EIO", "EDQUOT")
