@@ -122,6 +122,15 @@ def test_equal_caches_give_equal_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
+def test_a_cache_that_gradients_could_flow_through_is_saved_without_them(tmp_path: Path) -> None:
+    with torch.enable_grad():
+        cache = model()(input_ids=prompt(), use_cache=True).past_key_values
+        assert cache.layers[0].keys.requires_grad
+        save_cache(cache, tmp_path / "grad.kv", model(), prompt())
+    save_cache(exact(), tmp_path / "plain.kv", model(), prompt())
+    assert (tmp_path / "grad.kv").read_bytes() == (tmp_path / "plain.kv").read_bytes()
+
+
 CODECS: dict[str, dict[str, Any]] = {
     "kivi": {"bits": 4, "group_size": 32, "skip_layers": [0]},
     "lloyd": {"bits": 3, "keys": {"rope": "pre"}},

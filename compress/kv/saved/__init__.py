@@ -46,6 +46,7 @@ FINER = 0.36
 LATE = 1.4  # what the others get more, so that the bits stay about the same
 
 
+@torch.no_grad()
 def save_cache(
     cache: Cache,
     path: str | Path,
