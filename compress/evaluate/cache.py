@@ -229,13 +229,17 @@ def _needles(
 
 
 def _equalized(model: Any, found: Sequence[Candidate], measured: Sequence[CacheBytes], length: int) -> list[Candidate]:
-    """Return the smaller caches, each with as many more exact tokens as bring it to the bytes of the largest."""
+    """Return the smaller caches, each with as many more exact tokens as bring it to the bytes of the largest.
+
+    At most the whole context becomes exact; a cache in which all of it is exact already is left out.
+    """
     target = max(size.bytes_per_token for size in measured)
     longer = []
     for candidate, size in zip(found, measured, strict=True):
         flush = max(policy.flush for policy in policies(candidate.codings(model.config)))
-        tokens = (target - size.bytes_per_token) * length / max(size.exact_per_token - size.slope, 1e-9)
-        if (extra := int(tokens) // flush * flush) > 0:
+        nbytes_more = size.exact_per_token - size.slope  # of a token that is exact
+        tokens = (target - size.bytes_per_token) * length / nbytes_more if nbytes_more > 0 else 0
+        if (extra := int(min(tokens, length)) // flush * flush) > 0:
             longer.append(replace(candidate, extra=extra))
     return longer
 
