@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import problems
 from compress import plugins, recipe
 from compress.cli.app import app
-from compress.recipe import read
+from compress.recipe import catalogue, read
 from fake_methods import install
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,6 +92,21 @@ def test_recipes_that_are_named_exist(page: Path) -> None:
 
 def test_the_readme_has_a_table_of_recipes() -> None:
     assert {"int4", "vq2bit"} <= set(table_recipes(README.read_text(encoding="utf-8")))
+
+
+def test_the_figures_of_the_readme_are_those_of_the_recipes() -> None:
+    rows = re.findall(r"^\| `([\w.-]+)` \| [^|]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", README.read_text(), re.M)
+    assert len(rows) >= 8
+    for name, bits, loss, perplexity in rows:
+        measured = catalogue.header(name).measured
+        for figure in (f"{bits} stored bits", f"original {loss} ", f"perplexity {perplexity} ", "65408 tokens"):
+            assert figure in measured, f"{name}: {figure}"
+
+
+def test_the_readme_counts_the_models_of_the_sweep() -> None:
+    built, taken = re.search(r"Of the (\d+) causal .* that were tried, (\d+) go in", README.read_text()).groups()  # type: ignore[union-attr]
+    sweep = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    assert f"of which transformers builds {built} from" in sweep and f"| int4 | {taken} |" in sweep
 
 
 @PAGE
