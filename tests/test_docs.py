@@ -103,6 +103,12 @@ def test_the_figures_of_the_readme_are_those_of_the_recipes() -> None:
             assert figure in measured, f"{name}: {figure}"
 
 
+@pytest.mark.parametrize("kind", ["quant", "transform", "allocate", "kv"])
+def test_the_readme_lists_every_method(kind: str) -> None:
+    methods = README.read_text(encoding="utf-8").partition("## Methods")[2].partition("## Limits")[0]
+    assert set(plugins.names(kind)) - set(re.findall(r"`(\w+)`", methods)) == set()
+
+
 def test_the_readme_counts_the_models_of_the_sweep() -> None:
     built, taken = re.search(r"Of the (\d+) causal .* that were tried, (\d+) go in", README.read_text()).groups()  # type: ignore[union-attr]
     sweep = (ROOT / "docs/models.md").read_text(encoding="utf-8")
