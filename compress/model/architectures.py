@@ -23,12 +23,13 @@ BARE = re.compile(r"(?<!LMHead)Model$")  # a class without a head: what it gives
 
 def check(config: PretrainedConfig) -> None:
     """Raise UnsupportedModelError for a class whose head is of another purpose: it would be lost."""
+    file = Path(config.name_or_path or ".") / CONFIG
     for name in map(str, config.architectures or ()):
         for pattern, words in OTHERS.items():
             if re.search(pattern, name):
                 raise UnsupportedModelError(
-                    f"{Path(config.name_or_path) / CONFIG} says that this is a {shown(name)}: {words}; only language "
-                    "models are read, and its head would be lost; give the language model that it was made of"
+                    f"{file} says that this is a {shown(name)}: {words}; only language models are "
+                    "read, and its head would be lost; give the language model that it was made of"
                 )
 
 
