@@ -118,11 +118,7 @@ class RunOptions:
     ] = False
     restart: Annotated[bool, Option("--restart", help="Forget an unfinished run and start over.")] = False
     allow_partial: Annotated[
-        bool,
-        Option(
-            "--allow-partial",
-            help="Go on where less than half of the linear weights can be packed, or a packed one is lost.",
-        ),
+        bool, Option("--allow-partial", help="Go on with less than half of the weights packed, or packed ones lost.")
     ] = False
     work: Annotated[
         Path | None,
