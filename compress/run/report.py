@@ -104,7 +104,7 @@ def errors(weight: Tensor, packed: PackedWeight, stats: Stats | None) -> WeightE
     for some, rest in zip(weight.split(_chunk(weight)), residual.split(_chunk(weight)), strict=True):
         original = some.float()
         torch.sub(original, rest, out=rest).mul_(unit)
-        norms.append(_squares(original.mul_(unit) if unit != 1 else original))
+        norms.append(_squares(original * unit if unit != 1 else original))
         rest_norms.append(_squares(rest))
     row_norm, row_error = torch.cat(norms), torch.cat(rest_norms)
     norm, error = row_norm.sum(dtype=torch.float64).item(), row_error.sum(dtype=torch.float64).item()

@@ -126,7 +126,8 @@ def test_errors_do_not_depend_on_the_size_of_the_numbers(statistics: Stats) -> N
     for factor in (1.0, 2.0**-90, 2.0**90):
         params = dense.Params("float32")
         packed = PackedWeight(Stored("dense", params), dense.pack(near * factor, params), (64, 256))
-        found.append(report.errors(weight * factor, packed, statistics))
+        found.append(report.errors(scaled := weight * factor, packed, statistics))
+        assert torch.equal(scaled, weight * factor)
     for errors in found[1:]:
         assert errors.relative == pytest.approx(found[0].relative, rel=1e-5) and 0 < errors.relative < 0.1
         assert errors.output == pytest.approx(found[0].output, rel=1e-3)
