@@ -20,7 +20,7 @@ DEFAULT_DTYPE = torch.bfloat16  # of a model whose configuration names none
 class Decoded:
     """A tensor that is computed from stored ones whenever it is read, some rows at a time.
 
-    Rows are the entries of the first dimension.
+    Rows are the entries of the first dimension; a single number is one row.
     """
 
     name: str
@@ -42,14 +42,15 @@ class Decoded:
     def rows(self, start: int, stop: int) -> Tensor:
         """Return the entries start .. stop - 1 of the first dimension."""
         first = start - start % self.step
-        last = min(stop + -stop % self.step, self.shape[0])
+        last = min(stop + -stop % self.step, count_rows(self.shape))
         return self.decode(first, last)[start - first : stop - first]
 
     def parts(self) -> Iterator[Tensor]:
         """Yield the tensor's bytes, uint8 [CHUNK], the last part [at most CHUNK]."""
         rest = torch.empty(0, dtype=torch.uint8)
-        for start in range(0, self.shape[0], self.step):
-            rows = self.decode(start, min(start + self.step, self.shape[0]))
+        count = count_rows(self.shape)
+        for start in range(0, count, self.step):
+            rows = self.decode(start, min(start + self.step, count))
             *whole, rest = torch.cat([rest, rows.contiguous().reshape(-1).view(torch.uint8)]).split(CHUNK)
             yield from whole
             rest = rest.clone()
@@ -61,6 +62,11 @@ class Decoded:
         return replace(self, name=name)
 
 
+def count_rows(shape: tuple[int, ...]) -> int:
+    """Return the entries of the first dimension, one of a single number."""
+    return shape[0] if shape else 1
+
+
 def step(shape: tuple[int, ...], multiple: int = 1) -> int:
     """Return how many rows of a tensor to decode at a time: CHUNK bytes in float32, and a multiple of `multiple`."""
     row = 4 * multiple * max(1, torch.Size(shape[1:]).numel())
@@ -69,8 +75,8 @@ def step(shape: tuple[int, ...], multiple: int = 1) -> int:
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype, rows: Callable[[int, int], Tensor], step: int) -> Tensor:
     """Return a tensor that `rows(start, stop)` gives, `step` rows at a time."""
-    if step >= shape[0]:
-        return rows(0, shape[0]).contiguous()
+    if step >= (count := count_rows(shape)):
+        return rows(0, count).contiguous()
     tensor = torch.empty(shape, dtype=dtype)
     for start in range(0, shape[0], step):
         stop = min(start + step, shape[0])

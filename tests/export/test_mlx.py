@@ -14,7 +14,7 @@ from compress.errors import ExportError
 from compress.export import convert
 from compress.export.source import open_source
 from engines import FOUR_BITS, packed
-from pico import save_pico
+from pico import of_type, save, save_pico
 from runs import stored_tensors
 
 
@@ -77,6 +77,14 @@ def test_a_checkpoint_without_packed_weights_keeps_its_types(tmp_path: Path) -> 
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and not [key for key in config if key.startswith("quantization")]
     assert {tensor.dtype for tensor in stored_tensors(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+def test_single_numbers_are_turned_into_the_type(tmp_path: Path) -> None:
+    model = of_type("apertus", {"intermediate_size": 128, "num_key_value_heads": 2})
+    convert.export(save(model, tmp_path / "model"), "mlx", tmp_path / "out", torch.float16)
+    tensors = stored_tensors(tmp_path / "out")
+    numbers = {name: value for name, value in model.state_dict().items() if not value.dim()}
+    assert numbers and all(torch.equal(tensors[name], value.half()) for name, value in numbers.items())
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
