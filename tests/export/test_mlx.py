@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from compress import api
 from compress.errors import ExportError
 from compress.export import convert
 from compress.export.source import open_source
 from engines import FOUR_BITS, packed
 from pico import of_type, save, save_pico
-from runs import stored_tensors
+from runs import Setup, job, stored_tensors
+
+DEEPSEEK: dict[str, Any] = {
+    **{"intermediate_size": 128, "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2},
+    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32},
+    **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 16},
+}
 
 
 def decoded(tensors: dict[str, Tensor], name: str, bits: int, group: int) -> Tensor:
@@ -77,6 +85,19 @@ def test_a_checkpoint_without_packed_weights_keeps_its_types(tmp_path: Path) -> 
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and not [key for key in config if key.startswith("quantization")]
     assert {tensor.dtype for tensor in stored_tensors(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+def test_what_chooses_experts_stays_in_float32(tmp_path: Path) -> None:
+    """A large offset with a small spread: rounded to 16 bits it would choose others."""
+    model = of_type("deepseek_v3", DEEPSEEK).bfloat16()
+    gate = model.model.layers[1].mlp.gate
+    gate.e_score_correction_bias = 6.817 + 0.246 * torch.rand(8, generator=torch.Generator().manual_seed(0))
+    source = save(model, tmp_path / "model")
+    api.quantize(job(source, Setup("int8", (*FOUR_BITS, "ignore=['*.kv_b_proj']")), tmp_path / "packed"))
+    for target, dtype in (("mlx", None), ("mlx", torch.bfloat16), ("dense", torch.float16)):
+        convert.export(tmp_path / "packed", target, tmp_path / "out", dtype, overwrite=True)
+        found = stored_tensors(tmp_path / "out")["model.layers.1.mlp.gate.e_score_correction_bias"]
+        assert torch.equal(found, gate.e_score_correction_bias), (target, dtype)
 
 
 def test_single_numbers_are_turned_into_the_type(tmp_path: Path) -> None:
