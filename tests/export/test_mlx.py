@@ -19,6 +19,17 @@ from engines import FOUR_BITS, packed
 from pico import of_type, save, save_pico
 from runs import Setup, job, stored_tensors
 
+LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+GEMMA3: dict[str, Any] = {
+    **{
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "sliding_window": 32,
+    },
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+}
 DEEPSEEK: dict[str, Any] = {
     **{"intermediate_size": 128, "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2},
     **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32},
@@ -85,6 +96,33 @@ def test_a_checkpoint_without_packed_weights_keeps_its_types(tmp_path: Path) -> 
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and not [key for key in config if key.startswith("quantization")]
     assert {tensor.dtype for tensor in stored_tensors(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+NAMED_OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # model type -> changes, what config.json has
+    "phi": (
+        {"intermediate_size": 128},
+        {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": 0.5, "rotary_pct": 0.5, "head_dim": 16},
+    ),
+    "stablelm": ({"intermediate_size": 128, "num_key_value_heads": 2}, {"partial_rotary_factor": 0.25}),
+    "gemma3_text": (
+        {**GEMMA3, "rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_theta": 1e4}}},
+        {
+            "rope_theta": 1e6,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "rope_local_base_freq": 1e4,
+            "sliding_window_pattern": 3,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED_OTHERWISE)
+def test_settings_have_the_names_of_mlx_lm(kind: str, tmp_path: Path) -> None:
+    """Those that are absent would be its defaults, which are of other models: 0.4 of a head in place of 0.5."""
+    changes, expected = NAMED_OTHERWISE[kind]
+    convert.export(save(of_type(kind, changes), tmp_path / "model"), "mlx", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: config[key] for key in expected} == expected
 
 
 def test_what_chooses_experts_stays_in_float32(tmp_path: Path) -> None:

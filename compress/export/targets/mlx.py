@@ -9,8 +9,8 @@ a rounded product. Asymmetric codes are therefore written less their zero points
 configuration says so module by module. Experts of a layer are one tensor, as in the models of mlx-lm.
 
 All other numbers are written in the type of the scales, so that MLX computes in it; a checkpoint with nothing packed
-keeps its types. mlx-lm reads `rope_theta` and `rope_scaling`, and some settings that transformers leaves out where they
-are its defaults: both are written.
+keeps its types. mlx-lm reads settings of rotary positions by their former names, and some that transformers leaves out
+where they are its defaults: both are written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from compress.export.signed import scales_of, signed, width
 from compress.export.weights import Packed, Weight
 from compress.numerics.packing import pack_stream
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
 SUFFIX = ""
 BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (128, 64, 32)
@@ -124,19 +125,44 @@ def _section(form: Form) -> dict[str, int]:
 
 
 def _settings(export: Export) -> dict[str, Any]:
-    """Return the configuration with what transformers leaves out, and rotary positions as mlx-lm reads them."""
+    """Return the configuration with what transformers leaves out, and with the names of mlx-lm for what it renames."""
     own = export.source.skeleton.model.config
     every = json.loads(own.to_json_string(use_diff=False))
     every |= {alias: every[name] for alias, name in own.attribute_map.items() if name in every}
     general = PretrainedConfig().to_dict().keys() - {TIED}
     defaults = {key: value for key, value in every.items() if value is not None and key not in general}
     config = {**defaults, **export.config()}
-    rope = config.get("rope_parameters") or {}
-    if "rope_theta" in rope:
-        config["rope_theta"] = rope["rope_theta"]
-        if rope.get("rope_type", "default") != "default":
-            config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    return config
+    config |= _positions(config.get("rope_parameters") or {})
+    added = {"head_dim": _head_dim(config), "sliding_window_pattern": _period(config.get("layer_types"))}
+    return config | {key: value for key, value in added.items() if value is not None and config.get(key) is None}
+
+
+def _positions(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of rotary positions, of which transformers has a table, or one for each kind of layer."""
+    kinds = {kind: table for kind, table in rope.items() if isinstance(table, dict)}
+    whole = kinds.get(FULL) or next(iter(kinds.values()), rope)
+    if "rope_theta" not in whole:
+        return {}
+    theta, share = whole["rope_theta"], whole.get("partial_rotary_factor")
+    is_plain = whole.get("rope_type", "default") == "default"
+    found = {"rope_theta": theta, "rotary_emb_base": theta}
+    found["rope_scaling"] = None if is_plain else {key: value for key, value in whole.items() if key != "rope_theta"}
+    found |= {} if share is None else {"partial_rotary_factor": share, "rotary_pct": share}
+    return found | ({"rope_local_base_freq": kinds[SLIDING]["rope_theta"]} if SLIDING in kinds else {})
+
+
+def _head_dim(config: Mapping[str, Any]) -> int | None:
+    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    return width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None
+
+
+def _period(kinds: Sequence[str] | None) -> int | None:
+    """Return after how many layers one follows that sees all tokens; None if that is not regular."""
+    if not kinds or FULL not in kinds or SLIDING not in kinds:
+        return None
+    period = kinds.index(FULL) + 1
+    regular = [SLIDING if number % period else FULL for number in range(1, len(kinds) + 1)]
+    return period if kinds == regular else None
 
 
 def _tensors(export: Export, stacks: dict[str, list[Packed]], dtype: torch.dtype) -> Iterator[Named]:
