@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from compress import api
 from compress.errors import ExportError
 from compress.export import convert
 from compress.export.source import open_source
+from compress.export.targets import mlx
 from engines import FOUR_BITS, packed
 from pico import of_type, save, save_pico
 from runs import Setup, job, stored_tensors
@@ -131,6 +133,8 @@ def test_what_chooses_experts_stays_in_float32(tmp_path: Path) -> None:
     gate = model.model.layers[1].mlp.gate
     gate.e_score_correction_bias = 6.817 + 0.246 * torch.rand(8, generator=torch.Generator().manual_seed(0))
     source = save(model, tmp_path / "model")
+    with pytest.raises(ExportError, match=r"kv_b_proj in two and rounds both anew; set ignore: \['\*.kv_b_proj'\]"):
+        api.quantize(job(source, Setup("int8", (*FOUR_BITS, "export=mlx")), tmp_path / "packed"))
     api.quantize(job(source, Setup("int8", (*FOUR_BITS, "ignore=['*.kv_b_proj']")), tmp_path / "packed"))
     for target, dtype in (("mlx", None), ("mlx", torch.bfloat16), ("dense", torch.float16)):
         convert.export(tmp_path / "packed", target, tmp_path / "out", dtype, overwrite=True)
@@ -144,6 +148,21 @@ def test_single_numbers_are_turned_into_the_type(tmp_path: Path) -> None:
     tensors = stored_tensors(tmp_path / "out")
     numbers = {name: value for name, value in model.state_dict().items() if not value.dim()}
     assert numbers and all(torch.equal(tensors[name], value.half()) for name, value in numbers.items())
+
+
+def test_architectures_that_mlx_lm_computes_otherwise_or_that_were_not_tried(tmp_path: Path) -> None:
+    changes = {"intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16}
+    source = save(of_type("glm", changes), tmp_path / "glm")
+    with pytest.raises(ExportError, match="computes models of type glm otherwise: it turns all of a head"):
+        convert.export(source, "mlx", tmp_path / "out")
+    source = save(of_type("arcee", changes), tmp_path / "arcee")
+    assert "models of type arcee were not tried" in " ".join(convert.export(source, "mlx", tmp_path / "out").notes)
+    tried = {
+        *mlx.DATA["same"],
+        *mlx.DATA["others"],
+        *(kind for kinds in mlx.DATA["rounded"].values() for kind in kinds),
+    }
+    assert tried <= set(CONFIG_MAPPING.keys())
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])

@@ -10,7 +10,7 @@ configuration says so module by module. Experts of a layer are one tensor, as in
 
 All other numbers are written in the type of the scales, so that MLX computes in it; a checkpoint with nothing packed
 keeps its types. mlx-lm reads settings of rotary positions by their former names, and some that transformers leaves out
-where they are its defaults: both are written.
+where they are its defaults: both are written. What mlx-lm computes otherwise (compress/export/mlx.yaml) is refused.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -35,6 +36,9 @@ from compress.export.signed import scales_of, signed, width
 from compress.export.weights import Packed, Weight
 from compress.numerics.packing import pack_stream
 
+DATA: dict[str, Any] = yaml.safe_load(Path(__file__).parents[1].joinpath("mlx.yaml").read_text(encoding="utf-8"))
+TOOL: str = DATA["tool"]
+ELSEWHERE = "export to another target"
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
 SUFFIX = ""
 BITS = (2, 3, 4, 5, 6, 8)
@@ -59,7 +63,23 @@ def refuses(weight: Weight) -> str | None:
 
 
 def check(export: Export) -> None:
-    """Raise ExportError for experts of a layer that differ in bits or groups."""
+    """Raise ExportError for what mlx-lm computes otherwise, and for experts of a layer that differ in bits or groups.
+
+    An architecture that was not tried gets a line.
+    """
+    kind = export.source.config["model_type"]
+    if kind in DATA["others"]:
+        raise ExportError(f"{TOOL} computes models of type {kind} otherwise: {DATA['others'][kind]}; {ELSEWHERE}")
+    rounded = tuple(f".{name}" for name, kinds in DATA["rounded"].items() if kind in kinds)
+    if names := [weight.name for weight in export.held if weight.name.endswith(rounded)]:
+        pattern = f"*.{names[0].rpartition('.')[2]}"
+        raise ExportError(
+            f"{TOOL} cuts {names[0]} in two and rounds both anew; set ignore: ['{pattern}'], which keeps it"
+        )
+    if kind not in DATA["same"]:
+        export.notes.append(
+            f"models of type {kind} were not tried with {TOOL} {DATA['version']}: compare what it computes"
+        )
     for name, weights in _stacks(export).items():
         if len({_form(weight) for weight in weights}) > 1:
             raise ExportError(
