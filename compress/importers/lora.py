@@ -30,6 +30,7 @@ FOLDER = "compress_adapter"  # in a checkpoint directory: the adapter that is me
 CONFIG, WEIGHTS = paths.ADAPTER_CONFIG, paths.ADAPTER
 PREFIX = "base_model.model."
 KEYS = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector(?:\.weight)?)")
+TABLE = re.compile(r"\.base_layer\.|\.lora_embedding_")  # in names of tensors that PEFT saves of adapted tables only
 REFUSED = (
     *("modules_to_save", "target_parameters", "lora_bias", "layer_replication", "trainable_token_indices"),
     *("alora_invocation_tokens", "use_qalora"),
@@ -101,7 +102,7 @@ def merged(checkpoint: Checkpoint, adapter: Path) -> Checkpoint:
     """
     check(adapter)
     tensors: dict[str, Readable] = dict(checkpoint.tensors)
-    for module, update in _updates(adapter).items():
+    for module, update in _updates(adapter, _ties_tables(checkpoint.config)).items():
         name = _weight_name(f"{module}.weight", tensors, adapter)
         turned = dataclasses.replace(update, is_turned=_is_turned(name, update, tensors))
         tensors[name] = _merged(tensors[name], turned, adapter)
@@ -113,12 +114,24 @@ def merged(checkpoint: Checkpoint, adapter: Path) -> Checkpoint:
     return Checkpoint(checkpoint.directory, checkpoint.config, tensors, base, settings)
 
 
-def _updates(adapter: Path) -> dict[str, Update]:
-    """Return module -> what is done to its weight."""
+def _ties_tables(config: Mapping[str, Any]) -> bool:
+    """Return whether the output head of a model is its table of embeddings."""
+    inner = config.get("text_config")
+    return any(bool(part.get("tie_word_embeddings")) for part in (config, inner) if isinstance(part, dict))
+
+
+def _updates(adapter: Path, is_tied: bool) -> dict[str, Update]:
+    """Return module -> what is done to its weight. is_tied: the model has one table for embeddings and output head."""
     settings = storage.read_json(adapter / CONFIG)
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in storage.read_header(adapter / WEIGHTS).items():
         match = KEYS.fullmatch(name.removeprefix(PREFIX))
+        if is_tied and TABLE.search(name):
+            raise CheckpointError(
+                f"{adapter / WEIGHTS}: {shown(name)} is of the embeddings or the output head, which are one table in "
+                "this model: merge_and_unload of PEFT would change both; give it two (tie_word_embeddings: false, the "
+                "head a copy) and merge the adapter into that with PEFT"
+            )
         if match is None or not stored.dtype.is_floating_point:
             raise CheckpointError(
                 f"{adapter / WEIGHTS}: tensor {shown(name)} is no part of a LoRA on a linear layer; merge the adapter "

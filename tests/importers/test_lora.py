@@ -211,6 +211,17 @@ def test_what_cannot_be_merged_is_refused(name: str, model: Path, tmp_path: Path
         merged(model, folder)
 
 
+@pytest.mark.parametrize("name", ["lm_head.base_layer.weight", "model.embed_tokens.lora_embedding_A"])
+def test_an_adapter_of_one_of_two_tied_tables(name: str, tmp_path: Path) -> None:
+    """PEFT itself would merge it into both, so that is no advice."""
+    for model, said in (("llama", "merge the adapter with PEFT"), ("llama_tied", "would change both; give it two")):
+        directory = save_pico(model, tmp_path / model)
+        folder = adapter(tmp_path / f"{model}-lora", directory)
+        change(folder, **{f"base_model.model.{name}": torch.ones(4, 64)})
+        with pytest.raises(CheckpointError, match=said):
+            merged(directory, folder)
+
+
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
 def test_a_directory_that_is_no_adapter(file: str, model: Path, tmp_path: Path) -> None:
     folder = adapter(tmp_path / "lora", model)
