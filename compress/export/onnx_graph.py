@@ -175,13 +175,14 @@ def _reported(export: Export) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what torch.onnx and torch.export say of their own matters."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Silence what torch.onnx, torch.export and onnx_ir say of their own matters."""
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in ("torch.onnx", "onnx_ir")}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)

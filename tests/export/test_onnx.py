@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from compress.errors import ExportError
-from compress.export import convert, onnx_codes, onnx_modules
+from compress.export import convert, onnx_codes, onnx_graph, onnx_modules
 from compress.export.source import open_source
 from compress.export.targets import onnx
 from compress.export.weights import EMBEDDINGS, HEAD, IntWeight, Weight
@@ -139,6 +140,15 @@ def test_the_names_of_a_model_are_matched_once(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(stored_weights, "get_model_conversion_mapping", mapping)
     onnx_modules.stand_ins(prepared)
     assert mapping.call_count == 2  # to open the model, and to find the tensors that are converted
+
+
+@pytest.mark.parametrize("name", ["torch.onnx.exporter", "onnx_ir.passes.common"])
+def test_what_the_tracer_warns_of_is_not_shown(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with onnx_graph._quiet():
+        logging.getLogger(name).warning("of the tracer")
+    assert caplog.text == ""
+    logging.getLogger(name).warning("of others")
+    assert "of others" in caplog.text
 
 
 def test_inputs_are_rounded_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
