@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +47,24 @@ def resolve(model: str, adapter: Path | None = None, dtype: str | None = None) -
     if file is None and adapter is None and dtype is None:
         return path
     # links are not followed: a file of a cache has its name on the link only
-    return _directory(path.absolute(), file and file.absolute(), adapter and adapter.absolute(), dtype)
+    files = gguf_header.split_files(file) if file is not None else sorted(path.iterdir())
+    return _directory(path.absolute(), file and file.absolute(), adapter and adapter.absolute(), dtype, _states(files))
+
+
+def _states(files: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
+    """Return name, bytes and time of files: those of another model in the same place differ."""
+    found = ((file.name, file.stat()) for file in files if file.is_file())
+    return tuple((name, state.st_size, state.st_mtime_ns) for name, state in found)
 
 
 _made = set[Path]()  # directories of this process, whose links lead to the files that a user has named
 
 
 @functools.cache
-def _directory(path: Path, file: Path | None, adapter: Path | None, dtype: str | None) -> Path:
-    """Make the directory of a model that is no checkpoint directory by itself."""
+def _directory(
+    path: Path, file: Path | None, adapter: Path | None, dtype: str | None, states: tuple[tuple[str, int, int], ...]
+) -> Path:
+    """Make the directory of a model that is no checkpoint directory by itself; anew where its files have changed."""
     folder = Path(tempfile.mkdtemp(prefix="compress-"))
     atexit.register(_remove, folder, os.getpid())
     directory = folder / path.name.removesuffix(paths.GGUF)

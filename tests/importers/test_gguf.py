@@ -84,6 +84,15 @@ def test_numbers_are_read_in_their_own_type(tmp_path: Path) -> None:
             assert torch.equal(stored.read(), tensor.to(dtype if tensor.dim() > 1 else torch.float32)), name
 
 
+def test_another_file_in_the_same_place_is_read_anew(tmp_path: Path) -> None:
+    """Not with the configuration and tokenizer of the one before."""
+    for rows in (264, 280):
+        model = build("llama", {"vocab_size": rows})
+        file = gguf_files.write(model, tmp_path / "model.gguf", "llama", ("F32",))
+        assert load_model(source.resolve(str(file))).config.vocab_size == rows
+        assert source.resolve(str(file)) == source.resolve(str(file))
+
+
 def test_widths_that_transformers_leaves_out_are_taken_from_the_file(tmp_path: Path) -> None:
     for name, changes in (("qwen3", {}), ("qwen3_moe", {"moe_intermediate_size": 64})):
         model = build(name, changes)
