@@ -19,7 +19,7 @@ from compress import api
 from compress.export import convert
 from compress.model.load import load_model, load_tokenizer
 from engines import FOUR_BITS, k_quants, packed, token_ids, tokenizer
-from pico import save_pico
+from pico import of_type, save, save_pico
 from runs import SMALL, Setup, job
 
 BOOKS = Path(__file__).parents[1] / "models" / "books-8m"
@@ -115,6 +115,16 @@ def test_stretched_positions_in_llama_cpp(tmp_path: Path) -> None:
 def test_mlx_computes_the_same(name: str, tmp_path: Path) -> None:
     found = in_mlx(packed(name, tmp_path), token_ids())
     assert found < SINGLE, found
+
+
+@pytest.mark.parametrize("kind", ["phi", "stablelm", "gemma3_text", "olmo3", "glm4"])
+def test_settings_that_transformers_has_elsewhere(kind: str, tmp_path: Path) -> None:
+    """Rotary positions: a share of a head, and other ones for layers that see a window."""
+    layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    sizes = {"num_hidden_layers": 6, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128}
+    windows = {"layer_types": layers, "sliding_window": 32} if kind in ("gemma3_text", "olmo3") else {}
+    found = in_mlx(save(of_type(kind, {**sizes, **windows}), tmp_path / "plain"), token_ids(60))
+    assert found < HALF, found
 
 
 @pytest.mark.parametrize("settings", [ASYMMETRIC, ("bits=3", "group_size=64"), ("bits=8", "group_size=-1")])
