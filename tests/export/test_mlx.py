@@ -155,6 +155,11 @@ def test_architectures_that_mlx_lm_computes_otherwise_or_that_were_not_tried(tmp
     source = save(of_type("glm", changes), tmp_path / "glm")
     with pytest.raises(ExportError, match="computes models of type glm otherwise: it turns all of a head"):
         convert.export(source, "mlx", tmp_path / "out")
+    sizes = {key: value for key, value in DEEPSEEK.items() if "lora" not in key and "rope" not in key}
+    source = save(of_type("dots1", {**sizes, "n_shared_experts": 1}), tmp_path / "dots1")
+    with pytest.raises(ExportError, match="does not load models of type dots1 packed"):
+        api.quantize(job(source, Setup("int8", (*FOUR_BITS, "export=mlx")), tmp_path / "packed"))
+    assert not convert.export(source, "mlx", tmp_path / "plain").notes
     source = save(of_type("arcee", changes), tmp_path / "arcee")
     assert "models of type arcee were not tried" in " ".join(convert.export(source, "mlx", tmp_path / "out").notes)
     tried = {

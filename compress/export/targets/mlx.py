@@ -70,13 +70,15 @@ def check(export: Export) -> None:
     kind = export.source.config["model_type"]
     if kind in DATA["others"]:
         raise ExportError(f"{TOOL} computes models of type {kind} otherwise: {DATA['others'][kind]}; {ELSEWHERE}")
+    if kind in DATA["plain_only"] and export.held:
+        raise ExportError(f"{TOOL} does not load models of type {kind} packed, only as plain numbers; {ELSEWHERE}")
     rounded = tuple(f".{name}" for name, kinds in DATA["rounded"].items() if kind in kinds)
     if names := [weight.name for weight in export.held if weight.name.endswith(rounded)]:
         pattern = f"*.{names[0].rpartition('.')[2]}"
         raise ExportError(
             f"{TOOL} cuts {names[0]} in two and rounds both anew; set ignore: ['{pattern}'], which keeps it"
         )
-    if kind not in DATA["same"]:
+    if kind not in DATA["same"] and kind not in DATA["plain_only"]:
         export.notes.append(
             f"models of type {kind} were not tried with {TOOL} {DATA['version']}: compare what it computes"
         )
