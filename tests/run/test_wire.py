@@ -46,7 +46,11 @@ def test_tensors_arrive_bit_for_bit() -> None:
     assert torch.equal(again.tensors["codes"], weight.tensors["codes"])
 
 
-@pytest.mark.parametrize("value", [object(), len, print, torch.nn.Linear(1, 1), ValueError("x"), 1j, b"raw"], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value",
+    [object(), len, print, torch.nn.Linear(1, 1), ValueError("x"), 1j, b"raw"],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_is_no_data_is_not_sent(value: Any) -> None:
     with pytest.raises(TypeError, match="are not sent to other processes"):
         wire.encode([value])
