@@ -6,25 +6,24 @@ Each is used (the settings of older quantizers), an error (an adapter, what cann
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from compress.errors import CheckpointError, shown
-from compress.storage import paths
+from compress.errors import CheckpointError, cut, one_line, shown
+from compress.storage import known_files, paths
 from compress.storage.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_json
+from compress.storage.files import read_text
 
 OLD_SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # file of older versions of a tool -> tool
 TOKENIZER, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 UNREADABLE = {"hf_quant_config.json": "weights that were quantized by a tool whose files are not read"}
-LEFT_OUT = {  # pattern of a name -> what the file or folder (with a / behind) is
+LEFT_OUT = {  # pattern of a name -> what the file or folder (with a / behind) is; the first one counts
+    "adapter_model.*": "an adapter without its settings",
+    **dict.fromkeys(map("*{}".format, known_files.WEIGHTS), "other copies of weights"),
+    **dict.fromkeys(("*.pkl", "original/", "onnx/", "openvino/", "gguf/", "params.json"), "other copies of weights"),
     "*.safetensors": "weights that are not of this model's index",
-    **dict.fromkeys(
-        ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.pkl", "*.gguf", "*.npz"),
-        "other copies of weights",
-    ),
-    **dict.fromkeys(("original/", "onnx/", "openvino/", "gguf/", "params.json"), "other copies of weights"),
     "*.index.json": "an index of other weights",
     **dict.fromkeys(("*.py", "custom_generate/"), "code, which is not run"),
     **dict.fromkeys(
@@ -33,8 +32,8 @@ LEFT_OUT = {  # pattern of a name -> what the file or folder (with a / behind) i
     ),
     "*kv_cache_scales*": "scales of another tool's cache",
     "additional_chat_templates/": "more chat templates",
-    "adapter_model.*": "an adapter without its settings",
 }
+NAMED = 8  # files in a note on those that are left out
 ADVICE = "merge the adapter, or move it to a directory of its own and give it as --adapter"
 
 
@@ -84,19 +83,17 @@ def notes(checkpoint: Checkpoint) -> Iterator[str]:
     found: dict[str, list[str]] = {}
     for path in sorted(directory.iterdir()):
         name = f"{path.name}/" if path.is_dir() else path.name
-        words = next((words for pattern, words in LEFT_OUT.items() if fnmatchcase(name, pattern)), None)
+        words = reason(name)
         is_index = name == INDEX and not (directory / SINGLE).is_file()
         if words is not None and name not in used and not is_index:
             found.setdefault(words, []).append(name)
-    for words, names in found.items():
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        yield f"left out of {directory.name}: {', '.join(names[:3])}{more} ({words})"
+    yield from lines(directory, found)
     if "auto_map" in checkpoint.config:
         yield f"{CONFIG} names code of its own (auto_map), which is not run; the model is that of transformers"
     tokenizer = read_json(directory / TOKENIZER) if (directory / TOKENIZER).is_file() else {}
     is_read = (directory / TEMPLATE).is_file() and os.access(directory / TEMPLATE, os.R_OK)
     if is_read and tokenizer.get("chat_template"):
-        text = (directory / TEMPLATE).read_text(encoding="utf-8", errors="replace")
+        text = read_text(directory / TEMPLATE, errors="replace")
         if text.rstrip("\n") != str(tokenizer["chat_template"]).rstrip("\n"):
             yield f"the chat template is that of {TEMPLATE}; the one in {TOKENIZER} differs and is not used"
     if beyond := _tokens_beyond(directory, tokenizer, checkpoint.config):
@@ -104,6 +101,19 @@ def notes(checkpoint: Checkpoint) -> Iterator[str]:
             f"the tokenizer has {len(beyond)} tokens that the model has no rows for, first {shown(beyond[0])}; text "
             "with them cannot be read"
         )
+
+
+def reason(name: str) -> str | None:
+    """Return what a file or folder (with a / behind) beside a model's weights is, None where the name does not say."""
+    return next((words for pattern, words in LEFT_OUT.items() if fnmatchcase(name, pattern)), None)
+
+
+def lines(directory: Path, left_out: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield in a line each what is left out of a directory; left_out: why -> names of files."""
+    for words, names in left_out.items():
+        listed = ", ".join(cut(one_line(name)) for name in names[:NAMED])
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        yield f"left out of {directory.absolute().name}: {listed}{more} ({words})"
 
 
 def _is_quantized(config: Mapping[str, Any]) -> bool:

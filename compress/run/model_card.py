@@ -20,10 +20,10 @@ from compress.kv.settings import KINDS
 from compress.model.opener import opener
 from compress.run.job import RunState
 from compress.storage.files import open_regular
+from compress.storage.known_files import CARD
 from compress.storage.paths import HUB_ID
 from compress.types import LayerPlan
 
-CARD = "README.md"
 PACKAGE = "compress-llm"
 READ = 1 << 16  # bytes of the base's card
 FRONT = re.compile(r"\A---\r?\n(.*?)\r?\n---\s*?$", re.DOTALL | re.MULTILINE)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from compress import process_memory, recipe
-from compress.errors import cut, first_line, one_line
+from compress.errors import first_line
+from compress.importers import companions
 from compress.pages import checkpoint as pages
 from compress.progress import Progress, note
 from compress.run import beside, identity, kv_cache, model_card, remote_code, report, trained_tensors, verify
@@ -25,7 +26,6 @@ from compress.storage.workdir import Output
 
 TIED = "tie_word_embeddings"
 COPIED_LIMIT = 64 << 20  # bytes; larger files beside a model are not its configuration
-NAMED = 8  # files in the note on those that are left out
 
 
 def finish(output: Output, run: RunState, started: float, progress: Progress) -> dict[str, Any]:
@@ -56,8 +56,8 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
     outcome = verify.self_check(directory, run.hashes, probes, device, progress, run.start)
     process_memory.check(job.max_memory)
     result = {**report.build(run, time.monotonic() - started, outcome), "kv_cache": cache_facts}
-    write_text(directory / model_card.CARD, model_card.text(run, result))
-    write_text(directory / "report.json", json.dumps(result, indent=1) + "\n")
+    write_text(directory / known_files.CARD, model_card.text(run, result))
+    write_text(directory / known_files.REPORT, json.dumps(result, indent=1) + "\n")
     _write_page(directory, result, job.out)
     identity.write_manifest(directory, job, skeleton.checkpoint)
     output.publish()
@@ -102,19 +102,31 @@ def write_index(directory: Path) -> None:
 
 
 def copy_files(source: Path, directory: Path) -> None:
-    """Copy what belongs to a model and holds no weights and no code, nor names any; a note says what is left out."""
-    left_out = []
+    """Copy what belongs to a model and holds no weights and no code, nor names any; notes say what else is left out.
+
+    Weights and code that are left out are named where a model is opened (`companions.notes`).
+    """
+    left_out: dict[str, list[str]] = {}
     for path in sorted(beside_model(source)):
         name = path.name
-        if known_files.is_of_source(name):
+        if known_files.is_of_source(name) or companions.reason(name) is not None:
             continue
-        if not known_files.is_copied(name) or not known_files.is_inside(path) or path.stat().st_size > COPIED_LIMIT:
-            left_out.append(name)
+        if (words := _left_out(path)) is not None:
+            left_out.setdefault(words, []).append(name)
         elif name.endswith("_config.json") and any(remote_code.references(values := read_json(path))):
             write_text(directory / name, json.dumps(remote_code.without(values), indent=2, ensure_ascii=False) + "\n")
         else:
             files.copy(path, directory / name)
-    if left_out:
-        names = ", ".join(cut(one_line(name)) for name in left_out[:NAMED])
-        more = f" and {len(left_out) - NAMED} more" if len(left_out) > NAMED else ""
-        note(f"not copied from {source.name}, as no part of a model or a link to elsewhere: {names}{more}")
+    for line in companions.lines(source, left_out):
+        note(line)
+
+
+def _left_out(path: Path) -> str | None:
+    """Return why a file beside a model is not copied, None for one that is."""
+    if not known_files.is_copied(path.name):
+        return "no part of a model"
+    if not known_files.is_inside(path):
+        return "links out of the folder; put the files there to have them copied"
+    if path.stat().st_size > COPIED_LIMIT:
+        return f"larger than {process_memory.show(COPIED_LIMIT)}"
+    return None

@@ -25,7 +25,7 @@ COPIED = (
 LEGAL = ("license*", "licence*", "notice*", "copying*")  # in capitals, too
 CARD, REPORT = "README.md", "report.json"
 WRITTEN = (CONFIG, "*.safetensors", "*.safetensors.index.json", MANIFEST, RECIPE, REPORT, CARD)  # by a run
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+WEIGHTS = (".safetensors", ".index.json", ".gguf", ".onnx", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz")
 CODE = (".py", ".pkl", ".pickle", ".sh")
 # Files that say how the model was stored, or what was measured of it: a run writes its own, or none.
 OF_SOURCE = {CONFIG, MANIFEST, RECIPE, REPORT, CARD, PAGE, SCORES, EXPORTED}

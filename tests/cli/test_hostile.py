@@ -27,7 +27,7 @@ from runs import RTN, TEXT, cli, job
 
 MARKER = "code-was-run"
 PROGRESS = re.compile(  # of a study; notes on files that are left out
-    r"compress: (\d+ (cells|of \d+)|not copied from |left out of |config.json names code )"
+    r"compress: (\d+ (cells|of \d+)|left out of |config.json names code )"
 )
 MODULE = """
 from pathlib import Path

@@ -102,7 +102,9 @@ LEFT_OUT = {
     "1_Pooling/config.json": "what makes embeddings of the model's outputs",
     "kv_cache_scales.json": "scales of another tool's cache",
     "additional_chat_templates/tools.jinja": "more chat templates",
-    "adapter_model.bin": "other copies of weights",
+    "adapter_model.bin": "an adapter without its settings",
+    "adapter_model.safetensors": "an adapter without its settings",
+    "optimizer.npz": "other copies of weights",
 }
 
 
@@ -139,9 +141,11 @@ def test_tokens_beyond_the_table_and_templates_that_differ(model: Path) -> None:
     assert tokens.startswith("the tokenizer has 2 tokens that the model has no rows for, first '<far>'")
 
 
-def test_a_run_says_it_once(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    put(model, "pytorch_model.bin")
+def test_a_run_names_each_file_once(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = [name for name in LEFT_OUT if "/" not in name] + ["optimizer.ckpt", "handler.pkl", "id_rsa", "notes.md"]
+    for name in names:
+        put(model, name)
     api.quantize(job(model, RTN, tmp_path / "out"))
-    assert [record.message for record in caplog.records if "left out of" in record.message] == [
-        "left out of model: pytorch_model.bin (other copies of weights)"
-    ]
+    said = [record.message for record in caplog.records if record.message.startswith("left out of model: ")]
+    listed = [name for line in said for name in line.removeprefix("left out of model: ").split(" (")[0].split(", ")]
+    assert sorted(listed) == sorted(names)
