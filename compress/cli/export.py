@@ -46,7 +46,8 @@ def export(
             facts = {"out": str(out), "to": to, "nbytes": result.nbytes, "source_nbytes": result.source_nbytes}
             print(json.dumps({**facts, "notes": result.notes}))
             return
-        print(f"{out}: {to}, {tables.size(result.nbytes)} (packed by compress: {tables.size(result.source_nbytes)})")
+        source = "packed by compress" if result.is_packed else "not packed, as it was"
+        print(f"{out}: {to}, {tables.size(result.nbytes)} ({source}: {tables.size(result.source_nbytes)})")
 
 
 @app.command(epilog="Example: compress exports")

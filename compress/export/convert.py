@@ -26,7 +26,6 @@ from compress.importers.source import Decoded
 from compress.process_memory import show
 from compress.progress import Progress, silent
 from compress.runtime.embedding import PackedEmbedding
-from compress.storage import paths
 from compress.storage.checkpoint import Readable, StoredTensor
 from compress.storage.workdir import check_space
 
@@ -71,7 +70,11 @@ class Export:
     def check_packed(self) -> None:
         """Raise ExportError if the target holds no weight of this checkpoint."""
         if not self.held:
-            raise ExportError(f"{self.source.directory} has no packed linears; export it --to dense")
+            directory = self.source.directory
+            raise ExportError(
+                f"{directory} has no packed linears; quantize it first (compress quantize {directory}), or export it "
+                "--to dense"
+            )
 
     def config(self) -> dict[str, Any]:
         """Return config.json without how the weights are packed, and with what has changed of the rest."""
@@ -92,7 +95,8 @@ class Result:
     """What has been written."""
 
     nbytes: int  # of all files
-    source_nbytes: int  # of the tensors of the packed checkpoint
+    source_nbytes: int  # of the tensors of the checkpoint
+    is_packed: bool  # whether any of them is packed
     notes: tuple[str, ...]
 
 
@@ -151,10 +155,6 @@ def export(
     Raises ExportError for what the target cannot hold, OutputError for what is in the way.
     """
     target = target_named(name)
-    if not paths.is_packed(directory) and not (directory / paths.MANIFEST).is_file():
-        raise ExportError(
-            f"{directory} is not a checkpoint that compress wrote; quantize it first (compress quantize {directory})"
-        )
     if directory.resolve().is_relative_to(out.resolve()):
         raise OutputError(f"{out} holds the checkpoint that is exported; give another --out")
     with Place(out, target.SUFFIX, overwrite) as place:
@@ -165,7 +165,8 @@ def export(
         place.publish()
     files = [out] if target.SUFFIX else [path for path in out.rglob("*") if path.is_file()]
     nbytes = sum(os.path.getsize(path) for path in files)
-    return Result(nbytes, prepared.source.nbytes, tuple(prepared.notes))
+    is_packed = bool(prepared.held or prepared.tables)
+    return Result(nbytes, prepared.source.nbytes, is_packed, tuple(prepared.notes))
 
 
 def _written(export: Export, target: ModuleType) -> int:
