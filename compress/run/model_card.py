@@ -80,7 +80,7 @@ and whether it changed the function, is under `notes` in `report.json`.
 `recipe.yaml` is the recipe with every default, `report.json` what happened, `compress verify DIR` checks the files.
 """
 
-CACHED = """# {model}, with a compressed key-value cache (recipe `{recipe}`)
+CACHED = """# {model}, with a compressed key-value cache (recipe {recipe})
 
 The weights are those of the original ({total}; the original: {source}), not quantized. What was added is how the keys
 and values of earlier tokens are kept during generation.
