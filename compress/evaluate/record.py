@@ -147,7 +147,8 @@ def _completed(found: dict[str, Any]) -> dict[str, Any]:
         rows = found.get(name, ())
         if isinstance(rows, list):
             found[name] = [{**later, **row} if isinstance(row, dict) else row for row in rows]
-    for suite in found.get("suites", ()):
+    suites = found.get("suites")
+    for suite in suites if isinstance(suites, list) else ():
         if isinstance(suite, dict) and isinstance(suite.get("texts"), list):
             suite["texts"] = [{**BARE, **row} if isinstance(row, dict) else row for row in suite["texts"]]
     return found
