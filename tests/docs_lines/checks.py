@@ -133,7 +133,12 @@ def _python(words: list[str], table: Table) -> None:
 
 
 def _torchrun(words: list[str], table: Table) -> None:
-    if "..." not in words:
+    if "..." in words:
+        return
+    if "--no-python" in words:
+        program, *rest = words[words.index("--no-python") + 1 :]
+        PROGRAMS[program](rest, table)
+    else:
         _python(words[words.index("-m") :], table)
 
 
