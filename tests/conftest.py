@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,9 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+for number in (signal.SIGINT, signal.SIGHUP):  # nohup and jobs in the background ignore them, and so would commands
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 os.fsync = lambda descriptor: None  # tests end processes, not machines; the disk takes 7 ms each time
 
 

@@ -272,10 +272,10 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     real = blockwise.run_block_fully
 
-    def run_block_fully(block: nn.Module, call: Any, hidden: Tensor, name: str) -> Any:
+    def run_block_fully(block: nn.Module, call: Any, hidden: Tensor, name: str, **settings: Any) -> Any:
         if hidden.shape[0] > 1:  # the probe is one sample
             names.append(name.removeprefix("model.layers."))
-        return real(block, call, hidden, name)
+        return real(block, call, hidden, name, **settings)
 
     monkeypatch.setattr(blockwise, "run_block_fully", run_block_fully)
     return names

@@ -27,6 +27,8 @@ ALLOWED = {
     "compress.plugins": "sources of this package",
     "compress.recipe.read": "recipes of this package",
     "compress.export.gguf_data": "a table of this package",
+    "compress.export.targets.mlx": "a table of this package",
+    "compress.calib.template_limits": "what Linux says of this process",
     "compress.cli.streams": "the null device",
     "compress.process_memory": "what Linux says of this process",
     "compress.kernels.object_cache": "a folder of this user's alone, whose owner is checked; new files only",
