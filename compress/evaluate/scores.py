@@ -151,7 +151,7 @@ def text_windows(
     begun = prefix.of_tokenizer(tokenizers[0], bos)
     shortest = max(2, len(begun.tokens) + 1)
     if not shortest <= seq_len <= longest:
-        raise CalibrationError(f"windows of {seq_len} tokens cannot be scored; seq_len may be {shortest} to {longest}")
+        raise CalibrationError(f"windows of {seq_len} tokens cannot be scored; {shortest} to {longest} can")
     if max_tokens < seq_len:
         raise CalibrationError(f"{max_tokens} tokens are less than one window of {seq_len}; raise max_tokens")
     windows, available = token_windows(text, tokenizers[0], seq_len, configs[0].vocab_size, max_tokens, bos)

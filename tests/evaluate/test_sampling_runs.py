@@ -214,7 +214,7 @@ def test_command_keeps_writes_and_shows(models: tuple[Path, Path], tmp_path: Pat
         (("--top-p", 0), 2, "top_p 0 is not above 0"),
         (("--temperature", -1), 2, "temperature -1 is not positive"),
         (("--prompt-tokens", 64, "--seq-len", 64), 1, "prompts of 64 tokens do not fit"),
-        (("--seq-len", 4096), 1, "seq_len may be 2 to 256"),
+        (("--seq-len", 4096), 1, "cannot be scored; 2 to 256 can"),
     ],
 )
 def test_bad_input(models: tuple[Path, Path], words: tuple[Any, ...], code: int, said: str) -> None:
