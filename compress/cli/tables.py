@@ -247,7 +247,7 @@ def evaluation_table(values: dict[str, Any]) -> Table:
     """Return scores as two columns."""
     table = Table(box=None, show_header=False)
     for key, value in values.items():
-        table.add_row(key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
+        table.add_row(key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value) or "nothing")
     return table
 
 

@@ -253,7 +253,8 @@ def test_eval_against_the_base(packed: Path, pico_dir: Callable[..., Path], tmp_
     assert compared["kl_mean"] > 0 and 0 <= compared["same_top1"] <= 1
     same = json.loads(succeeded(*words, "--base", packed, "--json"))
     assert same["kl_mean"] == 0 and same["same_top1"] == 1 and same["perplexity_ratio"] == 1
-    assert re.search(rf"perplexity +{alone['perplexity']:.6g}", succeeded(*words))
+    shown = succeeded(*words)
+    assert re.search(rf"perplexity +{alone['perplexity']:.6g}", shown) and re.search("begins with +nothing", shown)
 
 
 def test_the_bundled_model(tmp_path: Path) -> None:
@@ -278,7 +279,7 @@ def test_what_cannot_be_scored_or_continued(packed: Path, tmp_path: Path) -> Non
             str(packed),
             "--text",
             str(tmp_path / "text.txt"),
-        ): "512 tokens cannot be scored; seq_len may be 2 to 256",
+        ): "512 tokens cannot be scored; 2 to 256 can",
         ("eval", str(packed), "--text", str(tmp_path / "text.txt"), "--seq-len", "32"): "has only 10 tokens",
         (
             "eval",
