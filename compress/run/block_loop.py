@@ -222,6 +222,4 @@ class BlockLoop:
         """Raise NumericalError for a weight that no method can quantize."""
         for name in dict.fromkeys(layer.spec.name for layer in layers):
             if not torch.isfinite(self.skeleton.linear(block, name).weight).all():
-                raise NumericalError(
-                    f"the weight of {name} has NaN or infinite values; repair the checkpoint, or ignore it"
-                )
+                raise NumericalError(f"the weight of {name} has NaN or infinite values; repair the checkpoint")

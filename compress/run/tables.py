@@ -98,7 +98,8 @@ def quantize_each(
             started = time.monotonic()
             weight = skeleton.model.get_submodule(layer.spec.name).get_parameter("weight").detach()
             if not all(torch.isfinite(part).all() for part in weight.split(lm_head.HEAD_ROWS)):
-                raise NumericalError(f"the weight of {layer.spec.name} has NaN or infinite values; repair or ignore it")
+                name = layer.spec.name
+                raise NumericalError(f"the weight of {name} has NaN or infinite values; repair the checkpoint")
             given = head if layer_needs.needs_statistics(layer) else NO_STATISTICS
             packed, row = _quantize(layer, weight, given, _around(skeleton, layer, device), job.seed)
             process_memory.check(job.max_memory)
