@@ -107,10 +107,12 @@ def check_text(source: str) -> None:
 def check_corpus(source: str) -> None:
     """Raise CalibrationError for a source of text as `check_text`, and for a file that holds no text to learn from.
 
-    That is one of another kind than its name says, a binary file, and one of blank lines only.
+    That is one of another kind than its name says, a binary file, a pipe, and one of blank lines only.
     """
     check_text(source)
     if not os.path.isfile(source):
+        if os.path.exists(source) and not os.path.isdir(source):
+            raise CalibrationError(f"{source} is a pipe, a socket or a device; give a .txt, .jsonl or .parquet file")
         return
     path = Path(source)
     check_kind(path)
@@ -143,17 +145,29 @@ def check_kind(path: Path) -> None:
 def check_saved_cache(file: Path) -> None:
     """Raise CheckpointError for a path that is no file."""
     if not os.path.isfile(file):
-        reason = "is a directory" if os.path.isdir(file) else "is not there"
+        reason = "is no regular file" if os.path.exists(file) else "is not there"
+        reason = "is a directory" if os.path.isdir(file) else reason
         raise CheckpointError(f"{file} {reason}; give a file that compress kv save wrote")
 
 
 def check_apart(out: Path, *sources: Path | None) -> None:
     """Raise OutputError for an output that lies in a folder that the run reads, or holds it."""
     for source in filter(None, sources):
-        if source.resolve().is_relative_to(out.resolve()):
+        if holds(out, source):
             raise OutputError(f"the output {out} holds the model itself; give another --out")
-        if out.resolve().is_relative_to(source.resolve()):
-            raise OutputError(f"the output {out} lies inside of {source}, which is read; give an --out beside it")
+    check_outside(out, "--out", *sources)
+
+
+def check_outside(folder: Path, option: str, *sources: Path | None) -> None:
+    """Raise OutputError for a folder, given as `option`, that lies in one that the run reads."""
+    for source in filter(None, sources):
+        if holds(source, folder):
+            raise OutputError(f"{folder} lies inside of {source}, which is read; give another {option}, beside it")
+
+
+def holds(folder: Path, path: Path) -> bool:
+    """Tell whether a path is a folder, or lies in it, behind all links; links in a circle are no error here."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def exchanged(model: str, base: str | None) -> str | None:
@@ -197,6 +211,8 @@ def check_saved_cache_out(out: Path, overwrite: bool, read: Iterable[Path]) -> N
 
     Only a file of the same kind is replaced, or any file with `overwrite`; never what is read, nor a link or a device.
     """
+    if not os.path.isdir(out.parent):
+        raise OutputError(f"{out.parent} is not there; make this folder, or give another --out")
     if not os.path.lexists(out):
         return
     if os.path.islink(out) or not os.path.isfile(out):

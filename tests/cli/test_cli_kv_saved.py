@@ -67,7 +67,8 @@ def test_what_cannot_be_saved_is_refused_before_the_model_is_loaded(
 
 
 def test_wrong_input_is_one_line(model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "x.kv"
+    out, pipe = tmp_path / "x.kv", tmp_path / "pipe"
+    os.mkfifo(pipe)
     assert cli("kv", "save", str(model), "--out", str(out)).code == 2
     assert cli("kv", "save", str(model), "--out", str(tmp_path), "--prompt", "a").code == 2
     for words in (
@@ -76,6 +77,7 @@ def test_wrong_input_is_one_line(model: Path, tmp_path: Path) -> None:
         ("save", str(tmp_path / "no-model"), "--out", str(out), "--prompt", "a"),
         ("load", str(model), str(tmp_path / "none.kv")),
         ("load", str(model), str(model / "model.safetensors")),
+        ("load", str(model), str(pipe)),
         ("show", str(model / "config.json")),
     ):
         result = cli("kv", *words)
@@ -96,6 +98,8 @@ def test_only_own_files_are_replaced(model: Path, tmp_path: Path) -> None:
         **{text: "is read by this command", copied / "config.json": "is read by this command"},
         **{link: "is no regular file", pipe: "is no regular file", Path("/dev/null"): "is no regular file"},
     }
+    result = cli(*words, str(tmp_path / "none/x.kv"))
+    assert f"{tmp_path / 'none'} is not there; make this folder, or give another --out" in one_line(result)
     for path, why in refused.items():
         for more in ((), ("--overwrite",)):
             result = cli(*words, str(path), *more)
