@@ -39,6 +39,7 @@ from compress.study.grid import Cell, Settings
 from compress.study.layouts import FAILED
 
 ASKED, RECIPE, RESULT, LOG, CHECKPOINT = "asked.json", "recipe.yaml", "cell.json", "log", "checkpoint"
+BEGUN = {"lock", "cells", "run.json.part"}  # in the folder of a study that has no settings yet
 SETTINGS = {field.name for field in dataclasses.fields(Settings)}
 OUTCOME: Any = {
     **{"name": LINES, "chosen": LINES, "right": (bool,), "right_by_bytes": (bool, type(None))},
@@ -59,9 +60,11 @@ class StudyFolder(WorkDirectory):
         self.answered = folder / "answers"
 
     def open(self, identity: dict[str, Any]) -> None:
-        """Make the directory, or check that the study in it is this one. Raises OutputError."""
+        """Make the directory, or check that the study in it is this one. Raises OutputError, for other files, too."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
+            if not self.run.exists() and (others := sorted(set(os.listdir(self.folder)) - BEGUN)):
+                raise OutputError(f"{self.folder} holds {shown(others[0])} and no study; give another --out")
             make_folder(self.records)
             with self.locked():
                 self.begin(identity, {})

@@ -137,4 +137,6 @@ def _reason(code: int, log: Path) -> str:
     if code < 0:
         return f"ended by {signal.Signals(-code).name}"
     said = read_text(log, errors="replace")[-TAIL:].strip().splitlines()
+    if said and said[-1].startswith("MemoryError"):
+        return "out of memory"
     return said[-1] if said else f"ended with code {code}"

@@ -118,6 +118,11 @@ def test_each_cell_is_measured_once_and_failures_are_rows(tmp_path: Path, child:
     assert len(seen) == len(cells) + 2
 
 
+def test_a_cell_without_memory_says_so_in_words(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("Traceback (most recent call last):\n  File ...\nMemoryError\n")
+    assert runner._reason(1, tmp_path / "log") == "out of memory"
+
+
 def test_a_killed_study_goes_on_and_gives_the_same(tmp_path: Path, child: Path) -> None:
     whole, cells = asked(tmp_path / "whole", 0.0, BITS)
     runner.run(cells, Effort(), lambda cell: None)
