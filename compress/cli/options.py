@@ -164,16 +164,18 @@ class RunOptions:
 
     def _check_folders(self, writes: Writes, out: Path | None) -> None:
         """Raise the error for a folder that the run could not write; `out`: that of the checkpoint, None: unknown."""
+        read = [each for each in (Path(self.model), self.adapter) if each is not None and each.exists()]
         if writes is not None and self.measurements is not None:
+            paths.check_outside(self.measurements, "--measurements", *read)
             paths.check_writable(self.measurements, "--measurements")
         elif writes == "measurements" and out is not None:
             paths.check_writable(out.parent, "--measurements")
         if writes == "checkpoint" and out is not None:
-            if self.work is not None:
-                paths.check_writable(self.work, "--work")
             paths.check_name(out)
-            read = Path(self.model), self.adapter
-            paths.check_apart(out, *(each for each in read if each is not None and each.exists()))
+            paths.check_apart(out, *read)
+            if self.work is not None:
+                paths.check_outside(self.work, "--work", *read)
+                paths.check_writable(self.work, "--work")
             paths.check_out(out, self.overwrite)
             paths.check_writable(out.parent, "--out")
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from compress import plugins
-from compress.errors import ExportError, OutputError, RecipeError
+from compress.errors import ExportError, RecipeError
 from compress.export.place import Place
 from compress.export.source import Source, open_source
 from compress.export.weights import EMBEDDINGS, HEAD, Packed
@@ -26,6 +26,7 @@ from compress.importers.source import Decoded
 from compress.process_memory import show
 from compress.progress import Progress, silent
 from compress.runtime.embedding import PackedEmbedding
+from compress.storage import paths
 from compress.storage.checkpoint import Readable, StoredTensor
 from compress.storage.workdir import check_space
 
@@ -155,8 +156,8 @@ def export(
     Raises ExportError for what the target cannot hold, OutputError for what is in the way.
     """
     target = target_named(name)
-    if directory.resolve().is_relative_to(out.resolve()):
-        raise OutputError(f"{out} holds the checkpoint that is exported; give another --out")
+    if not target.SUFFIX:
+        paths.check_apart(out, directory)
     with Place(out, target.SUFFIX, overwrite) as place:
         prepared = prepare(open_source(directory), name, dtype, int8_inputs)
         prepared.progress = progress

@@ -55,6 +55,7 @@ CASES: list[tuple[tuple[str, ...], str, int, str]] = [
     ((*RUNS, *SCORERS), "model --calib missing.txt", 1, f"missing.txt {NO_TEXT}"),
     ((*RUNS, *SCORERS), "model --calib ./missing", 1, f"./missing {NO_TEXT}"),
     ((*RUNS, *SCORERS), "model --calib text.txt", 1, "text.txt is a directory; give a .txt, .jsonl or .parquet file"),
+    ((*RUNS, *SCORERS), "model --calib pipe.txt", 1, "pipe.txt is a pipe, a socket or a device; give a .txt, .jsonl"),
     ((*RUNS, *SCORERS), "model --calib empty.txt", 1, "empty.txt is empty; give a file with text"),
     ((*RUNS, *SCORERS), "model --calib blank.txt", 1, "blank.txt holds blank lines only; give a file with text"),
     (
@@ -69,6 +70,7 @@ CASES: list[tuple[tuple[str, ...], str, int, str]] = [
     (TEXTS, "model --text blank.txt", 1, "blank.txt holds blank lines only; give a file with text"),
     (TEXTS, "model --text missing.jsonl", 1, f"missing.jsonl {NO_TEXT}"),
     (TEXTS, "model --text text.txt", 1, "text.txt is a directory; give a .txt, .jsonl or .parquet file in it"),
+    (TEXTS, "model --text pipe.txt", 1, "pipe.txt is a pipe, a socket or a device; give a .txt, .jsonl or .parquet"),
     (TEXTS, "model --text empty.txt", 1, "empty.txt is empty; give a file with text"),
     (BY_RECIPE, "model --recipe no.yaml", 1, NO_RECIPE),
     (BY_RECIPE, "model --recipe text", 1, "text is a directory; give a YAML file, or a built-in recipe"),
@@ -79,13 +81,22 @@ CASES: list[tuple[tuple[str, ...], str, int, str]] = [
         1,
         "text is a directory; give a file that compress kv save",
     ),
-    (WRITERS, "model --out model/packed", 1, "model/packed lies inside of model, which is read; give an --out beside"),
-    (WRITERS, "model --out bare/../model/a/b", 1, "lies inside of model, which is read; give an --out beside it"),
+    (
+        WRITERS,
+        "model --out model/packed",
+        1,
+        "model/packed lies inside of model, which is read; give another --out, beside",
+    ),
+    (WRITERS, "model --out new --work model/work", 1, "which is read; give another --work, beside it"),
+    (WRITERS, "model --out bare/../model/a/b", 1, "lies inside of model, which is read; give another --out, beside it"),
     (WRITERS, "model --out text", 1, f"text {EXISTS}"),
     (WRITERS, "model --out bare/../text/", 1, EXISTS),
+    (WRITERS, "model --out loop", 1, f"loop {EXISTS}"),
+    (WRITERS, "model --out loop/out", 1, f"{IS_FILE} --out"),
     (WRITERS, "model --out full --overwrite", 1, "full is not a checkpoint that compress wrote; delete it yourself"),
     (WRITERS, "model --out good.txt/out", 1, f"{IS_FILE} --out"),
     (WRITERS, "model --out ..", 1, ".. cannot be an output directory; give another --out"),
+    ((RUNS[0], *RUNS[3:]), "model --measurements model/m", 1, "is read; give another --measurements, beside it"),
     ((RUNS[0], *RUNS[3:]), "model --measurements good.txt", 1, f"{IS_FILE} --measurements"),
     (RUNS[4:], "model --report good.txt", 1, f"{IS_FILE} --report"),
     (SIZED, "model --target 3", 2, "target 3 has no unit: 3bpw or 3GiB?"),
@@ -102,6 +113,8 @@ def test_nothing_heavy_is_imported_for_what_cannot_be(tmp_path: Path) -> None:
     files |= {"blank.txt": "\n \t\r\n" * 300_000, "binary.txt": "ab\0c", "good.TSV": "a\tb\n", "bad.parquet": "PAR"}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe.txt")
     asked = {
         tuple(line.replace("MODEL", rest).split()): (code, said) for lines, rest, code, said in CASES for line in lines
     }

@@ -224,13 +224,16 @@ def test_the_disk_is_asked_for_what_will_be_written(
     assert asked[0] == pytest.approx(written, rel=0 if target == "dense" else 0.1)
 
 
-@pytest.mark.parametrize("place", ["packed", "link", "."])
+@pytest.mark.parametrize("place", ["packed", "link", ".", "packed/in", "link/in"])
 def test_the_source_is_never_replaced(place: str, tmp_path: Path) -> None:
-    """Neither by itself, nor through a link, nor with a directory around it that holds the record of an export."""
+    """Neither by itself, nor through a link, nor with a directory around it that holds the record of an export.
+
+    Nor is anything put into it.
+    """
     directory = packed(tmp_path, "llama")
     (tmp_path / RECORD).write_text("{}")
     (tmp_path / "link").symlink_to(directory)
-    with untouched(tmp_path), pytest.raises(OutputError, match="holds the checkpoint that is exported"):
+    with untouched(tmp_path), pytest.raises(OutputError, match="holds the model itself|lies inside of"):
         convert.export(directory, "dense", tmp_path / place, overwrite=True)
 
 

@@ -27,7 +27,7 @@ def words(model: Path, out: Path, *more: str) -> list[str]:
         (["--recipes", "int4", "--set", "bitz=3"], 1, "bitz"),
         (["--recipes", "int4", "--samples", "many"], 2, "no positive whole numbers"),
         (["--recipes", "int4", "--calib", "./none.txt"], 1, "none.txt"),
-        (["--recipes", "int8", "--window", "100000"], 1, "seq_len may be 2 to 256"),
+        (["--recipes", "int8", "--window", "100000"], 1, "windows of 100000 tokens cannot be scored; 2 to 256 can"),
         (["--recipes", "int8", "--text", f"{HELD_OUT.parent}/../data2/../data/{HELD_OUT.name}"], 1, "data2"),
         (["--recipes", "int8", "--cell-time", "soon"], 2, "soon"),
         (["--recipes", "int8", "--suite", "quik"], 1, "did you mean 'quick'"),
@@ -42,6 +42,20 @@ def test_wrong_requests_leave_nothing(
     done = CliRunner().invoke(app, words(pico_dir("llama"), tmp_path / "s", *more))
     assert done.exit_code == code and said in done.output
     assert not (tmp_path / "s").exists()
+
+
+def test_a_study_is_not_written_into_its_model(pico_dir: Callable[..., Path]) -> None:
+    model = pico_dir("llama")
+    done = CliRunner().invoke(app, words(model, model / "s"))
+    assert done.exit_code == 1 and "which is read; give another --out" in done.output
+    assert not (model / "s").exists()
+
+
+def test_a_study_is_not_written_among_other_files(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("kept")
+    done = CliRunner().invoke(app, words(pico_dir("llama"), tmp_path, "--recipes", "int8"))
+    assert done.exit_code == 1 and "holds 'notes.txt' and no study; give another --out" in done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 @pytest.mark.slow
