@@ -41,6 +41,11 @@ VALID: tuple[list[str], ...] = (
         "2",
     ],
     ["quantize", "{model}", "--recipe", "mixed3bit", *SMALL, "--calib", "{text}", "--target", "4bpw", "--dry-run"],
+    ["export", "{packed}", "--to", "dense", "--out", "{place}/out"],
+    ["push", "{packed}", "me/model", "--dry-run", "--include", "README.md"],
+    ["kv", "save", "{model}", "--prompt", "once", "--out", "{place}/cache.kv"],
+    ["kv", "load", "{model}", "{place}/file", "--max-new-tokens", "2"],
+    ["kv", "show", "{place}/file"],
     ["recipes"],
     ["recipes", "int4"],
     ["methods", "quant/gptq"],
@@ -180,7 +185,9 @@ def _options() -> dict[str, list[str]]:
 
     from compress.cli.app import app
 
-    found: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    found: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    for group, commands in [(name, command.commands) for name, command in found.items() if name == "kv"]:
+        found |= {f"{group} {name}": command for name, command in commands.items()}
     names = {
         name: [word for p in command.params for word in p.opts if word[0] == "-"] for name, command in found.items()
     }
@@ -192,9 +199,11 @@ def make(random: Random, folder: Path, few: bool = False) -> Case:
     if random.random() < 0.15:
         command = random.choice([*_options(), random.choice(WORDS)])
         known = _options().get(command, [])
-        return {"words": [command, *(_word(random, known) for _ in range(random.choice([0, 1, 2, 4, 8])))][:30]}
+        return {
+            "words": [*command.split(" "), *(_word(random, known) for _ in range(random.choice([0, 1, 2, 4, 8])))][:30]
+        }
     words = list(random.choice(VALID))
-    known = _options().get(words[0], ["--help"])
+    known = _options().get(" ".join(words[:2])) or _options().get(words[0], ["--help"])
     for _ in range(random.choice([1, 1, 2, 3])):
         at = random.randrange(len(words) + 1)
         given = [i for i, word in enumerate(words) if i and not word.startswith("--")]  # values and arguments

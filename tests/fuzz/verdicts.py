@@ -120,7 +120,7 @@ def judged(ran: Ran) -> Verdict:
     if ran.code == 0:
         return Verdict("ok")
     lines = [line for line in ran.err.split("\n") if line]
-    if ran.code == 2 and ("Usage:" in ran.err or "─ Error ─" in ran.err):
+    if ran.code == 2 and ("Usage:" in ran.err or "─ Error ─" in ran.err or "Usage:" in ran.out):  # out: help, unasked
         return Verdict("refused", "wrong usage")
     if ran.code not in (1, 2) or not lines:
         return Verdict("words", f"exit code {ran.code}, stderr {ran.err[:300]!r}")
