@@ -90,7 +90,7 @@ def check_metadata(header: Header, file: Path) -> None:
                 f"{file} says that tensor {shown(name)} has {rows} rows of {count} heads, which do not divide them; "
                 "download it again"
             )
-    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+    if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:  # 0: blocks without attention
         raise CheckpointError(
             f"{file} says that {heads} heads share {shared} heads of keys and values, which do not divide them; "
             "download it again"

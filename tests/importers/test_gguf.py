@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import gguf_files
 from compress.calib import prefix
 from compress.errors import CheckpointError, CompressError, UnsupportedModelError, shown
-from compress.importers import open_checkpoint
+from compress.importers import gguf, gguf_header, open_checkpoint
 from compress.model import fingerprint, gguf_names
 from compress.model.load import load_model, load_tokenizer
 from compress.model.skeleton import Skeleton
@@ -280,6 +280,14 @@ def test_heads_that_do_not_divide_the_rows_are_refused(heads: int, shared: int, 
     file = saved("llama", tmp_path, ("F16",), extra={"attention.head_count": heads, "attention.head_count_kv": shared})
     with pytest.raises(CheckpointError, match="which do not divide them"):
         source.resolve(str(file))
+
+
+@pytest.mark.parametrize("stated", [{"head_count": 0}, {"head_count": 0, "head_count_kv": 0}, {"head_count": 4}])
+def test_a_model_without_attention_has_no_heads_to_divide(stated: dict[str, int], tmp_path: Path) -> None:
+    entry = gguf_header.Entry("blk.0.ssm_in.weight", tmp_path, 0, (8, 4), 0, 128)
+    sizes = {f"mamba.attention.{key}": value for key, value in stated.items()}
+    header = gguf_header.Header({"general.architecture": "mamba", **sizes}, {entry.name: entry})
+    gguf.check_metadata(header, tmp_path)
 
 
 def test_a_tensor_that_cannot_be_turned_is_one_line(tmp_path: Path) -> None:
