@@ -22,7 +22,7 @@ COPIED = (
     *("*.tiktoken", "tekken.json", "bpe.codes", "dict.txt", "emoji.json", "normalizer.json", "entity_vocab.json"),
     *("target_vocab.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json"),
 )
-LEGAL = ("license*", "licence*", "notice*", "copying*")  # in capitals, too
+LEGAL = ("license*", "licence*", "model_license*", "use_policy*", "notice*", "copying*")  # in capitals, too
 CARD, REPORT = "README.md", "report.json"
 WRITTEN = (CONFIG, "*.safetensors", "*.safetensors.index.json", MANIFEST, RECIPE, REPORT, CARD)  # by a run
 WEIGHTS = (".safetensors", ".index.json", ".gguf", ".onnx", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -181,9 +180,9 @@ def is_packed(directory: Path) -> bool:
     """Tell whether a checkpoint of ours with packed weights lies here, as far as its configuration can be read."""
     try:
         with open_regular(directory / CONFIG) as stream:
-            config = json.loads(stream.read(CONFIG_NBYTES))
+            config = json_text.loads(stream.read(CONFIG_NBYTES))
         return bool(config["quantization_config"]["quant_method"] == METHOD)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 

@@ -14,9 +14,11 @@ from compress.storage import known_files
 
 SECRET = ("id_rsa", "token.txt", "secrets.env", "train.log", "private_eval.jsonl", "optimizer.npz", "deploy.sh")
 SECRET += ("modeling_own.py", "tokenization_own.py", "tokenizer_own.py", "vocab.pkl", "notes.md", ".env", "a.json")
+SECRET += ("vocab.npz", "tokenizer.ckpt")
 COPIED = ("LICENSE", "LICENSE.md", "License.txt", "NOTICE", "tokenizer.json", "vocab.txt", "merges.txt", "x.tiktoken")
 COPIED += ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 COPIED += ("chat_template.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
+COPIED += ("USE_POLICY.md", "MODEL_LICENSE")
 
 
 def names_of_transformers() -> Iterator[str]:
