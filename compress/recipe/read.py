@@ -155,8 +155,14 @@ def dump(recipe: Recipe) -> str:
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Return the sha256 (hex) of everything that decides numbers: all but the name and the description."""
+    """Return the sha256 (hex) of everything that decides numbers: all but the name and the description.
+
+    calibration.bos is left out where it is auto: what samples begin with is then the tokenizer's matter, and recipes
+    keep the fingerprint that they had before there was this key.
+    """
     content = {key: part for key, part in _plain(recipe).items() if key not in ("name", "description")}
+    if recipe.calibration.bos == "auto":
+        del content["calibration"]["bos"]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

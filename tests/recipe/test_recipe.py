@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from compress import plugins, recipe
 from compress.errors import RecipeError
@@ -176,6 +179,20 @@ def test_fingerprint_depends_on_everything_but_name_and_description(make: Make) 
     assert len(prints | {base}) == len(others) + 1
     assert recipe.fingerprint(swapped) != recipe.fingerprint(other)
     assert len(base) == 64
+
+
+def test_what_samples_begin_with_leaves_older_fingerprints_as_they_were(make: Make) -> None:
+    """A study that an older version began goes on: its cells are found by the fingerprints of their recipes."""
+    plain = make("quantize: {method: beta}")
+    content = {
+        key: part for key, part in yaml.safe_load(recipe.dump(plain)).items() if key not in ("name", "description")
+    }
+    assert content["calibration"].pop("bos") == "auto"
+    older = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    assert recipe.fingerprint(plain) == recipe.fingerprint(make("quantize: {method: beta}", "calibration.bos=auto"))
+    assert recipe.fingerprint(plain) == older
+    others = {recipe.fingerprint(make("quantize: {method: beta}", f"calibration.bos={x}")) for x in ("never", "always")}
+    assert len(others | {older}) == 3
 
 
 @pytest.fixture
