@@ -161,7 +161,8 @@ def _run(axes: Axes, shared: Settings, out: Path, how: tuple[int, float | None, 
         text_windows([directory], source, shared.window, shared.max_tokens, shared.bos)
     tasks.check(shared)
     study_folder = folders.StudyFolder(out)
-    identity = folders.identity(shared, fingerprint(open_checkpoint(directory)), begun.text)
+    begins_with = begun.text or begun.sentence  # without either, the study is that of a version that put nothing there
+    identity = folders.identity(shared, fingerprint(open_checkpoint(directory)), begins_with)
     study_folder.open(identity)
     asked = [study_folder.ask(cell, shared, identity) for cell in cells]
     if how[2]:

@@ -137,6 +137,15 @@ def test_studies_with_and_without_are_two(model: Path) -> None:
     assert dataclasses.replace(settings, bos="never").bos == "never"
 
 
+@pytest.mark.parametrize(("bos", "said"), [("auto", "<bos>"), ("never", NEVER)])
+def test_a_study_of_such_a_model_is_none_of_an_older_version(bos: str, said: str, model: Path, tmp_path: Path) -> None:
+    """Its cells were calibrated without, whatever is scored."""
+    words = ["study", str(model), "--recipes", "int8", "--text", str(HELD_OUT), "--window", "32", "--max-tokens", "64"]
+    assert cli(*words, "--out", str(tmp_path / "s"), "--bos", bos).code == 0
+    opened = json.loads(folder.StudyFolder(tmp_path / "s").run.read_text())["identity"]
+    assert opened["begins with"] == said
+
+
 def test_data_free_runs_say_nothing_of_windows(model: Path, tmp_path: Path) -> None:
     done = cli("plan", *command(model, RTN, tmp_path / "out")[1:], "--json")
     assert done.code == 0 and SAID not in done.out + done.err and json.loads(done.out)
