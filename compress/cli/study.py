@@ -24,6 +24,7 @@ from compress.cli.options import (
     note,
     size_given,
 )
+from compress.cli.signatures import ComputeDtype
 from compress.errors import RecipeError
 from compress.storage import paths
 
@@ -98,6 +99,7 @@ def study(
     task: Tasks = None,
     bos: Bos = "auto",
     dtype: Dtype = "float32",
+    quantize_dtype: ComputeDtype = None,
     device: Device = "auto",
     seed: Seed = 0,
     as_json: AsJson = False,
@@ -127,7 +129,7 @@ def study(
             _numbers(seq_len, "--seq-len"),
         )
         asked_tasks = tuple(_placed(each) for each in task or ())
-        rest = device_named(device), seed, limits[1], keep, speed, suite, asked_tasks, bos
+        rest = device_named(device), seed, limits[1], keep, speed, suite, asked_tasks, bos, quantize_dtype
         shared = Settings(_absolute(model), _sources(text), window, max_tokens, dtype, *rest)
         found = _run(axes, shared, out, (jobs, limits[0], retry))
         if as_json:

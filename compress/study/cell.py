@@ -44,7 +44,7 @@ def run(own: CellFolder) -> None:
     try:
         result = {"status": DONE, **measured(own)}
     except CompressError as error:
-        result = failure(str(error))
+        result = failure(str(error).replace("--dtype", "--quantize-dtype"))  # of a study; its --dtype is of scores
     except MemoryError:
         result = failure("out of memory")
     except Exception as error:  # noqa: BLE001  (a defect in one recipe is no end of the study)
@@ -122,6 +122,7 @@ def _quantized(own: CellFolder, settings: Settings, resolved: Recipe) -> dict[st
         calib=asked["calib"],
         max_memory=settings.max_memory,
         device=settings.device,
+        dtype=settings.quantize_dtype,
         seed=settings.seed,
         pack=resolved.packs,
     )

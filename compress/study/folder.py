@@ -227,8 +227,8 @@ ANSWERS = 2  # version of how tasks are asked; 2: through the cache of a cell th
 def identity(settings: Settings, model: str, begins_with: str = "") -> dict[str, Any]:
     """Return what all cells of a study share and what decides their figures; model: its fingerprint.
 
-    begins_with: what each scored window begins with, or that it does not. It, a suite and tasks stand in it only where
-    there are any: cells without them keep their names.
+    begins_with: what each scored window begins with, or that it does not. It, a suite, tasks and a type to quantize in
+    stand in it only where there are any: cells without them keep their names.
     """
     has_tasks = settings.suite is not None or bool(settings.tasks)
     parts = [each.partition("=") for each in settings.tasks]
@@ -236,6 +236,7 @@ def identity(settings: Settings, model: str, begins_with: str = "") -> dict[str,
         "answers": ANSWERS if has_tasks else None,
         "suite": settings.suite,
         "begins with": begins_with,
+        "quantize type": settings.quantize_dtype,
         "tasks": sorted(f"{name}{sign}{grid.hashed(file)}" for name, sign, file in parts),
     }
     return {

@@ -51,6 +51,7 @@ class Settings:
     suite: str | None = None  # whose tasks are asked: "quick" or "full"
     tasks: tuple[str, ...] = ()  # more tasks: NAME, or NAME=FILE for one that reads a file
     bos: Bos = "auto"  # what each scored window and each question begins with (calib/prefix.py)
+    quantize_dtype: str | None = None  # that models are quantized in, and load in; None: the checkpoint's own
 
 
 @dataclass(frozen=True)

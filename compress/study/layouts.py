@@ -17,7 +17,7 @@ ASKED: Any = {
         **{"model": LINES, "texts": [LINES], "dtype": TEXT, "device": TEXT, "keep": (bool,)},
         **dict.fromkeys(("window", "max_tokens", "seed"), INTEGER),
         **{"max_memory": Maybe(INTEGER), "speed": Maybe((bool,), True), "suite": Maybe(TEXT, True)},
-        "tasks": Maybe([LINES], True),
+        **{"tasks": Maybe([LINES], True), "quantize_dtype": Maybe(TEXT, True)},
     },
 }
 RUN: Any = {"identity": {"model": TEXT}}

@@ -11,7 +11,7 @@ import pytest
 
 from compress import api
 from compress import evaluate as evaluation
-from compress.errors import BudgetError
+from compress.errors import BudgetError, NumericalError
 from compress.study import cell, grid, summary
 from compress.study.folder import CellFolder, StudyFolder
 from compress.study.grid import Axes, Settings
@@ -55,6 +55,15 @@ def test_figures_are_those_of_the_checkpoint(
     assert "<svg" in (folder.folder / "study.html").read_text()
 
 
+def test_cells_are_quantized_in_the_type_that_is_given(
+    study: Callable[..., tuple[StudyFolder, dict[str, CellFolder]]],
+) -> None:
+    _, cells = study("int8", keep=True, quantize_dtype="bfloat16")
+    cell.run(cells["int8"])
+    assert (found := cells["int8"].result) and found["status"] == "done", found
+    assert json.loads((cells["int8"].checkpoint / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 @pytest.mark.slow
 def test_the_model_writes_its_text_once(study: Callable[..., tuple[StudyFolder, dict[str, CellFolder]]]) -> None:
     folder, cells = study("int4", "int3")
@@ -74,6 +83,7 @@ def test_the_model_writes_its_text_once(study: Callable[..., tuple[StudyFolder, 
         (MemoryError(), "out of memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory"),
         (ValueError("wrong\nshape"), "ValueError: wrong"),
+        (NumericalError("quantize with --dtype float32"), "quantize with --quantize-dtype float32"),
     ],
 )
 def test_an_error_is_the_result(

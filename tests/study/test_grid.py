@@ -86,6 +86,7 @@ def test_keys_of_cells_without_tasks_stay(tmp_path: Path) -> None:
     tasks = ("arithmetic", f"choices={questions}")
     known = key(tasks=tasks)
     assert len({key(), known, key(suite="quick"), key(suite="full"), key(tasks=tasks[:1])}) == 5
+    assert key(quantize_dtype=None) == key() != key(quantize_dtype="float32") != key(quantize_dtype="bfloat16")
     assert key(tasks=tasks[::-1]) == known
     questions.write_text("two")
     assert key(tasks=tasks) != known

@@ -74,3 +74,5 @@ def test_a_study_is_added_to(pico_dir: Callable[..., Path], tmp_path: Path) -> N
     assert [row["name"] for row in found["failed"]] == ["moe2.5bit"] and not found["pending"]
     other = runner.invoke(app, words(pico_dir("llama"), out, "--recipes", "int8", "--seed", "1"))
     assert other.exit_code == 1 and "holds a study with another seed" in other.output
+    other = runner.invoke(app, words(pico_dir("llama"), out, "--recipes", "int8", "--quantize-dtype", "bfloat16"))
+    assert other.exit_code == 1 and "holds a study with another quantize type" in other.output
