@@ -228,6 +228,9 @@ def main() -> None:
 
         model = load_model(Path(args.model).resolve(), Execution("float32", "cpu"))
         engine = Ours(model, load_tokenizer(Path(args.model).resolve()))
+    known = engine.names([])
+    if unknown := [name for name in args.only if name not in known]:
+        raise SystemExit(f"--only {unknown[0]!r} is no entry; there are {', '.join(known)}")
     for name, row in measured(model, args, engine).items():
         print(f"| {name} | {row['bytes_per_token']:.0f} | {row['kl']:.4f} | {row['needle_nll']:+.3f} |")
 

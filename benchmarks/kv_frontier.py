@@ -131,8 +131,10 @@ def planted(model: Any, tokenizer: Any, text: str, args: argparse.Namespace) -> 
         window, following = row[: -SCORED - PASSAGE].clone(), row[None, -SCORED:]
         at = int(SPREAD[index % len(SPREAD)] * len(window))
         window[at : at + PASSAGE] = passage
-        (context,) = cache_needles.contexts(window[None], encode, 1, longest, model.config)
-        yield context, following, passage
+        contexts = cache_needles.contexts(window[None], encode, 1, longest, model.config)
+        if not contexts:
+            raise SystemExit(f"a context of {args.context} tokens has no room for needles; give a longer --context")
+        yield contexts[0], following, passage
 
 
 def read_through(model: Any, cache: Any, context: Any, following: Tensor, passage: Tensor) -> tuple[Tensor, Any, Any]:
