@@ -17,6 +17,14 @@ def max_positions(config: transformers.PretrainedConfig) -> int | None:
     return next((value for value in found if isinstance(value, int) and value > 0), None)
 
 
+def beyond(config: transformers.PretrainedConfig, context: int) -> str | None:
+    """Return a line for a context that is longer than what a model is made for, None for any other."""
+    longest = max_positions(config.get_text_config())
+    if longest is None or context <= longest:
+        return None
+    return f"a context of {context:,} tokens is longer than the {longest:,} positions that the model is made for"
+
+
 def most_tokens(model: transformers.PreTrainedModel) -> int | None:
     """Return the tokens that a model reads at most, if that is known; the model may be on the meta device.
 

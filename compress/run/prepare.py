@@ -71,6 +71,9 @@ def prepare_all(
             skeleton.edits = plugins.load("transform", step.method).apply(skeleton, step.config, job.seed)
     if job.recipe.kv_cache is not None:
         kv_cache.check(skeleton.config, job.recipe.kv_cache)
+    context = job.recipe.allocate.context if job.recipe.allocate is not None else None
+    if context is not None and (remark := positions.beyond(skeleton.config, context)):
+        note(remark)
     plans = [plan.make(recipe, skeleton, job.pack) for recipe in recipes]
     options = plan.table_options(job.recipe, skeleton, tables)
     if job.pack:

@@ -28,9 +28,9 @@ from compress import recipe
 from compress.errors import CompressError, RecipeError
 from compress.importers import open_checkpoint
 from compress.kv.settings import cache_settings
-from compress.model import fingerprint
+from compress.model import fingerprint, positions
 from compress.model.cache_pass import cached_layers
-from compress.progress import Progress, silent
+from compress.progress import Progress, note, silent
 from compress.recipe import Recipe
 from compress.run import cache_bytes, kv_cache, prepare, source
 from compress.run.job import Job, Prepared
@@ -182,6 +182,8 @@ def _caches(asked: Asked, study: Known, prepared: Prepared) -> dict[str | None, 
     if asked.context is None:
         return {None: (0, None)}
     skeleton = prepared.skeleton
+    if remark := positions.beyond(skeleton.config, asked.context):
+        note(remark)
     heads = cached_layers(skeleton.config).by_layer.values()
     a_token = sum(math.prod(shape) for each in heads for shape in (each.keys, each.values)) * skeleton.dtype.itemsize
     exact = a_token * asked.context

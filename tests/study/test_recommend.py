@@ -186,3 +186,14 @@ def test_the_command_line_says_what_fits(pico_dir: Callable[..., Path], tmp_path
     else:
         assert done.exit_code == 0 and "best quality: int8" in done.stdout
         assert "compress quantize" in done.stdout and "of cache at 64 tokens" in done.stdout
+
+
+def test_a_context_beyond_the_models_positions_is_said(
+    pico_dir: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = losses.read(study(tmp_path / "s.json", *CELLS))
+    job = Job(str(pico_dir("llama")), recipe.load("int8"), tmp_path / "out", calib=str(TEXT))
+    said = "a context of 257 tokens is longer than the 256 positions that the model is made for"
+    for context, times in ((256, 0), (257, 1)):
+        recommend.choices(Asked(job, 1 << 30, context), known)
+        assert [record.message for record in caplog.records].count(said) == times
