@@ -15,11 +15,13 @@ from typing import Any
 os.environ.update(ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2", MKL_ENABLE_INSTRUCTIONS="AVX2")
 
 import pytest
+import torch
 from llvmlite import binding
 
 MISSING = ("avx512", "avx10", "amx", "avxvnni", "avxneconvert", "avxifma", "vaes", "vpclmulqdq", "gfni")
 ACROSS_PROCESSES = "test_another_process_loads_it"
 _host_features = binding.get_host_cpu_features
+_host_capabilities = torch.cpu.get_capabilities
 
 
 def _lesser_features() -> Any:
@@ -28,7 +30,15 @@ def _lesser_features() -> Any:
     return found
 
 
+def _lesser_capabilities() -> Any:
+    return {
+        name: False if name.replace("_", "").startswith(MISSING) else value
+        for name, value in _host_capabilities().items()
+    }
+
+
 setattr(binding, _host_features.__name__, _lesser_features)
+setattr(torch.cpu, _host_capabilities.__name__, _lesser_capabilities)
 setattr(binding, binding.get_host_cpu_name.__name__, lambda: "haswell")
 
 
