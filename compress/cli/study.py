@@ -113,8 +113,7 @@ def study(
         check_device(device)
         sources = [source for source in calib or () if source != "self"]
         check_paths(model, *text, *sources)
-        if (local := paths.local_model(model)) is not None:
-            paths.check_apart(out, local)
+        paths.check_apart(out, paths.local_model(model))
         paths.check_writable(out, "--out")
         limits = _seconds(cell_time), size_given(max_memory)
         from compress.study import grid
