@@ -26,6 +26,7 @@ from compress.evaluate.task_scores import TaskScore
 from compress.model import load
 from compress.model.positions import max_positions
 from compress.progress import Progress
+from compress.recipe.schema import Bos
 from compress.storage.files import read_text
 
 WAY = "lm-eval"
@@ -92,6 +93,14 @@ def _name(path: Path) -> str:
     return str(found["task"])
 
 
+def adds_bos(tokenizer: Any, bos: Bos) -> bool:
+    """Return whether lm-eval lets the tokenizer begin a text; CalibrationError for tokens that it does not put there."""
+    begun = prefix.of_tokenizer(tokenizer, bos).tokens
+    if begun and not prefix.of_tokenizer(tokenizer).tokens:
+        raise CalibrationError("lm-eval puts before a text only what its tokenizer does by itself; leave --bos at auto")
+    return bool(begun)
+
+
 def _samples(
     directory: Path, names: Sequence[str], manager: Any, execution: Execution, limit: int | None
 ) -> dict[str, list[Mapping[str, Any]]]:
@@ -106,7 +115,7 @@ def _samples(
     lm = HFLM(
         pretrained=model,
         tokenizer=tokenizer,
-        add_bos_token=bool(prefix.of_tokenizer(tokenizer, execution.bos).tokens),
+        add_bos_token=adds_bos(tokenizer, execution.bos),
         backend="causal",
         batch_size=execution.batch or 1,
         max_length=positions,

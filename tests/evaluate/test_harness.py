@@ -15,6 +15,7 @@ import pytest
 from compress.errors import CalibrationError, MissingPackageError, RecipeError
 from compress.evaluate import harness
 from compress.evaluate.scores import Execution
+from pico import beginning, pico_tokenizer
 
 
 def sample(number: int, **values: Any) -> dict[str, Any]:
@@ -41,6 +42,15 @@ def test_figures_that_are_not_right_or_wrong_are_refused() -> None:
         harness.outcomes("t", [sample(0, metrics=["word_perplexity"], word_perplexity=(-3.0, 5))])
     with pytest.raises(CalibrationError, match="gave no documents"):
         harness.outcomes("t", [])
+
+
+def test_what_stands_before_a_text_is_what_the_tokenizer_puts_there() -> None:
+    plain, begun = pico_tokenizer(), beginning(pico_tokenizer(), "<bos>")
+    assert [harness.adds_bos(begun, bos) for bos in ("auto", "never", "always")] == [True, False, True]
+    assert not harness.adds_bos(plain, "auto") and not harness.adds_bos(plain, "never")
+    plain.add_special_tokens({"bos_token": "<bos>"})
+    with pytest.raises(CalibrationError, match="leave --bos at auto"):
+        harness.adds_bos(plain, "always")
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
