@@ -13,7 +13,9 @@ from typing import Any
 from compress.allocate.variants import FIXED
 from compress.calib.data import Calibration
 from compress.errors import RecipeError, shown
+from compress.model import positions
 from compress.model.skeleton import Skeleton
+from compress.progress import note
 from compress.recipe import fingerprint
 from compress.recipe.schema import KEEP, Allocation, Recipe, Rule, option_names
 from compress.run import plan, prepare, source
@@ -77,6 +79,8 @@ def options(asked: Job) -> Options:
     ]
     plain = dataclasses.replace(asked, recipe=recipes[0])
     prepared, plans = prepare.prepare_all(plain, recipes, every=True, tables=allocation.tables)
+    if allocation.context is not None and (remark := positions.beyond(prepared.skeleton.config, allocation.context)):
+        note(remark)
     tables = plan.table_options(plain.recipe, prepared.skeleton, allocation.tables)
     levels: dict[str, PlannedOptions] = {}
     for number, planned in zip(quantizing, plans, strict=True):

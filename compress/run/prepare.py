@@ -71,7 +71,6 @@ def prepare_all(
             skeleton.edits = plugins.load("transform", step.method).apply(skeleton, step.config, job.seed)
     if job.recipe.kv_cache is not None:
         kv_cache.check(skeleton.config, job.recipe.kv_cache)
-    _note_context(job.recipe, skeleton)
     plans = [plan.make(recipe, skeleton, job.pack) for recipe in recipes]
     options = plan.table_options(job.recipe, skeleton, tables)
     if job.pack:
@@ -122,13 +121,6 @@ def _look_around(checkpoint: Checkpoint) -> None:
     """Check the files beside the weights, and note what is left out of them. Raises CheckpointError."""
     remote_code.check_tokenizer(checkpoint.directory)
     for remark in companions.notes(checkpoint):
-        note(remark)
-
-
-def _note_context(recipe: Recipe, skeleton: Skeleton) -> None:
-    """Note a context of an allocation that is longer than what the model is made for."""
-    context = recipe.allocate.context if recipe.allocate is not None else None
-    if context is not None and (remark := positions.beyond(skeleton.config, context)):
         note(remark)
 
 
