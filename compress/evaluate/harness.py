@@ -94,7 +94,7 @@ def _name(path: Path) -> str:
 
 
 def adds_bos(tokenizer: Any, bos: Bos) -> bool:
-    """Return whether lm-eval lets the tokenizer begin a text; CalibrationError for tokens that it does not put there."""
+    """Return whether lm-eval lets the tokenizer begin a text; CalibrationError for tokens that it does not put."""
     begun = prefix.of_tokenizer(tokenizer, bos).tokens
     if begun and not prefix.of_tokenizer(tokenizer).tokens:
         raise CalibrationError("lm-eval puts before a text only what its tokenizer does by itself; leave --bos at auto")
