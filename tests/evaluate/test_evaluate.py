@@ -287,7 +287,8 @@ def test_logits_that_are_not_finite(value: float, base: Path, text: Path, tmp_pa
 
 def test_unusable_lengths_and_texts(base: Path, text: Path, tmp_path: Path) -> None:
     for seq_len in (1, 257):
-        fails(CalibrationError, f"windows of {seq_len} tokens cannot be scored; 2 to 256 can", base, text, seq_len=seq_len)
+        expected = f"windows of {seq_len} tokens cannot be scored; 2 to 256 can"
+        fails(CalibrationError, expected, base, text, seq_len=seq_len)
     fails(CalibrationError, "99 tokens are less than one window of 100", base, text, seq_len=100, max_tokens=99)
     short = tmp_path / "short.txt"
     short.write_text("x" * 9)
