@@ -22,7 +22,7 @@ from compress.errors import CheckpointError, first_line
 from compress.importers import gguf, gguf_header, lora
 from compress.progress import note
 from compress.run.job import Job
-from compress.storage import paths
+from compress.storage import known_files, paths
 from compress.storage.checkpoint import read_json, write_text
 
 
@@ -123,7 +123,8 @@ def _fetched(model: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md"]
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", known_files.CARD, *known_files.COPIED]
+    patterns += [pattern.upper() for pattern in known_files.LEGAL]
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -7,7 +7,9 @@ import os
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from compress.run import source
 from compress.storage import known_files
@@ -99,3 +101,18 @@ def test_a_pipe_beside_a_model_is_refused(name: str, model: Path, tmp_path: Path
     for words in (command(model, RTN, tmp_path / "out"), ["eval", str(model), "--text", str(model / "LICENSE")]):
         result = cli(*words)
         assert result.code == 1 and f"{name} is no file but a pipe, a socket or a device; remove it" in one_line(result)
+
+
+def test_what_goes_along_is_fetched_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = ["LICENSE", "NOTICE", "MODEL_LICENSE", "USE_POLICY.md", "x.tiktoken", "vocab.bpe", "spiece.model"]
+    needed += ["model.safetensors", "config.json"]
+    fetched: list[str] = []
+
+    def snapshot_download(model: str, allow_patterns: list[str]) -> str:
+        others = ["id_rsa", "modeling_own.py", "pytorch_model.bin", "train.log"]
+        fetched.extend(filter_repo_objects([*needed, *others], allow_patterns=allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert source.resolve("owner/name") == tmp_path
+    assert fetched == needed
