@@ -1,6 +1,8 @@
 """Find weight methods, transforms, allocators, formats, cache codecs and tasks by file names; there is no registry.
 
-A plugin is one file `compress/<package of its kind>/<name>.py` that defines the names which `KINDS` lists for its kind:
+A plugin is one file `compress/<package of its kind>/<name>.py` that defines the names which `KINDS` lists for its kind.
+Published methods that are not on the frontier lie in `compress/papers/<folder of their kind>/`. They are found in the
+same way, behind the others.
 
     quant      Config, quantize(weight, stats, config, seed), FORMAT it writes, NEEDS (statistics), INCOHERENCE (its
                default), plan_params(config, shape), workspace(config, shape) in bytes: docs/adding_a_method.md
@@ -74,6 +76,10 @@ _FOLDERS = {
     "task": "evaluate.tasks",
 }
 PACKAGES = {kind: _FOLDERS.get(kind, kind) for kind in KINDS}
+_PAPER_FOLDERS = {"kv": "codecs", "read": "sparse", "task": "tasks"}
+PAPERS = {  # importers and exports follow formats, not papers
+    kind: f"papers.{_PAPER_FOLDERS.get(kind, kind)}" for kind in KINDS if kind not in ("importers", "export")
+}
 
 LARGEST = 1 << 53  # of an integer in settings: no number of anything is larger, and a float holds it exactly
 MISMATCH = object()  # "this value is not of that type"; None is a value
@@ -82,8 +88,20 @@ _checked: dict[tuple[str, str], ModuleType] = {}  # (kind, name) -> what `load` 
 
 
 def names(kind: str) -> list[str]:
-    """Return the plugins of a kind, sorted."""
-    return sorted(name for name, path in _files(kind).items() if _is_plugin(kind, parse(path)))
+    """Return the plugins of a kind, sorted, those of papers behind the others."""
+    core = _files_of(PACKAGES[kind])
+    papers = {name: path for name, path in _files(kind).items() if name not in core}
+    return [name for files in (core, papers) for name in sorted(files) if _is_plugin(kind, parse(files[name]))]
+
+
+def is_paper(kind: str, name: str) -> bool:
+    """Return whether a plugin lies in compress/papers, which holds what is not on the frontier."""
+    return name not in _files_of(PACKAGES[kind]) and kind in PAPERS and name in _files_of(PAPERS[kind])
+
+
+def module_name(kind: str, name: str) -> str:
+    """Return the full name of the module that a plugin is."""
+    return f"compress.{(PAPERS if is_paper(kind, name) else PACKAGES)[kind]}.{name}"
 
 
 def describe(kind: str, name: str) -> str:
@@ -96,12 +114,11 @@ def load(kind: str, name: str) -> ModuleType:
 
     A module that has been checked is looked up from then on, as long as it stays the imported one.
     """
-    full = f"compress.{PACKAGES[kind]}.{name}"
     known = _checked.get((kind, name))
-    if known is not None and sys.modules.get(full) is known:
+    if known is not None and sys.modules.get(known.__name__) is known:
         return known
     _find(kind, name)
-    module = importlib.import_module(full)
+    module = importlib.import_module(module_name(kind, name))
     if missing := [attribute for attribute in KINDS[kind] if not hasattr(module, attribute)]:
         raise TypeError(f"{module.__file__} does not define {', '.join(missing)}, which every {kind} plugin must")
     _checked[kind, name] = module
@@ -218,7 +235,13 @@ def _find(kind: str, name: str) -> ast.Module:
 
 def _files(kind: str) -> dict[str, Path]:
     """Return the files that may be plugins of a kind, by name."""
-    spec = importlib.util.find_spec(f"compress.{PACKAGES[kind]}")  # imports the packages above it only
+    papers = _files_of(PAPERS[kind]) if kind in PAPERS else {}
+    return papers | _files_of(PACKAGES[kind])
+
+
+def _files_of(package: str) -> dict[str, Path]:
+    """Return the files of a package of compress, by name."""
+    spec = importlib.util.find_spec(f"compress.{package}")  # imports the packages above it only
     folders = spec.submodule_search_locations if spec else None
     return {path.stem: path for folder in folders or () for path in Path(folder).glob("[!_]*.py")}
 

@@ -28,6 +28,7 @@ ORDER = [
     *("model", "recipe", "calib", "lowrank", "quant", "tune", "transform"),  # what makes one
     *("run", "evaluate", "allocate", "export", "api", "study", "cli"),  # who uses all this
     *("recipes", "autoload", "__init__", "__main__"),
+    "papers",  # found by their files' names; nothing imports them
 ]
 
 # Packages with plugins -> what these may import of ours beside what their package shares; never another plugin.
@@ -110,8 +111,10 @@ def upward(name: str, imported: set[str]) -> set[str]:
 
 def plugin_of(name: str) -> str | None:
     """The kind of the plugin that a module is."""
-    for kind, folder in plugins.PACKAGES.items():
-        if name.rpartition(".")[0] == f"compress.{folder}" and name.rpartition(".")[2] in plugins.names(kind):
+    folder, _, file = name.rpartition(".")
+    for kind in plugins.KINDS:
+        folders = {plugins.PACKAGES[kind], plugins.PAPERS.get(kind)}
+        if folder.removeprefix("compress.") in folders and file in plugins.names(kind):
             return kind
     return None
 
@@ -121,8 +124,8 @@ def beyond(name: str, imported: set[str]) -> set[str]:
     kind = plugin_of(name)
     if kind not in PLUGINS:
         return set()
-    folder = f"compress.{plugins.PACKAGES[kind]}"
-    shared = {m for m in imported if is_under(m, folder) and plugin_of(m) != kind}
+    folders = [f"compress.{folder}" for folder in (plugins.PACKAGES[kind], plugins.PAPERS.get(kind)) if folder]
+    shared = {m for m in imported if any(is_under(m, folder) for folder in folders) and plugin_of(m) != kind}
     return {m for m in ours(imported) - shared if not any(is_under(m, allowed) for allowed in PLUGINS[kind])}
 
 

@@ -89,7 +89,7 @@ def settings(full: str) -> list[Setting]:
     kind, _, name = full.partition("/")
     if kind == RECIPE:
         return _settings(_class(*SECTIONS[name]))
-    return _settings(_class(f"compress.{plugins.PACKAGES[kind]}.{name}", plugins.KINDS[kind][0]))
+    return _settings(_class(plugins.module_name(kind, name), plugins.KINDS[kind][0]))
 
 
 def _settings(cls: _Class) -> list[Setting]:
