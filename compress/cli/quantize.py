@@ -157,7 +157,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
         "whole": whole(layers),
         "predicted_peak": prepared.arrangement.peak_nbytes,
         "predicted_seconds": round(predicted, 1),
-        "kept": layers.kept,
+        "kept": layers.kept_reasons,
         "base": base or None,
     }
     cache = (job.allocation or {}).get("cache")
@@ -174,13 +174,13 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     print(f"predicted peak memory {peak}, time {duration(predicted)}")
     if base:
         print(f"base: {base}")
-    for line in prepared.says:
+    for line in prepared.messages:
         print(line)
     if nbytes is not None:
         print(tables.cache_bytes_line(nbytes))
     if cache is not None:
         print(tables.cache_line(cache))
-    for name, reason in list(layers.kept.items())[:10]:
+    for name, reason in list(layers.kept_reasons.items())[:10]:
         print(f"kept as it is: {name} ({reason})")
 
 

@@ -151,7 +151,7 @@ def plan_line(prepared: Prepared) -> str:
         f"{_source(prepared.skeleton.checkpoint.nbytes, prepared.skeleton.checkpoint.base)}; predicted peak memory "
         f"{size(arrangement.peak_nbytes)}"
     )
-    line = "; ".join((line, *prepared.says))
+    line = "; ".join((line, *prepared.messages))
     if prepared.samples:
         where = "on disk" if arrangement.spill else "in memory"
         line += f"; {prepared.samples} samples of {prepared.seq_len} tokens, {arrangement.batch} at a time, "

@@ -52,7 +52,7 @@ def check_planned(skeleton: Skeleton, plan: Plan) -> None:
     layers = [layer for layer in plan.packed if not layer.spec.is_expert]
     packed = hf.build_config({layer.spec.name: layer.stored for layer in layers}).to_dict()
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
-    tables = {f"{name}.{LIKE}": torch.empty(0, dtype=skeleton.dtype, device="meta") for name in plan.looked_up}
+    tables = {f"{name}.{LIKE}": torch.empty(0, dtype=skeleton.dtype, device="meta") for name in plan.embedding_tables}
     tensors = tables | {
         f"{layer.spec.name}.{key}": torch.empty(shape, dtype=dtype, device="meta")
         for layer in layers
@@ -63,7 +63,7 @@ def check_planned(skeleton: Skeleton, plan: Plan) -> None:
             if stored.name not in replaced:
                 tensors[stored.name] = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
     causal = type(skeleton.model)
-    of_model, whole = skeleton.tied_configs if plan.is_rejoined else (skeleton.model.config, skeleton.config)
+    of_model, whole = skeleton.tied_configs if plan.tables_are_shared else (skeleton.model.config, skeleton.config)
     for kind in (causal, *_named_classes(whole, causal)):
         config = copy.deepcopy(of_model if kind is causal else whole)
         config.quantization_config = packed

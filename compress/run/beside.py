@@ -29,9 +29,9 @@ def write(output: Output, run: RunState, progress: Progress) -> None:
     """Quantize what the plan has beside the text model, write its shards, and add to the run what has become of it."""
     skeleton, plan = run.prepared.skeleton, run.prepared.plan
     tensors, nbytes, shards = dict[str, torch.Tensor](), 0, 0
-    for number, layer in enumerate(plan.beside):
+    for number, layer in enumerate(plan.tower_layers):
         name, started = layer.spec.name, time.monotonic()
-        progress(f"quantizing {name}", number, len(plan.beside))
+        progress(f"quantizing {name}", number, len(plan.tower_layers))
         weight = skeleton.load_beside(name, torch.device(run.job.device)).get_parameter("weight").detach()
         if not torch.isfinite(weight).all():
             raise NumericalError(f"the weight of {name} has NaN or infinite values; repair the checkpoint")
@@ -44,7 +44,7 @@ def write(output: Output, run: RunState, progress: Progress) -> None:
         nbytes += layer.nbytes
         skeleton.free()
         process_memory.check(run.job.max_memory)
-        if nbytes >= memory_plan.BESIDE_NBYTES or layer is plan.beside[-1]:
+        if nbytes >= memory_plan.BESIDE_NBYTES or layer is plan.tower_layers[-1]:
             shard = SHARD.format(shards)
             run.hashes[shard] = write_shard(output.model / shard, tensors)
             tensors, nbytes, shards = {}, 0, shards + 1

@@ -32,7 +32,7 @@ def added(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_linear: PlanLinea
         return plan
     specs, refused = beside.linears(skeleton)
     _check_patterns(recipe, [name for name in (*(s.name for s in specs), *refused) if beside.is_tower(skeleton, name)])
-    layers, kept = list[LayerPlan](), dict(plan.kept)
+    layers, kept = list[LayerPlan](), dict(plan.kept_reasons)
     for spec in specs if plan.layers else ():
         is_tower = beside.is_tower(skeleton, spec.name)
         scheme = recipe.tower_scheme(spec.name) if is_tower else recipe.scheme_for(spec.name)
@@ -51,7 +51,7 @@ def added(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_linear: PlanLinea
     kept |= {name: why for name, why in refused.items() if not beside.is_tower(skeleton, name)}
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
     stored = {name: nbytes for name, nbytes in plan.kept_nbytes.items() if name not in replaced}
-    return dataclasses.replace(plan, beside=tuple(layers), kept=kept, kept_nbytes=stored)
+    return dataclasses.replace(plan, tower_layers=tuple(layers), kept_reasons=kept, kept_nbytes=stored)
 
 
 def _needs_tokens(layer: LayerPlan) -> bool:

@@ -135,7 +135,7 @@ class BlockLoop:
         plan, batch, limit = self.prepared.plan, self.prepared.arrangement.batch, self.job.max_memory
         bench = EditContext(self.device, self.stream.tokens, plan, batch, self.folder, limit, self.meter.say)
         with self.stream.ranks.main_first():  # which keeps what it has searched for in a file
-            return [*plan.says, *edits.choose(bench)]
+            return [*plan.messages, *edits.choose(bench)]
 
     def _gradients(self) -> None:
         """Take the loss's gradients by a forward and a backward pass of the whole model, if a linear needs them."""

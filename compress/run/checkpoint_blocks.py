@@ -47,7 +47,7 @@ class CheckpointBlocks:
         if notes:
             self.run.notes["transform"] = notes
         self.probe = verify.Probe(self.skeleton, self.device)
-        self.run.start = self.probe.start() if self.run.prepared.plan.looked_up else None
+        self.run.start = self.probe.start() if self.run.prepared.plan.embedding_tables else None
 
     def begin(self, index: int, block: nn.Module) -> None:
         """Measure what pruning the experts of a block would do, its weights being the original ones."""

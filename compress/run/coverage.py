@@ -29,13 +29,13 @@ NO_LINEAR = "not a linear layer"
 def completed(plan: Plan, skeleton: Skeleton, matrices: Mapping[str, int]) -> Plan:
     """Return the plan with a reason for everything that counts and is not packed."""
     names = {layer.spec.name for layer in plan.layers}
-    kept = dict(plan.kept)
+    kept = dict(plan.kept_reasons)
     experts = {name.rsplit(".", 2)[0] for name in (*names, *kept)}  # whose linears are listed one by one
     for name in matrices:
         if name not in names | experts | kept.keys():
             is_inside = name.startswith(f"{skeleton.blocks_name}.")
             kept[name] = NO_LINEAR if is_inside else OUTSIDE
-    return dataclasses.replace(plan, kept=kept)
+    return dataclasses.replace(plan, kept_reasons=kept)
 
 
 def check(plan: Plan, where: Path, matrices: Mapping[str, int], ignored: tuple[str, ...] = ()) -> None:
@@ -48,13 +48,13 @@ def check(plan: Plan, where: Path, matrices: Mapping[str, int], ignored: tuple[s
     left: dict[str, tuple[int, str]] = {}
     covered = packed + plan.chosen_numel
     for name, numel in matrices.items():
-        if name not in plan.kept or plan.kept[name] == plan.CHOSEN:
+        if name not in plan.kept_reasons or plan.kept_reasons[name] == plan.CHOSEN:
             continue
         if any(fnmatchcase(name, pattern) for pattern in ignored):
             covered += numel
             continue
         part = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-        left[part] = left.get(part, (0, ""))[0] + numel, plan.kept[name]
+        left[part] = left.get(part, (0, ""))[0] + numel, plan.kept_reasons[name]
     total = sum(matrices.values())
     if covered >= LEAST * total:
         return

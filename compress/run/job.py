@@ -69,11 +69,11 @@ class Prepared:
     prefix: Prefix = prefix.NONE  # what each sample begins with
 
     @property
-    def says(self) -> tuple[str, ...]:
+    def messages(self) -> tuple[str, ...]:
         """What is to be known of the plan, and of a transform of the whole model, before anything is done."""
         edits = self.skeleton.edits
         begun = (self.prefix.sentence,) if self.prefix.sentence else ()
-        return (*self.plan.says, *(edits.says if edits is not None else ()), *begun)
+        return (*self.plan.messages, *(edits.says if edits is not None else ()), *begun)
 
 
 @dataclass

@@ -177,7 +177,7 @@ class _MemoryModel:
 
     def __init__(self, plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, extras: Extras) -> None:
         paired = extras.paired
-        compiler = activation_sizes.compiler_nbytes((*plan.layers, *plan.tables, *plan.beside))
+        compiler = activation_sizes.compiler_nbytes((*plan.layers, *plan.tables, *plan.tower_layers))
         self.base = process_memory.resident() + compiler
         self.samples, self.seq_len = samples, seq_len
         self.by_block: list[list[LayerPlan]] = [[] for _ in skeleton.blocks]
@@ -282,13 +282,13 @@ class _MemoryModel:
 
     def _beside(self, plan: Plan) -> int:
         """Return the bytes of quantizing what is beside the text model: a linear, and what waits to be written."""
-        if not plan.beside:
+        if not plan.tower_layers:
             return 0
-        weights = max(layer.spec.numel for layer in plan.beside) * self.item
-        packed = max(layer.nbytes for layer in plan.beside)
-        waiting = min(sum(layer.nbytes for layer in plan.beside), BESIDE_NBYTES + packed)
-        hessians = max(statistics(plan.beside).values(), default=0)
-        return weights + self.converted + hessians + linear_sizes.workspace(plan.beside, False) + waiting
+        weights = max(layer.spec.numel for layer in plan.tower_layers) * self.item
+        packed = max(layer.nbytes for layer in plan.tower_layers)
+        waiting = min(sum(layer.nbytes for layer in plan.tower_layers), BESIDE_NBYTES + packed)
+        hessians = max(statistics(plan.tower_layers).values(), default=0)
+        return weights + self.converted + hessians + linear_sizes.workspace(plan.tower_layers, False) + waiting
 
     def block_peak(self, index: int, batch: int, statistics_nbytes: int) -> int:
         """Return the peak of one block beside the program and the stream."""

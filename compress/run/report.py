@@ -225,7 +225,7 @@ def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any
         "notes": run.notes,
         "products": products(run.layers, job.device),
         **({"experts": expert_pruning.rows(run.experts, run.prunings, run.layers)} if run.experts else {}),
-        "kept": prepared.plan.kept,
+        "kept": prepared.plan.kept_reasons,
         "layers": [to_dict(row) for row in run.layers],
         "self_check": self_check,
     }

@@ -127,7 +127,7 @@ def write_rest(
     contents = _rest(prepared, device)
     for name, weight in packed.items():
         contents.update({f"{name}.{key}": tensor.cpu() for key, tensor in weight.tensors.items()})
-    likes = {f"{name}.{LIKE}": torch.empty(0, dtype=prepared.skeleton.dtype) for name in prepared.plan.looked_up}
+    likes = {f"{name}.{LIKE}": torch.empty(0, dtype=prepared.skeleton.dtype) for name in prepared.plan.embedding_tables}
     contents.update(likes)
     if not contents:
         return {}

@@ -46,20 +46,21 @@ def added(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_weight: PlanWeigh
     head = skeleton.model.get_output_embeddings() if skeleton.is_untied else None
     written, twice = skeleton.numel(), 0 if head is None else head.weight.numel()
     plan = dataclasses.replace(plan, written_numel=written, numel=written - twice, unused=skeleton.unused())
-    plan = dataclasses.replace(plan, says=(*plan.says, *_unused(plan)))
+    plan = dataclasses.replace(plan, messages=(*plan.messages, *_unused(plan)))
     is_asked = plan.layers and (recipe.embeddings is not None or recipe.head is not None)
     found = _found(recipe, skeleton) if is_asked else []
     if head is not None:
         one = _rejoined(recipe, skeleton, found, plan_weight) if plan.layers else PLAIN
         if not isinstance(one, str):
-            return _with(dataclasses.replace(plan, is_rejoined=True, written_numel=plan.numel), *one)
-        plan = dataclasses.replace(plan, says=(*plan.says, _untied(one, head.weight.numel() * skeleton.dtype.itemsize)))
+            return _with(dataclasses.replace(plan, tables_are_shared=True, written_numel=plan.numel), *one)
+        line = _untied(one, head.weight.numel() * skeleton.dtype.itemsize)
+        plan = dataclasses.replace(plan, messages=(*plan.messages, line))
     for table in found:
         scheme = _scheme(recipe, table)
         if scheme is None:
             continue
         if table.refused is not None:
-            plan.kept[table.spec.name] = table.refused
+            plan.kept_reasons[table.spec.name] = table.refused
             continue
         layer = plan_weight(table.spec, scheme)
         if (unfit := _unfit(table, layer)) is not None:
@@ -96,7 +97,9 @@ def smallest(plan: Plan, tables: Sequence[TableOptions]) -> Plan:
     """Return a plan with every table at its smallest option, to find out whether transformers loads packed tables."""
     layers = [min(table.layers.values(), key=lambda layer: layer.nbytes) for table in tables if table.layers]
     looked_up = [table.spec.name for table in tables if table.layers and "embeddings" in table.roles]
-    return dataclasses.replace(plan, tables=(*plan.tables, *layers), looked_up=(*plan.looked_up, *looked_up))
+    return dataclasses.replace(
+        plan, tables=(*plan.tables, *layers), embedding_tables=(*plan.embedding_tables, *looked_up)
+    )
 
 
 def _found(recipe: Recipe, skeleton: Skeleton) -> list[Table]:
@@ -119,7 +122,7 @@ def _with(plan: Plan, table: Table, layer: LayerPlan) -> Plan:
     return dataclasses.replace(
         plan,
         tables=(*plan.tables, layer),
-        looked_up=(*plan.looked_up, *([table.spec.name] if "embeddings" in table.roles else [])),
+        embedding_tables=(*plan.embedding_tables, *([table.spec.name] if "embeddings" in table.roles else [])),
         kept_nbytes={name: nbytes for name, nbytes in plan.kept_nbytes.items() if name not in copies},
     )
 

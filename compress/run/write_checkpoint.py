@@ -41,7 +41,7 @@ def finish(output: Output, run: RunState, started: float, progress: Progress) ->
     # a stated dtype: transformers would else take that of the first floating tensor, perhaps a scale
     dtype = skeleton.checkpoint.config.get("dtype") or str(skeleton.dtype).removeprefix("torch.")
     config = _reshaped(remote_code.without(skeleton.checkpoint.config), skeleton.reshaped)
-    is_untied = skeleton.is_untied and not run.prepared.plan.is_rejoined
+    is_untied = skeleton.is_untied and not run.prepared.plan.tables_are_shared
     config = {**(_untied(config) if is_untied else config), "dtype": dtype}
     quantization = hf.build_config({row.name: row.stored for row in run.layers}, run.prunings).to_dict()
     if run.layers:

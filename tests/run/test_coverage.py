@@ -29,7 +29,7 @@ def without(whole: Plan, part: str, reason: str) -> Plan:
     """The plan, were these linears none that can be packed."""
     layers = tuple(layer for layer in whole.layers if part not in layer.spec.name)
     kept = {layer.spec.name: reason for layer in whole.layers if part in layer.spec.name}
-    return replace(whole, layers=layers, kept={**whole.kept, **kept})
+    return replace(whole, layers=layers, kept_reasons={**whole.kept_reasons, **kept})
 
 
 def test_what_is_left_out_is_named_with_its_reason(pico_dir: Callable[..., Path]) -> None:
@@ -53,7 +53,7 @@ def test_what_the_recipe_leaves_out_counts_as_packed(pico_dir: Callable[..., Pat
 def test_embeddings_heads_and_narrow_routers_do_not_count(pico_dir: Callable[..., Path]) -> None:
     for name in ("llama", "llama_tied", "gpt_neox", "opt", "mixtral"):
         whole, _ = planned(pico_dir(name))
-        assert all("narrower" in reason for reason in whole.kept.values()), whole.kept
+        assert all("narrower" in reason for reason in whole.kept_reasons.values()), whole.kept_reasons
 
 
 def test_the_command_line_asks_once(pico_dir: Callable[..., Path], tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_embeddings_of_their_own_take_no_method_that_needs_inputs(
 def test_an_ignored_table_stays(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     source = pico_dir("llama_tied")
     prepared = prepare.prepare(job(source, GPTQ.set(HEAD, "ignore=[lm_head]"), tmp_path / "out"))
-    assert prepared.plan.tables == () and prepared.plan.kept["model.embed_tokens"] == "kept by the recipe"
+    assert prepared.plan.tables == () and prepared.plan.kept_reasons["model.embed_tokens"] == "kept by the recipe"
 
 
 def test_a_head_of_its_own_takes_any_method(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
