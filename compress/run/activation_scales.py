@@ -11,7 +11,7 @@ from compress.formats import transforms
 from compress.model.blockwise import QUANTIZED, BlockPass
 from compress.quant import incoherence
 from compress.run.calibration_stream import CalibrationStream
-from compress.run.layer_needs import needs_in_scale
+from compress.run.sizes import needs_in_scale
 from compress.runtime.activation_quant import LargestInput
 from compress.types import LayerPlan
 

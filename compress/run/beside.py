@@ -14,7 +14,7 @@ import torch
 from compress import process_memory
 from compress.errors import NumericalError
 from compress.progress import Progress
-from compress.run import layer_needs, memory_plan, quantize_linear, report
+from compress.run import memory_plan, quantize_linear, report, sizes
 from compress.run.job import RunState
 from compress.run.quantize_linear import InputStatistics, LinearTask
 from compress.storage.checkpoint import write_shard
@@ -44,7 +44,7 @@ def write(output: Output, run: RunState, progress: Progress) -> None:
         nbytes += layer.nbytes
         skeleton.free()
         process_memory.check(run.job.max_memory)
-        if nbytes >= memory_plan.BESIDE_NBYTES or layer is plan.tower_layers[-1]:
+        if nbytes >= memory_plan.TOWER_SHARD_NBYTES or layer is plan.tower_layers[-1]:
             shard = SHARD.format(shards)
             run.hashes[shard] = write_shard(output.model / shard, tensors)
             tensors, nbytes, shards = {}, 0, shards + 1
@@ -52,7 +52,7 @@ def write(output: Output, run: RunState, progress: Progress) -> None:
 
 def _statistics(layer: LayerPlan, run: RunState) -> InputStatistics:
     """Return statistics of no token at all, for a method that asks for them."""
-    if not layer_needs.needs_statistics(layer):
+    if not sizes.needs_statistics(layer):
         return quantize_linear.NO_STATISTICS
     columns = layer.spec.shape[1]
     return InputStatistics(Stats(torch.zeros(columns, columns, device=run.job.device), 0), seed=run.job.seed)

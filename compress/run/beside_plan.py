@@ -15,7 +15,7 @@ from compress.errors import RecipeError, shown
 from compress.model import beside
 from compress.model.skeleton import Skeleton
 from compress.recipe.schema import Recipe
-from compress.run import layer_needs
+from compress.run import sizes
 from compress.types import LayerPlan, LinearSpec, Plan, Scheme
 
 NO_TEXT = "no text reaches it"
@@ -37,7 +37,7 @@ def added(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_linear: PlanLinea
         is_tower = beside.is_tower(skeleton, spec.name)
         scheme = recipe.tower_scheme(spec.name) if is_tower else recipe.scheme_for(spec.name)
         layer = plan_linear(spec, scheme) if scheme is not None else None
-        if layer is not None and is_tower and layer_needs.needs_text(layer):
+        if layer is not None and is_tower and sizes.needs_text(layer):
             raise RecipeError(
                 f"towers: {layer.scheme.method} needs calibration text, which never reaches {spec.name}; name no "
                 "method there, or one that needs no data, without low-rank parts and static scales"
@@ -58,7 +58,7 @@ def _needs_tokens(layer: LayerPlan) -> bool:
     """Return whether a linear cannot do without what only tokens give: a scale of its inputs, a trained part."""
     lowrank = layer.scheme.lowrank
     is_trained = lowrank is not None and bool(lowrank.train or lowrank.train_blocks)
-    return layer_needs.needs_in_scale(layer) or layer_needs.needs_gradients(layer) or is_trained
+    return sizes.needs_in_scale(layer) or sizes.needs_gradients(layer) or is_trained
 
 
 def _check_patterns(recipe: Recipe, names: list[str]) -> None:

@@ -23,7 +23,7 @@ from compress.model.blockwise import QUANTIZED, BlockPass
 from compress.model.edits import EditContext
 from compress.progress import Meter, Progress
 from compress.ranks import Ranks
-from compress.run import activation_scales, layer_needs, quantize_linear, tables
+from compress.run import activation_scales, quantize_linear, sizes, tables
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.divided_block import DividedBlock
 from compress.run.job import Job, Prepared
@@ -139,8 +139,8 @@ class BlockLoop:
 
     def _gradients(self) -> None:
         """Take the loss's gradients by a forward and a backward pass of the whole model, if a linear needs them."""
-        every = self.job.pack and layer_needs.tuning_needs_gradients(self.job.recipe)
-        names = {x.spec.name for layers in self.layers for x in layers if every or layer_needs.needs_gradients(x)}
+        every = self.job.pack and sizes.tuning_needs_gradients(self.job.recipe)
+        names = {x.spec.name for layers in self.layers for x in layers if every or sizes.needs_gradients(x)}
         if names and self.stream.tokens is not None:
             self.meter.say("taking the loss's gradients")
             file = self._spilled("gradients")
@@ -207,14 +207,14 @@ class BlockLoop:
             own = {name: self.skeleton.linear(block, name).weight.detach() for name in names}
             for name, weight in consumer.weights(own).items():
                 for option, layer in self.options[name].items():
-                    in_scale = scales.get(name) if layer_needs.needs_in_scale(layer) else None
+                    in_scale = scales.get(name) if sizes.needs_in_scale(layer) else None
                     yield LinearTask(layer, option, weight, statistics, self.fisher.get(name), in_scale)
             del statistics
 
     def _steps(self, layers: list[LayerPlan], is_new: bool) -> int:
         """Return the steps of the meter for a block: its batches in every pass, and its linears."""
         passes = len(self.stream.passes(layers)) if is_new else 0
-        scaling = is_new and any(map(layer_needs.needs_in_scale, layers))
+        scaling = is_new and any(map(sizes.needs_in_scale, layers))
         runs = 1 + max(passes, int(self.stream.paired)) + int(scaling)
         return len(self.stream.slices) * runs + (len(layers) if is_new else 0)
 

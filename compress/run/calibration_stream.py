@@ -27,7 +27,7 @@ from compress.calib.weighed_pass import WEIGHED, WeighedPass
 from compress.model import blockwise, graph
 from compress.model.blockwise import FULL, QUANTIZED, BlockPass
 from compress.progress import Meter
-from compress.run import layer_needs, memory_plan
+from compress.run import memory_plan, sizes
 from compress.run.divided_block import DividedBlock
 from compress.run.job import Job, Prepared
 from compress.run.quantize_linear import NO_STATISTICS, InputStatistics, finish_statistics
@@ -216,7 +216,7 @@ class CalibrationStream:
         if not passes or not calls:
             return None
         name, minimum = self.skeleton.block_prefix(index).rstrip("."), self.job.recipe.calibration.importance_min
-        weighed, readers = WeighedPass(block, name, calls, minimum), layer_needs.readers(layers, self.every)
+        weighed, readers = WeighedPass(block, name, calls, minimum), sizes.readers(layers, self.every)
         of_pass = {key: readers[key] for key in passes[0]}
         sums = self._collect(index, block, of_pass, len(passes) == 1, routed, weighed=weighed)
         found = self.ranks.gather((weighed.calls, weighed.failed, weighed.scores))
@@ -238,7 +238,7 @@ class CalibrationStream:
         Last come the linears that need none. In the last pass over the block, whose weights are still the original
         ones, the full-precision side of the stream goes on.
         """
-        readers, passes = layer_needs.readers(layers, self.every), self.passes(layers)
+        readers, passes = sizes.readers(layers, self.every), self.passes(layers)
         settings, tokens, own = self.job.recipe.calibration, self.states.samples * self.prepared.seq_len, divided.own
         for number, keys in enumerate(passes):
             sums, self.weighed = self.weighed, {}

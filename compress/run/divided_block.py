@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from compress.ranks import Portion, Ranks
-from compress.run import layer_needs, quantize_linear
+from compress.run import quantize_linear, sizes
 from compress.run.quantize_linear import LinearTask, Tiles
 from compress.types import LayerPlan, Quantized
 
@@ -82,7 +82,7 @@ class DividedBlock:
 
     def _numbers(self, layer: LayerPlan, portion: Portion) -> slice:
         """Return the tiles of a portion; at another option a linear may have a few tiles more than pieces."""
-        count, pieces = len(layer_needs.spans(layer)), self.pieces[layer.spec.name]
+        count, pieces = len(sizes.spans(layer)), self.pieces[layer.spec.name]
         return slice(*(-(-count * i // pieces) for i in (portion.pieces.start, portion.pieces.stop)))
 
 
@@ -92,4 +92,4 @@ def _group(layer: LayerPlan, ranks: Ranks) -> str:
 
 
 def _pieces(layer: LayerPlan, ranks: Ranks) -> int:
-    return len(layer_needs.spans(layer)) if ranks.size > 1 else 1
+    return len(sizes.spans(layer)) if ranks.size > 1 else 1

@@ -24,7 +24,7 @@ from compress.calib import stats
 from compress.errors import BudgetError
 from compress.model.skeleton import Skeleton
 from compress.numerics import products
-from compress.run import activation_sizes, layer_needs, linear_sizes, table_sizes
+from compress.run import sizes
 from compress.tune import held_block, low_rank
 from compress.tune.whole_model import Sizes
 from compress.types import LayerPlan, LinearSpec, Plan
@@ -43,7 +43,7 @@ TRAINING = 64 << 20  # bytes that come to stay when gradients are first taken: p
 COMPILING = 64 << 20  # bytes that come to stay when kernels for packed weights are compiled
 BACKWARD = 2  # times what linears read and write that a block takes with its gradients, where no weight has any
 LOGITS = 6  # times the float32 logits that are made at a time: themselves, as stored, logarithms, gradients
-BESIDE_NBYTES = 256 << 20  # of packed weights beside the text model, after which they are written
+TOWER_SHARD_NBYTES = 256 << 20  # packed weights of towers are written when they are so many
 MARGIN = 1.05  # all but the stream of hidden states is multiplied by this: allocator slack, library buffers
 
 
@@ -74,36 +74,39 @@ class CacheSizes(NamedTuple):
     batch: int  # samples in a forward pass, at most: not bytes
 
 
-class Extras(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class MemoryDemands:
     """Demands of a recipe that take memory of their own."""
 
-    paired: bool = False  # the stream of the full-precision model beside the quantized one
-    searched: bool = False  # transforms of blocks, which try changes on copies of weights and inputs
-    weighted: bool = False  # token importance
-    others: tuple[Plan, ...] = ()  # whose weights are made and kept for each block beside those of the plan itself
-    every: bool = False  # statistics of all inputs, whether a method needs them or not
+    is_paired: bool = False  # the stream of the full-precision model goes beside the quantized one
+    searches: bool = False  # transforms of blocks try changes on copies of weights and inputs
+    weighs_tokens: bool = False  # token importance
+    other_plans: tuple[Plan, ...] = ()  # whose weights are made and kept for each block beside those of the plan itself
+    all_statistics: bool = False  # of all inputs, whether a method needs them or not
     cache: CacheSizes | None = None  # of the calibration of a cache
-    read: int = 0  # tokens of the calibration text that are read, at most
-    reader: int = 0  # bytes of a library that reads it, which stays in memory
-    document: int = 0  # bytes of its largest document while that is read
-    tuning: Callable[[held_block.Sizes], int] | None = None  # `workspace` of what tunes a block, with its settings
+    read_tokens: int = 0  # tokens of the calibration text that are read, at most
+    reader_nbytes: int = 0  # of a library that reads it, which stays in memory
+    document_nbytes: int = 0  # of its largest document while that is read
+    block_tuning: Callable[[held_block.Sizes], int] | None = (
+        None  # `workspace` of what tunes a block, with its settings
+    )
     tables: tuple[LayerPlan, ...] = ()  # outside of the blocks, made and kept beside those of the plan itself
     # bytes of tuning a model of these sizes with so many samples at a time, hidden states on disk or not
-    whole: Callable[[Sizes, int, bool], int] | None = None
-    differentiated: bool = False  # tuning that takes the gradients of the loss by all linears
+    model_tuning: Callable[[Sizes, int, bool], int] | None = None
+    tuning_gradients: bool = False  # tuning takes the gradients of the loss by all linears
 
 
-NO_EXTRAS = Extras()
+NO_DEMANDS = MemoryDemands()
 
 
 def arrange(
-    plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, limit: int | None, extras: Extras = NO_EXTRAS
+    plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, limit: int | None, demands: MemoryDemands = NO_DEMANDS
 ) -> Arrangement:
     """Return the fastest arrangement whose predicted peak is within the limit (without one: 80% of what is free).
 
     samples is 0 for a recipe that needs no calibration. Raises BudgetError naming the least that would do.
     """
-    model = _MemoryModel(plan, skeleton, samples, seq_len, extras)
+    model = _MemoryModel(plan, skeleton, samples, seq_len, demands)
     free = int(0.8 * process_memory.available() / ranks.current().local)
     allowed = limit if limit is not None else process_memory.resident() + free
     best: Arrangement | None = None
@@ -163,7 +166,7 @@ def statistics(layers: Sequence[LayerPlan], paired: bool = False, every: bool = 
 
     Processes share out those of experts.
     """
-    inputs = {key: users[0].spec for key, users in layer_needs.readers(layers, every).items()}
+    inputs = {key: users[0].spec for key, users in sizes.readers(layers, every).items()}
     return {
         key: -(-stats.nbytes(spec.shape[1]) // ranks.current().size)
         if spec.is_expert
@@ -175,15 +178,15 @@ def statistics(layers: Sequence[LayerPlan], paired: bool = False, every: bool = 
 class _MemoryModel:
     """Predict the bytes that the phases of a run hold, from shapes."""
 
-    def __init__(self, plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, extras: Extras) -> None:
-        paired = extras.paired
-        compiler = activation_sizes.compiler_nbytes((*plan.layers, *plan.tables, *plan.tower_layers))
+    def __init__(self, plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, demands: MemoryDemands) -> None:
+        paired = demands.is_paired
+        compiler = sizes.compiler_nbytes((*plan.layers, *plan.tables, *plan.tower_layers))
         self.base = process_memory.resident() + compiler
         self.samples, self.seq_len = samples, seq_len
         self.by_block: list[list[LayerPlan]] = [[] for _ in skeleton.blocks]
         for layer in plan.layers:
             self.by_block[layer.spec.block].append(layer)
-        self.extras = extras
+        self.demands = demands
         self.editing = EDITING if skeleton.edits is not None else 0
         self.item = item = skeleton.dtype.itemsize
         self.widening = products.WORKSPACE if samples and products.is_slow(skeleton.dtype) else 0
@@ -197,59 +200,58 @@ class _MemoryModel:
         named = skeleton.model.named_parameters()
         rest = {id(p): p.numel() * item for n, p in named if id(p) not in blocks and not skeleton.is_beside(n)}
         self.rest = sum(rest.values())
-        self.embedding = self.rest - activation_sizes.head_nbytes(skeleton.model)  # what is loaded to embed a text
-        self.converted = activation_sizes.converted_nbytes(skeleton) + activation_sizes.decoding_nbytes(skeleton)
+        self.embedding = self.rest - sizes.head_nbytes(skeleton.model)  # what is loaded to embed a text
+        self.converted = sizes.converted_nbytes(skeleton) + sizes.decoding_nbytes(skeleton)
         self.edited_rest = 2 * self.embedding + self.converted if skeleton.edits is not None else 0  # and as it was
         files = skeleton.checkpoint.directory.glob("tokenizer*")
         tokenizer = sum(path.stat().st_size for path in files) if samples else 0
-        text = TOKENIZER_KEPT * tokenizer + max(TOKENIZING + 4 * extras.read, TOKEN * extras.read)
-        self.reading = extras.reader + extras.document + max(TOKENIZER * tokenizer, text) if samples else 0
-        self.kept = extras.reader + KEPT + TOKENIZER_KEPT * tokenizer + 8 * samples * seq_len if samples else 0
+        text = TOKENIZER_KEPT * tokenizer + max(TOKENIZING + 4 * demands.read_tokens, TOKEN * demands.read_tokens)
+        self.reading = (
+            demands.reader_nbytes + demands.document_nbytes + max(TOKENIZER * tokenizer, text) if samples else 0
+        )
+        self.kept = demands.reader_nbytes + KEPT + TOKENIZER_KEPT * tokenizer + 8 * samples * seq_len if samples else 0
         self.hidden = skeleton.config.get_text_config().hidden_size * item  # of one token's state
         self.stream = samples * seq_len * self.hidden * (2 if paired else 1)
-        self.work = [linear_sizes.workspace(layers, paired) for layers in self.by_block]
-        self.token = [
-            activation_sizes.token_nbytes([x.spec for x in layers], item) + 12 * self.hidden for layers in self.by_block
-        ]
+        self.work = [sizes.linears_workspace(layers, paired) for layers in self.by_block]
+        self.token = [sizes.token_nbytes([x.spec for x in layers], item) + 12 * self.hidden for layers in self.by_block]
         self.alive = [self._alive([x.spec for x in layers]) for layers in self.by_block]
         self.packed = [sum(layer.nbytes for layer in layers) for layers in self.by_block]
-        self.sizes = [statistics(layers, paired, extras.every) for layers in self.by_block]
-        for other in extras.others:
+        self.hessians = [statistics(layers, paired, demands.all_statistics) for layers in self.by_block]
+        for other in demands.other_plans:
             for layer in other.layers:
                 self.packed[layer.spec.block] += layer.nbytes
-                self.work[layer.spec.block] = max(self.work[layer.spec.block], linear_sizes.workspace([layer], paired))
+                self.work[layer.spec.block] = max(self.work[layer.spec.block], sizes.linears_workspace([layer], paired))
         is_shared, config = ranks.current().size > 1, skeleton.config.get_text_config()
-        self.divided = [linear_sizes.divided(layers) if is_shared else 0 for layers in self.by_block]
+        self.divided = [sizes.sharing_nbytes(layers) if is_shared else 0 for layers in self.by_block]
         self.routed = [
-            activation_sizes.routed_nbytes([x.spec for x in layers], config, item) if is_shared else 0
-            for layers in self.by_block
+            sizes.routed_nbytes([x.spec for x in layers], config, item) if is_shared else 0 for layers in self.by_block
         ]
         self.tables = self._tables(plan)
         self.beside = self._beside(plan)
-        self.trained = [linear_sizes.trained(layers, "train_blocks") for layers in self.by_block]
+        self.trained = [sizes.lowrank_parameters(layers, "train_blocks") for layers in self.by_block]
         self.training = self._training(plan, skeleton)
         self.tuned = self._tuned(plan, skeleton, samples * seq_len)
-        self.gradients = [linear_sizes.gradients(layers, item, extras.differentiated) for layers in self.by_block]
+        self.gradients = [sizes.gradient_nbytes(layers, item, demands.tuning_gradients) for layers in self.by_block]
         self.widest = [max((layer.spec.shape[1] for layer in layers), default=0) for layers in self.by_block]
         if paired:  # inputs of the full-precision stream wait for the other's; both and their difference are float32
-            beside = map(linear_sizes.paired_columns, self.by_block)
+            beside = map(sizes.paired_columns, self.by_block)
             self.alive = [t + item * columns for t, columns in zip(self.alive, beside, strict=True)]
             self.widest = [3 * columns for columns in self.widest]
 
     def _alive(self, specs: list[LinearSpec]) -> int:
         """Return the bytes of a token on its way through a block: a module with its states, or norms and rotations."""
-        return max(activation_sizes.alive_nbytes(specs, self.item) + 2 * self.hidden, 12 * self.hidden)
+        return max(sizes.alive_nbytes(specs, self.item) + 2 * self.hidden, 12 * self.hidden)
 
     def _training(self, plan: Plan, skeleton: Skeleton) -> int:
         """Return the bytes of training low-rank parts against the whole model, 0 if none are."""
-        if not (trained := linear_sizes.trained(plan.layers, "train")):
+        if not (trained := sizes.lowrank_parameters(plan.layers, "train")):
             return 0
         linears, parameters = sum(x.spec.numel for x in plan.layers), (self.rest + sum(self.weights)) // self.item
         vocabulary = skeleton.config.get_text_config().vocab_size
-        sizes = low_rank.TrainingSizes(
+        training_sizes = low_rank.TrainingSizes(
             parameters, linears, plan.quantized_nbytes, trained, vocabulary, sum(self.token) // self.item
         )
-        return TRAINING + low_rank.whole_workspace(sizes, self.seq_len)
+        return TRAINING + low_rank.whole_workspace(training_sizes, self.seq_len)
 
     def _tuned(self, plan: Plan, skeleton: Skeleton, tokens: int) -> Sizes:
         """Return the sizes of the packed model that tuning depends on; tokens: of the text."""
@@ -263,7 +265,7 @@ class _MemoryModel:
             block=max(self.weights) // self.item,
             linear=max((layer.spec.numel for layer in plan.layers), default=0),
             packed=tuple(packed),
-            trained=sum(linear_sizes.floats(layer) for layer in plan.layers),
+            trained=sum(sizes.stored_floats(layer) for layer in plan.layers),
             hidden=self.hidden // self.item,
             vocabulary=skeleton.vocab_size,
             states=max(self.token) // self.item,
@@ -273,12 +275,12 @@ class _MemoryModel:
 
     def _tables(self, plan: Plan) -> int:
         """Return the bytes of quantizing what is outside of the blocks, 0 if it stays as it is."""
-        if not (tables := (*plan.tables, *self.extras.tables)):
+        if not (tables := (*plan.tables, *self.demands.tables)):
             return 0
-        chunks = [table_sizes.chunk(table, table_sizes.chunk_rows(table)) for table in tables]
+        chunks = [sizes.plan_rows(table, sizes.chunk_rows(table)) for table in tables]
         packed = 2 * sum(table.nbytes for table in tables)  # in parts, and joined
-        rest = self.embedding if any(map(table_sizes.is_turned, tables)) else self.rest
-        return rest + self.editing + sum(statistics(chunks).values()) + linear_sizes.workspace(chunks, False) + packed
+        rest = self.embedding if any(map(sizes.is_turned, tables)) else self.rest
+        return rest + self.editing + sum(statistics(chunks).values()) + sizes.linears_workspace(chunks, False) + packed
 
     def _beside(self, plan: Plan) -> int:
         """Return the bytes of quantizing what is beside the text model: a linear, and what waits to be written."""
@@ -286,22 +288,22 @@ class _MemoryModel:
             return 0
         weights = max(layer.spec.numel for layer in plan.tower_layers) * self.item
         packed = max(layer.nbytes for layer in plan.tower_layers)
-        waiting = min(sum(layer.nbytes for layer in plan.tower_layers), BESIDE_NBYTES + packed)
+        waiting = min(sum(layer.nbytes for layer in plan.tower_layers), TOWER_SHARD_NBYTES + packed)
         hessians = max(statistics(plan.tower_layers).values(), default=0)
-        return weights + self.converted + hessians + linear_sizes.workspace(plan.tower_layers, False) + waiting
+        return weights + self.converted + hessians + sizes.linears_workspace(plan.tower_layers, False) + waiting
 
     def block_peak(self, index: int, batch: int, statistics_nbytes: int) -> int:
         """Return the peak of one block beside the program and the stream."""
-        sizes = self.sizes[index]
-        held = min(sum(sizes.values()), max(statistics_nbytes, *sizes.values(), 0)) if sizes else 0
+        hessians = self.hessians[index]
+        held = min(sum(hessians.values()), max(statistics_nbytes, *hessians.values(), 0)) if hessians else 0
         inputs = 4 * min(batch * self.seq_len, stats.chunk_tokens(self.seq_len)) * self.widest[index]
         adding = stats.adding_nbytes(self.widest[index])
         token = self.alive[index] + self.routed[index]
         forward = batch * self.seq_len * token + 2 * inputs + adding  # inputs as they are, and scaled
         forward += self.widening + min(process_memory.HELD, forward)  # what was freed is kept for what follows
         weighing = 0
-        searching = self._searching(index) if self.extras.searched else 0
-        if self.extras.weighted:  # while statistics are collected; what attention reads waits for the weights
+        searching = self._searching(index) if self.demands.searches else 0
+        if self.demands.weighs_tokens:  # while statistics are collected; what attention reads waits for the weights
             waiting = 2 * batch * self.seq_len * self.hidden
             weighing = inputs + waiting + SCORING + 16 * self.seq_len * self.hidden // self.item
         loading = self.expert_weights[index] + self.converted + self.editing + self.widened[index]
@@ -312,11 +314,11 @@ class _MemoryModel:
             training = TRAINING + low_rank.block_workspace(self.weights[index], self.packed[index], trained, states)
         if gradients := self.gradients[index]:
             differentiating = gradients + low_rank.STATES * self.seq_len * self.token[index]
-        if self.extras.tuning is not None:  # and all along, a copy of the block
+        if self.demands.block_tuning is not None:  # and all along, a copy of the block
             numel, tokens = self.weights[index] // self.item, batch * self.seq_len
             states, hidden = 4 * tokens * self.token[index] // self.item, tokens * self.hidden
             sizes_of_tuning = held_block.Sizes(numel, states, hidden, batch, self.seq_len)
-            tuning = TRAINING + held + self.packed[index] + self.extras.tuning(sizes_of_tuning)
+            tuning = TRAINING + held + self.packed[index] + self.demands.block_tuning(sizes_of_tuning)
             training = max(training, tuning)
             held, quantizing = held + 4 * numel, quantizing + 4 * numel
         collecting = held + forward + weighing
@@ -338,7 +340,7 @@ class _MemoryModel:
 
     def _caching(self, batch: int, spill: bool) -> int:
         """Return the bytes of calibrating the cache, 0 if there is nothing to."""
-        if (cache := self.extras.cache) is None:
+        if (cache := self.demands.cache) is None:
             return 0
         tokens = min(batch, cache.batch) * self.seq_len
         forward = tokens * (BACKWARD * max(self.token) if cache.logits else max(self.alive))
@@ -348,18 +350,18 @@ class _MemoryModel:
 
     def arrangement(self, batch: int, spill: bool, passes: int) -> Arrangement:
         """Return this arrangement with its predicted peak."""
-        totals = [sum(sizes.values()) for sizes in self.sizes]
+        totals = [sum(hessians.values()) for hessians in self.hessians]
         allowed = math.ceil(max(totals, default=0) / passes)
         stream = 0 if spill else self.stream
         blocks = max(self.block_peak(i, batch, allowed) for i in range(len(self.by_block)))
         first = self.embedding + self.converted + max(self.editing, batch * self.seq_len * 4 * self.hidden)
         later = max(self.edited_rest, self.training, self._caching(batch, spill), self.tables, self.beside)
-        if self.extras.whole is not None:
-            later = max(later, TRAINING + self.extras.whole(self.tuned, batch, spill))
+        if self.demands.model_tuning is not None:
+            later = max(later, TRAINING + self.demands.model_tuning(self.tuned, batch, spill))
         work = max(stream + int(MARGIN * max(blocks, first)), int(MARGIN * later))
         program = self.base + SLACK + self.kept
         total = max(self.base + self.reading, program + work)
-        most = max(len(split(sizes, allowed)) for sizes in self.sizes)
+        most = max(len(split(hessians, allowed)) for hessians in self.hessians)
         return Arrangement(batch, spill, most, allowed, total, blocks, program)
 
 
@@ -367,7 +369,9 @@ def _arrangements(model: _MemoryModel) -> Iterator[Arrangement]:
     """Yield the fastest first: all in memory, then the stream on disk, then smaller batches, then more passes."""
     largest = max(1, min(model.samples, BATCH_TOKENS // max(1, model.seq_len)))
     batches = [max(1, largest >> k) for k in range(largest.bit_length())]
-    for passes in (1, 2, 4, 8, 16, 64, 256) if model.extras.tuning is None else (1,):  # it needs what a pass leaves
+    for passes in (
+        (1, 2, 4, 8, 16, 64, 256) if model.demands.block_tuning is None else (1,)
+    ):  # it needs what a pass leaves
         for spill in (False, True) if model.samples else (False,):
             for batch in batches:
                 yield model.arrangement(batch, spill, passes)

@@ -10,16 +10,7 @@ from typing import Any
 from compress import plugins, process_memory, ranks
 from compress.errors import OutputError
 from compress.progress import Progress, silent
-from compress.run import (
-    calibration_text,
-    identity,
-    linear_sizes,
-    memory_plan,
-    prepare,
-    shards,
-    tables,
-    trained_tensors,
-)
+from compress.run import calibration_text, identity, memory_plan, prepare, shards, sizes, tables, trained_tensors
 from compress.run.block_loop import BlockLoop, LinearOptions
 from compress.run.checkpoint_blocks import CheckpointBlocks, TimedBlocks
 from compress.run.job import Job, Prepared, RunState
@@ -129,7 +120,7 @@ def _disk_need(job: Job, prepared: Prepared) -> int:
     stream = sides * samples * seq_len * hidden * skeleton.dtype.itemsize if prepared.arrangement.spill else 0
     tuning = 0
     if (step := job.recipe.tuning("model")) is not None and job.pack:
-        trained = sum(map(linear_sizes.floats, prepared.plan.layers))
-        sizes = DiskSizes(samples, seq_len, hidden, skeleton.vocab_size, trained)
-        tuning = plugins.load("tune", step.method).disk(step.config, sizes)
+        trained = sum(map(sizes.stored_floats, prepared.plan.layers))
+        disk_sizes = DiskSizes(samples, seq_len, hidden, skeleton.vocab_size, trained)
+        tuning = plugins.load("tune", step.method).disk(step.config, disk_sizes)
     return prepared.plan.nbytes + max(stream, tuning)

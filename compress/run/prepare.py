@@ -27,10 +27,10 @@ from compress.run import (
     coverage,
     expert_pruning,
     kv_cache,
-    layer_needs,
     memory_plan,
     plan,
     remote_code,
+    sizes,
     source,
     table_plan,
 )
@@ -82,7 +82,7 @@ def prepare_all(
         dry_load.check_planned(skeleton, table_plan.smallest(plans[0], options))
     settings, samples, seq_len = job.recipe.calibration, 0, 0
     calibrates_cache = job.recipe.kv_cache is not None and bool(job.recipe.kv_cache.needs())
-    needs_text = every or "block" in scopes.values() or any(layer_needs.needs_text(x) for p in plans for x in p.packed)
+    needs_text = every or "block" in scopes.values() or any(sizes.needs_text(x) for p in plans for x in p.packed)
     tune, whole = (job.recipe.tuning(scope) if job.pack else None for scope in ("block", "model"))
     needs_text = needs_text or (job.pack and bool(job.recipe.tune or job.recipe.pruning))
     tried = skeleton.edits.samples if skeleton.edits is not None else 0
@@ -90,21 +90,23 @@ def prepare_all(
         seq_len = min(settings.seq_len, positions.most_tokens(skeleton.model) or settings.seq_len)
         few = max(tried, kv_cache.samples(seq_len) if calibrates_cache else 0)
         samples = (settings.num_samples if needs_text else min(few, settings.num_samples)) * settings.rolled
-    extras = memory_plan.Extras(
-        samples > 0 and job.is_paired,
-        "block" in scopes.values(),
-        settings.importance != "none",
-        tuple(plans[1:]),
-        every,
-        _cache_sizes(job.recipe, skeleton, samples * seq_len) if calibrates_cache else None,
-        calib_data.most_read(job.calib, samples, seq_len) if job.calib is not None else 0,
-        *(_reading(Path(job.calib)) if job.calib is not None else (0, 0)),
-        tuning=partial(plugins.load("tune", tune.method).workspace, tune.config) if tune is not None else None,
-        whole=partial(plugins.load("tune", whole.method).workspace, whole.config) if whole is not None else None,
-        differentiated=_is_tuned_by_gradients(job, scopes),
+    read_tokens, reader_nbytes, document_nbytes = _reading(job, samples, seq_len)
+    demands = memory_plan.MemoryDemands(
+        is_paired=samples > 0 and job.is_paired,
+        searches="block" in scopes.values(),
+        weighs_tokens=settings.importance != "none",
+        other_plans=tuple(plans[1:]),
+        all_statistics=every,
+        cache=_cache_sizes(job.recipe, skeleton, samples * seq_len) if calibrates_cache else None,
+        read_tokens=read_tokens,
+        reader_nbytes=reader_nbytes,
+        document_nbytes=document_nbytes,
+        block_tuning=partial(plugins.load("tune", tune.method).workspace, tune.config) if tune is not None else None,
+        model_tuning=partial(plugins.load("tune", whole.method).workspace, whole.config) if whole is not None else None,
+        tuning_gradients=_is_tuned_by_gradients(job, scopes),
         tables=tuple(layer for table in options for layer in table.layers.values()),
     )
-    arrangement = memory_plan.arrange(plans[0], skeleton, samples, seq_len, job.max_memory, extras)
+    arrangement = memory_plan.arrange(plans[0], skeleton, samples, seq_len, job.max_memory, demands)
     begun = _prefix(job, checkpoint.directory, samples)
     return Prepared(skeleton, plans[0], arrangement, samples, seq_len, begun), plans
 
@@ -126,21 +128,26 @@ def _look_around(checkpoint: Checkpoint) -> None:
 
 def _is_tuned_by_gradients(job: Job, scopes: Mapping[str, str]) -> bool:
     """Return whether tuning needs gradients; RecipeError where a transform, name -> scope, outdates them."""
-    is_needed = job.pack and layer_needs.tuning_needs_gradients(job.recipe)
+    is_needed = job.pack and sizes.tuning_needs_gradients(job.recipe)
     if is_needed and "block" in scopes.values():
         changing = ", ".join(name for name, scope in scopes.items() if scope == "block")
         raise RecipeError(f"tune: preserve goes by gradients of weights that {changing} changes later; set preserve: 0")
     return is_needed
 
 
-def _reading(source: Path) -> tuple[int, int]:
-    """Return the bytes of a library that reads a calibration text, and of its largest document: as read, cut, decoded.
+def _reading(job: Job, samples: int, seq_len: int) -> tuple[int, int, int]:
+    """Return the tokens of a calibration text that are read, and the bytes of its library and its largest document.
 
-    How large that is shows only when it is read: a file of documents has one of its size, or of DOCUMENT.
+    A document is there as read, cut, and decoded. How large it is shows only when it is read: a file of documents has
+    one of its size, or of DOCUMENT.
     """
+    if job.calib is None:
+        return 0, 0, 0
+    source = Path(job.calib)
     suffix = source.suffix.lower() if os.path.isfile(source) else None  # False for what no file can be called
     document = min(source.stat().st_size, DOCUMENT) if suffix in (".jsonl", ".json", ".parquet") else 0
-    return ARROW if suffix in (None, ".parquet") else 0, 3 * document
+    library = ARROW if suffix in (None, ".parquet") else 0
+    return calib_data.most_read(job.calib, samples, seq_len), library, 3 * document
 
 
 def _cache_sizes(recipe: Recipe, skeleton: Skeleton, tokens: int) -> memory_plan.CacheSizes:

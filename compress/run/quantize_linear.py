@@ -17,7 +17,7 @@ from compress.errors import NumericalError
 from compress.formats import dense
 from compress.lowrank import correct
 from compress.quant import incoherence, row_tiles, target_correction
-from compress.run import layer_needs
+from compress.run import sizes
 from compress.types import IN_SCALE, Fisher, LayerPlan, PackedWeight, Quantized, Stats
 
 
@@ -90,7 +90,7 @@ def quantize(task: LinearTask, seed: int) -> Quantized:
         else:
             result = correct.corrected(
                 target,
-                (task.fisher if layer_needs.needs_gradients(layer) else None) or stats,
+                (task.fisher if sizes.needs_gradients(layer) else None) or stats,
                 layer.scheme.lowrank,
                 lambda rest: method.quantize(rest, stats, config, method_seed),
                 method_seed,
@@ -112,7 +112,7 @@ def quantize_tiles(task: LinearTask, numbers: slice, seed: int) -> Tiles:
     target, stats, method_seed = _given(task, seed)
     with _named(layer):
         whole = plugins.load("quant", layer.scheme.method).tiles(target, stats, layer.scheme.config, method_seed)
-        parts = whole.make(layer_needs.spans(layer)[numbers])
+        parts = whole.make(sizes.spans(layer)[numbers])
     return Tiles(parts, time.monotonic() - begun, whole)
 
 
@@ -123,7 +123,7 @@ def join_tiles(task: LinearTask, tiles: Tiles, parts: Sequence[Any], seed: int) 
 
 def _statistics(task: LinearTask) -> InputStatistics:
     """Return the statistics that a linear is quantized with."""
-    return task.statistics if layer_needs.needs_statistics(task.layer) else NO_STATISTICS
+    return task.statistics if sizes.needs_statistics(task.layer) else NO_STATISTICS
 
 
 def _given(task: LinearTask, seed: int) -> tuple[Tensor, Stats | None, int]:

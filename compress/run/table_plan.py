@@ -19,7 +19,7 @@ from compress.model.meta_pass import READ, read_weights
 from compress.model.skeleton import Skeleton
 from compress.model.tables import Table
 from compress.recipe.schema import Recipe
-from compress.run import layer_needs
+from compress.run import sizes
 from compress.types import LayerPlan, LinearSpec, Plan, Scheme
 
 PLAIN = "a plain checkpoint has no place for operations at run time"  # why a head is untied
@@ -212,7 +212,7 @@ def _unfit(table: Table, layer: LayerPlan) -> str | None:
             f"{where}: {layer.scheme.method} stores no rows that could be looked up; give a method that writes "
             "format int, with neither incoherence, activations nor lowrank"
         )
-    if "head" not in table.roles and layer_needs.needs_statistics(layer):
+    if "head" not in table.roles and sizes.needs_statistics(layer):
         return (
             f"embeddings: {layer.scheme.method} works by statistics of inputs, which a look-up has none of; give a "
             "method that needs no data"

@@ -17,7 +17,7 @@ from compress.formats import lowrank
 from compress.lowrank import correct, factors
 from compress.numerics.linalg import truncated
 from compress.quant import gptq, rtn, trellis
-from compress.run import layer_needs, plan, verify, write_checkpoint
+from compress.run import plan, sizes, verify, write_checkpoint
 from compress.types import (
     NO_TRANSFORMS,
     Correction,
@@ -241,9 +241,9 @@ def test_statistics_are_collected_for_a_correction_alone() -> None:
     params = plugins.load("quant", "rtn").plan_params(chosen.config, SHAPE)
     stored = Stored("int", params)
     layer = LayerPlan(spec, chosen, stored, formats.nbytes(stored, SHAPE))
-    assert list(layer_needs.readers([layer])) == ["a.b"]
+    assert list(sizes.readers([layer])) == ["a.b"]
     blind = dataclasses.replace(chosen, lowrank=Correction(4, metric="none"))
-    assert not layer_needs.readers([dataclasses.replace(layer, scheme=blind)])
+    assert not sizes.readers([dataclasses.replace(layer, scheme=blind)])
 
 
 # ---------------------------------------------------------------- weights for rows and columns

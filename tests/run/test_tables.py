@@ -14,7 +14,7 @@ from compress import api
 from compress.errors import RecipeError
 from compress.model import tables as model_tables
 from compress.model.skeleton import Skeleton
-from compress.run import prepare, report, table_sizes, verify
+from compress.run import prepare, report, sizes, verify
 from compress.runtime.embedding import PackedEmbedding
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
@@ -90,7 +90,7 @@ def test_rows_in_chunks_are_those_of_the_whole(
 ) -> None:
     source = pico_dir("llama_tied")
     api.quantize(job(source, GPTQ.set(section), tmp_path / "whole"))
-    monkeypatch.setattr(table_sizes, "chunk_rows", lambda layer: 80)
+    monkeypatch.setattr(sizes, "chunk_rows", lambda layer: 80)
     api.quantize(job(source, GPTQ.set(section), tmp_path / "chunks"))
     whole, chunks = stored_tensors(tmp_path / "whole"), stored_tensors(tmp_path / "chunks")
     assert whole.keys() == chunks.keys()

@@ -244,7 +244,7 @@ def test_what_tuning_takes_is_counted(model: Path, monkeypatch: pytest.MonkeyPat
     assert given == 1000 * (8 + 24) + 40 + 2 * 2 * 10
     assert blockwise.workspace(Config(codes="signs"), sizes) == given + 1000 * 12
     assert blockwise.workspace(Config(tokens=2048), sizes) == given + 2 * 40
-    extras = (memory_plan.Extras(), memory_plan.Extras(tuning=lambda *sizes: 1 << 30))
+    extras = (memory_plan.MemoryDemands(), memory_plan.MemoryDemands(block_tuning=lambda *sizes: 1 << 30))
     plain, tuned = (memory_plan.arrange(made, skeleton, 8, 32, 1 << 40, each) for each in extras)
     assert tuned.block_nbytes - (1 << 30) > memory_plan.TRAINING and tuned.peak_nbytes > plain.peak_nbytes + (1 << 30)
 

@@ -348,7 +348,7 @@ def test_what_tuning_takes_is_counted(made: Any, monkeypatch: pytest.MonkeyPatch
         given.append((sizes, batch, is_spilled))
         return 1 << 30
 
-    extras = memory_plan.Extras(whole=whole)
+    extras = memory_plan.MemoryDemands(model_tuning=whole)
     arranged = memory_plan.arrange(planned, skeleton, 8, 32, 1 << 40, extras)
     assert arranged.peak_nbytes > (1 << 30) + memory_plan.TRAINING
     sizes, batch, is_spilled = given[0]

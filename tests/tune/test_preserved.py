@@ -15,7 +15,7 @@ from compress.calib import fisher
 from compress.errors import RecipeError
 from compress.model.blockwise import BlockArgs
 from compress.model.skeleton import Skeleton
-from compress.run import layer_needs, linear_sizes, plan
+from compress.run import plan
 from compress.storage.checkpoint import open_checkpoint
 from compress.tune import blockwise, preserved
 from compress.tune.blockwise import BlockTuning, Config
@@ -171,10 +171,10 @@ def test_what_it_takes_is_counted(model: Path) -> None:
     sizes = [blockwise.workspace(config, of_block) for config in settings]
     assert sizes[1] - sizes[0] == 1000 * preserved.BYTES
     layers = plan.make(GPTQ.load(), Skeleton(open_checkpoint(model))).layers
-    assert linear_sizes.gradients(layers, 2, every=False) == 0
-    assert linear_sizes.gradients(layers, 2, every=True) == 10 * sum(layer.spec.numel for layer in layers)
-    asks = [layer_needs.tuning_needs_gradients(tuned(8, preserve).load()) for preserve in (0, 0.1)]
-    assert asks == [False, True] and not layer_needs.tuning_needs_gradients(GPTQ.load())
+    assert sizes.gradient_nbytes(layers, 2, every=False) == 0
+    assert sizes.gradient_nbytes(layers, 2, every=True) == 10 * sum(layer.spec.numel for layer in layers)
+    asks = [sizes.tuning_needs_gradients(tuned(8, preserve).load()) for preserve in (0, 0.1)]
+    assert asks == [False, True] and not sizes.tuning_needs_gradients(GPTQ.load())
 
 
 @pytest.mark.parametrize("preserve", ["-0.1", ".inf", ".nan"])
