@@ -23,8 +23,8 @@ from compress.allocate.variants import Database
 from compress.errors import NotMeasuredError
 from compress.progress import Progress
 from compress.run import memory_plan, report, tables
-from compress.run.block_loop import BlockLoop
 from compress.run.calibration_stream import CalibrationStream
+from compress.run.loop import BlockLoop
 from compress.run.quantize_linear import LinearTask
 from compress.types import PackedWeight, Quantized
 

@@ -14,7 +14,7 @@ from compress.allocate.variants import Database
 from compress.errors import BudgetError
 from compress.progress import duration, silent
 from compress.run import prepare, report
-from compress.run.block_loop import BlockLoop
+from compress.run.loop import BlockLoop
 from compress.run.quantize_linear import LinearTask
 from compress.types import Quantized
 

@@ -12,7 +12,6 @@ import time
 import torch
 
 from compress import process_memory
-from compress.errors import NumericalError
 from compress.progress import Progress
 from compress.run import memory_plan, quantize_linear, report, sizes
 from compress.run.job import RunState
@@ -33,8 +32,7 @@ def write(output: Output, run: RunState, progress: Progress) -> None:
         name, started = layer.spec.name, time.monotonic()
         progress(f"quantizing {name}", number, len(plan.tower_layers))
         weight = skeleton.load_beside(name, torch.device(run.job.device)).get_parameter("weight").detach()
-        if not torch.isfinite(weight).all():
-            raise NumericalError(f"the weight of {name} has NaN or infinite values; repair the checkpoint")
+        quantize_linear.check_finite(name, weight)
         task = LinearTask(layer, "", weight, _statistics(layer, run), None, None)
         result = quantize_linear.quantize(task, run.job.seed)
         row = report.measure(layer, weight, result.weight, None, result.notes)

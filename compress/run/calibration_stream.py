@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from compress.model import blockwise, graph
 from compress.model.blockwise import FULL, QUANTIZED, BlockPass
 from compress.progress import Meter
 from compress.run import memory_plan, sizes
-from compress.run.divided_block import DividedBlock
 from compress.run.job import Job, Prepared
 from compress.run.quantize_linear import NO_STATISTICS, InputStatistics, finish_statistics
 from compress.types import LayerPlan
@@ -231,20 +230,27 @@ class CalibrationStream:
         return weights
 
     def statistics(
-        self, index: int, block: nn.Module, layers: list[LayerPlan], weights: Tensor | None, divided: DividedBlock
+        self,
+        index: int,
+        block: nn.Module,
+        layers: list[LayerPlan],
+        weights: Tensor | None,
+        own: Collection[str],
+        routed: Mapping[str, int],
     ) -> Iterator[tuple[InputStatistics, list[str]]]:
-        """Yield the statistics of each shared input with this process's linears that read it; weights: of the tokens.
+        """Yield the statistics of each shared input with this process's linears that read it.
 
-        Last come the linears that need none. In the last pass over the block, whose weights are still the original
-        ones, the full-precision side of the stream goes on.
+        weights: of the tokens. own: this process's linears. routed: as of `_collect`. Last come the linears that need
+        none. In the last pass over the block, whose weights are still the original ones, the full-precision side of the
+        stream goes on.
         """
         readers, passes = sizes.readers(layers, self.every), self.passes(layers)
-        settings, tokens, own = self.job.recipe.calibration, self.states.samples * self.prepared.seq_len, divided.own
+        settings, tokens = self.job.recipe.calibration, self.states.samples * self.prepared.seq_len
         for number, keys in enumerate(passes):
             sums, self.weighed = self.weighed, {}
             if not sums:
                 of_pass = {key: readers[key] for key in keys}
-                sums = self._collect(index, block, of_pass, number + 1 == len(passes), divided.routed, weights)
+                sums = self._collect(index, block, of_pass, number + 1 == len(passes), routed, weights)
             for key in keys:
                 alpha = settings.target_correction if self._has_drift(readers[key]) else None
                 names = dict.fromkeys(layer.spec.name for layer in readers[key] if layer.spec.name in own)

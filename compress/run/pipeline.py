@@ -11,9 +11,9 @@ from compress import plugins, process_memory, ranks
 from compress.errors import OutputError
 from compress.progress import Progress, silent
 from compress.run import calibration_text, identity, memory_plan, prepare, shards, sizes, tables, trained_tensors
-from compress.run.block_loop import BlockLoop, LinearOptions
 from compress.run.checkpoint_blocks import CheckpointBlocks, TimedBlocks
 from compress.run.job import Job, Prepared, RunState
+from compress.run.loop import BlockLoop, LinearOptions
 from compress.storage.workdir import Output, check_space, writing
 from compress.tune.whole_model import DiskSizes
 

@@ -9,16 +9,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from compress import plugins
 from compress.calib import stats as calib_stats
 from compress.errors import NumericalError
-from compress.formats import dense
+from compress.formats import dense, transforms
 from compress.lowrank import correct
 from compress.quant import incoherence, row_tiles, target_correction
 from compress.run import sizes
+from compress.runtime.activation_quant import LargestInput
 from compress.types import IN_SCALE, Fisher, LayerPlan, PackedWeight, Quantized, Stats
+
+ROWS_PER_CHECK = 4096  # of a weight that are searched for NaN at a time
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,39 @@ class InputStatistics:
 
 
 NO_STATISTICS = InputStatistics()
+
+
+class InputRange:
+    """The largest magnitude of a linear's inputs, behind the operations that are stored around its weight."""
+
+    def __init__(self, layer: LayerPlan, seed: int) -> None:
+        self.layer, self.seed, self.largest = layer, seed, LargestInput()
+
+    @property
+    def top(self) -> Tensor | None:
+        """The largest magnitude so far, float32 []; None before any input."""
+        return self.largest.top
+
+    def add(self, inputs: Tensor) -> None:
+        """Add inputs [..., in_features]."""
+        drawn = incoherence.drawn(self.layer, self.seed, inputs)
+        self.largest.add(transforms.apply_input(inputs, self.layer.stored.ops, drawn))
+
+    def widen(self, top: Tensor | None) -> None:
+        """Add a magnitude that another process, or another expert, has seen."""
+        if top is not None:
+            self.largest.add(top.reshape(1))
+
+    def in_scale(self) -> Tensor:
+        """Return the static scale, float32 [1]; NumericalError where no input came, or one that is not finite."""
+        assert self.layer.stored.activations is not None, "the caller has asked for a static scale"
+        return self.largest.in_scale(self.layer.stored.activations, self.layer.spec.name)
+
+
+def check_finite(name: str, weight: Tensor) -> None:
+    """Raise NumericalError for a weight [out, in] that no method can quantize; some rows are looked at at a time."""
+    if not all(torch.isfinite(rows).all() for rows in weight.split(ROWS_PER_CHECK)):
+        raise NumericalError(f"the weight of {name} has NaN or infinite values; repair the checkpoint")
 
 
 def finish_statistics(

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from compress import formats, process_memory
 from compress.calib import stats as calib_stats
-from compress.errors import NumericalError
 from compress.formats import transforms
 from compress.model import lm_head
 from compress.model.skeleton import Skeleton
@@ -97,9 +96,7 @@ def quantize_each(
             say(f"quantizing {layer.spec.name}")
             started = time.monotonic()
             weight = skeleton.model.get_submodule(layer.spec.name).get_parameter("weight").detach()
-            if not all(torch.isfinite(part).all() for part in weight.split(lm_head.HEAD_ROWS)):
-                name = layer.spec.name
-                raise NumericalError(f"the weight of {name} has NaN or infinite values; repair the checkpoint")
+            quantize_linear.check_finite(layer.spec.name, weight)
             given = head if sizes.needs_statistics(layer) else NO_STATISTICS
             packed, row = _quantize(layer, weight, given, _around(skeleton, layer, device), job.seed)
             process_memory.check(job.max_memory)

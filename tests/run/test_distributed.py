@@ -27,7 +27,7 @@ from compress.model.skeleton import Skeleton
 from compress.quant import gptq, row_tiles
 from compress.ranks import connected
 from compress.run import memory_plan, plan
-from compress.run.divided_block import DividedBlock
+from compress.run.loop import DividedBlock
 from compress.storage.checkpoint import open_checkpoint
 from pico import save_pico
 from runs import TEXT, cli, contents

@@ -168,8 +168,8 @@ def test_gradients_do_not_change_what_is_tuned(held: Held, model: Path, tmp_path
 def test_what_it_takes_is_counted(model: Path) -> None:
     of_block = Sizes(1000, 50, 40, 4, 512)
     settings = [Config(codes="clips", between=0, preserve=preserve) for preserve in (0, 0.1)]
-    sizes = [blockwise.workspace(config, of_block) for config in settings]
-    assert sizes[1] - sizes[0] == 1000 * preserved.BYTES
+    needs = [blockwise.workspace(config, of_block) for config in settings]
+    assert needs[1] - needs[0] == 1000 * preserved.BYTES
     layers = plan.make(GPTQ.load(), Skeleton(open_checkpoint(model))).layers
     assert sizes.gradient_nbytes(layers, 2, every=False) == 0
     assert sizes.gradient_nbytes(layers, 2, every=True) == 10 * sum(layer.spec.numel for layer in layers)
