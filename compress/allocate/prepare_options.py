@@ -21,7 +21,7 @@ from compress.recipe.schema import KEEP, Allocation, Recipe, Rule, option_names
 from compress.run import plan, prepare, source
 from compress.run.identity import identity
 from compress.run.job import Job, Prepared
-from compress.run.table_plan import TableOptions
+from compress.run.outside_plan import TableOptions
 from compress.storage import paths
 from compress.types import LayerPlan, LinearSpec
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from compress.allocate.prepare_options import Options
 from compress.allocate.problem import Entry, Unit
-from compress.run.table_plan import TableOptions
+from compress.run.outside_plan import TableOptions
 
 TABLE_KL: Final = "table_kl"  # the damage of tables, under its own name; they have it under all others, too
 

@@ -138,7 +138,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     from compress import api
     from compress.cli import tables
     from compress.progress import duration
-    from compress.run.plan import groups
+    from compress.run.plan_summary import groups
     from compress.run.report import packed_nbytes, whole
 
     with tables.progress_bar() as progress:

@@ -1,6 +1,6 @@
 """Quantize what a plan has beside the text model, one linear at a time, into shards of its own.
 
-It happens once all blocks are done (compress/run/beside_plan.py says what it is). It needs no data and takes little
+It happens once all blocks are done (compress/run/outside_plan.py says what it is). It needs no data and takes little
 time, so that a run that goes on does it anew.
 """
 

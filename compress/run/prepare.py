@@ -24,15 +24,15 @@ from compress.progress import note
 from compress.recipe import Recipe
 from compress.run import (
     calibration_text,
-    coverage,
     expert_pruning,
     kv_cache,
     memory_plan,
+    outside_plan,
     plan,
+    plan_summary,
     remote_code,
     sizes,
     source,
-    table_plan,
 )
 from compress.run.job import Job, Prepared
 from compress.storage import paths
@@ -74,12 +74,12 @@ def prepare_all(
     plans = [plan.make(recipe, skeleton, job.pack) for recipe in recipes]
     options = plan.table_options(job.recipe, skeleton, tables)
     if job.pack:
-        matrices = coverage.matrices_of(skeleton)
-        plans = [coverage.completed(each, skeleton, matrices) for each in plans]
+        matrices = plan_summary.matrix_sizes(skeleton)
+        plans = [plan_summary.add_reasons(each, skeleton, matrices) for each in plans]
         for each in plans if not job.allow_partial else ():
-            coverage.check(each, checkpoint.directory, matrices, job.recipe.ignore)
+            plan_summary.check(each, checkpoint.directory, matrices, job.recipe.ignore)
         expert_pruning.check(job.recipe, plans[0])
-        dry_load.check_planned(skeleton, table_plan.smallest(plans[0], options))
+        dry_load.check_planned(skeleton, outside_plan.with_smallest_tables(plans[0], options))
     settings, samples, seq_len = job.recipe.calibration, 0, 0
     calibrates_cache = job.recipe.kv_cache is not None and bool(job.recipe.kv_cache.needs())
     needs_text = every or "block" in scopes.values() or any(sizes.needs_text(x) for p in plans for x in p.packed)

@@ -17,7 +17,7 @@ from compress.errors import CheckpointError, NumericalError, shown
 from compress.formats import stored
 from compress.model import fingerprint
 from compress.model.skeleton import Skeleton
-from compress.run import expert_pruning, plan
+from compress.run import expert_pruning, plan_summary
 from compress.run.job import RunState
 from compress.runtime import integer
 from compress.runtime.embedding import PackedEmbedding
@@ -220,7 +220,7 @@ def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any
         "seed": job.seed,
         "device": job.device,
         "versions": fingerprint.versions(),
-        "plan": [dataclasses.asdict(group) for group in plan.groups(prepared.plan)],
+        "plan": [dataclasses.asdict(group) for group in plan_summary.groups(prepared.plan)],
         "fallbacks": {row.name: list(row.notes) for row in run.layers if row.notes},
         "notes": run.notes,
         "products": products(run.layers, job.device),
@@ -337,7 +337,7 @@ def from_headers(checkpoint: Checkpoint, why: str) -> dict[str, Any]:
         "whole": whole(found),
         "nbytes": {**packed_nbytes(found), **skeleton.other_nbytes(kept), "total": found.nbytes},
         "source_nbytes": None,
-        "plan": [dataclasses.asdict(group) for group in plan.groups(found)],
+        "plan": [dataclasses.asdict(group) for group in plan_summary.groups(found)],
         "layers": list(rows),
         "incomplete": f"from config.json and the headers of the files, because {why}; methods and errors are not known",
     }

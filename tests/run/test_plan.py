@@ -13,7 +13,7 @@ from compress.errors import RecipeError
 from compress.formats import dense
 from compress.formats import int as int_format
 from compress.model.skeleton import Skeleton
-from compress.run import plan
+from compress.run import plan, plan_summary
 from compress.storage.checkpoint import StoredTensor, open_checkpoint
 from compress.types import Plan, Stored
 from pico import PICO
@@ -153,7 +153,7 @@ def test_nothing_left_to_quantize(name: str, make: Callable[[str, Setup], Plan])
 
 def test_groups_gather_what_differs_only_in_numbers(make: Callable[[str, Setup], Plan]) -> None:
     made = make("qwen3_moe", GPTQ.set("rules=[{match: '*.1.*.o_proj', bits: 3}]"))
-    groups = plan.groups(made)
+    groups = plan_summary.groups(made)
     found = {(group.pattern.removeprefix("model.layers.*."), group.format.split()[1]): group.count for group in groups}
     assert found == {
         ("self_attn.q_proj", "bits=4"): 2,
@@ -172,6 +172,6 @@ def test_groups_gather_what_differs_only_in_numbers(make: Callable[[str, Setup],
 
 def test_the_description_of_a_layer(make: Callable[[str, Setup], Plan]) -> None:
     layer = make("llama", GPTQ).layers[0]
-    assert plan.describe(layer) == "int bits=4 group_size=32 symmetric=True"
+    assert plan_summary.describe(layer) == "int bits=4 group_size=32 symmetric=True"
     other = dataclasses.replace(layer, stored=Stored("dense", dense.Params("bfloat16")))
-    assert plan.describe(other) == "dense dtype=bfloat16"
+    assert plan_summary.describe(other) == "dense dtype=bfloat16"

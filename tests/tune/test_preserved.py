@@ -15,7 +15,7 @@ from compress.calib import fisher
 from compress.errors import RecipeError
 from compress.model.blockwise import BlockArgs
 from compress.model.skeleton import Skeleton
-from compress.run import plan
+from compress.run import plan, sizes
 from compress.storage.checkpoint import open_checkpoint
 from compress.tune import blockwise, preserved
 from compress.tune.blockwise import BlockTuning, Config

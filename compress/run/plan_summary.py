@@ -1,4 +1,6 @@
-"""Compare what a plan packs with all that could be packed, so that nothing large is left out without a word.
+"""Summarize a plan: rows of linears that are stored alike, and what it packs of all that could be packed.
+
+Nothing large is left out without a word.
 
 What counts is every matrix that the text model makes products with: linears of any class and experts, wherever they
 are. Embeddings, the output head, and what is too narrow to be packed do not count.
@@ -9,24 +11,66 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from torch import nn
 
 from compress.errors import UnsupportedModelError
+from compress.formats import lowrank as lowrank_format
+from compress.formats import transforms
 from compress.model.meta_pass import flow
 from compress.model.skeleton import MIN_FEATURES, Skeleton
-from compress.runtime import linears
-from compress.types import Plan
+from compress.runtime import activation_quant, linears
+from compress.types import LayerPlan, Plan
 
-LEAST = 0.5  # share of the weights below which a run has to be asked for
-NAMED = 3  # parts that the message names
+MIN_PACKED_SHARE = 0.5  # of the weights; with less a run needs --allow-partial
+NAMED_PARTS = 3  # the largest ones, in the message
 OUTSIDE = "outside of the decoder blocks"
 NO_LINEAR = "not a linear layer"
 
 
-def completed(plan: Plan, skeleton: Skeleton, matrices: Mapping[str, int]) -> Plan:
+@dataclass(frozen=True)
+class LinearGroup:
+    """Linears that differ only in their numbers (block, expert) and are stored alike; one row of the printed plan."""
+
+    pattern: str  # model.layers.*.self_attn.q_proj
+    count: int
+    shape: tuple[int, int]
+    method: str
+    format: str
+    bpw: float
+    nbytes: int  # of all members
+
+
+def groups(plan: Plan) -> list[LinearGroup]:
+    """Gather the plan's layers that are stored alike."""
+    counts: dict[tuple[str, tuple[int, int], str, str, int], int] = {}
+    for layer in plan.packed:
+        pattern = re.sub(r"\.\d+(?=\.)", ".*", layer.spec.name)
+        key = (pattern, layer.spec.shape, layer.scheme.method, describe(layer), layer.nbytes)
+        counts[key] = counts.get(key, 0) + 1
+    return [
+        LinearGroup(pattern, count, shape, method, text, 8 * nbytes / (shape[0] * shape[1]), nbytes * count)
+        for (pattern, shape, method, text, nbytes), count in counts.items()
+    ]
+
+
+def describe(layer: LayerPlan) -> str:
+    """Return the format and its main numbers in a few words, from the parameters that config.json stores."""
+    stored = layer.stored
+    shown = [
+        f"{key}={value}"
+        for key, value in vars(stored.params).items()
+        if key not in ("tile_words", "scale_dtype", "step_dtype", "narrow_tail") and value is not None
+    ]
+    inputs = activation_quant.describe(stored.activations) if stored.activations is not None else ""
+    lowrank = lowrank_format.describe(stored.lowrank) if stored.lowrank is not None else ""
+    return " ".join(filter(None, [stored.format, *shown, transforms.describe(stored.ops), inputs, lowrank]))
+
+
+def add_reasons(plan: Plan, skeleton: Skeleton, matrices: Mapping[str, int]) -> Plan:
     """Return the plan with a reason for everything that counts and is not packed."""
     names = {layer.spec.name for layer in plan.layers}
     kept = dict(plan.kept_reasons)
@@ -39,7 +83,7 @@ def completed(plan: Plan, skeleton: Skeleton, matrices: Mapping[str, int]) -> Pl
 
 
 def check(plan: Plan, where: Path, matrices: Mapping[str, int], ignored: tuple[str, ...] = ()) -> None:
-    """Raise UnsupportedModelError if a plan that is `completed` packs less than half of what counts.
+    """Raise UnsupportedModelError if a plan with all reasons (`add_reasons`) packs less than half of what counts.
 
     `where`: the model's directory. What the recipe leaves out on purpose counts as packed: by its rules, or by one of
     the `ignored` patterns.
@@ -56,9 +100,9 @@ def check(plan: Plan, where: Path, matrices: Mapping[str, int], ignored: tuple[s
         part = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
         left[part] = left.get(part, (0, ""))[0] + numel, plan.kept_reasons[name]
     total = sum(matrices.values())
-    if covered >= LEAST * total:
+    if covered >= MIN_PACKED_SHARE * total:
         return
-    largest = sorted(left.items(), key=lambda item: -item[1][0])[:NAMED]
+    largest = sorted(left.items(), key=lambda item: -item[1][0])[:NAMED_PARTS]
     parts = "; ".join(f"{part}, {numel / total:.0%}: {reason}" for part, (numel, reason) in largest)
     raise UnsupportedModelError(
         f"{where}: only {packed / total:.0%} of the linear weights would be packed; left out "
@@ -66,28 +110,28 @@ def check(plan: Plan, where: Path, matrices: Mapping[str, int], ignored: tuple[s
     )
 
 
-def matrices_of(skeleton: Skeleton) -> dict[str, int]:
+def matrix_sizes(skeleton: Skeleton) -> dict[str, int]:
     """Return the modules of the text model that hold matrices which count: name -> numbers in them."""
     model = skeleton.model
-    skipped = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in _own(m)}
+    skipped = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in _parameters(m)}
     text = flow(skeleton.config, skeleton.dtype).called
     decoder = {f"{name}." for name, module in model.named_modules() if module is model.get_decoder()}
     prefixes = (f"{skeleton.blocks_name}.", *(decoder if not text else ()))
-    found: dict[str, int] = {}
+    numels: dict[str, int] = {}
     for name, module in model.named_modules():
         if name not in text and not name.startswith(prefixes):
             continue
-        numel = sum(p for key, p in _sizes(module) if id(module.get_parameter(key)) not in skipped)
+        numel = sum(p for key, p in _matrices(module) if id(module.get_parameter(key)) not in skipped)
         if numel:
-            found[name] = numel
-    return found
+            numels[name] = numel
+    return numels
 
 
-def _own(module: nn.Module | None) -> list[nn.Parameter]:
+def _parameters(module: nn.Module | None) -> list[nn.Parameter]:
     return [] if module is None else list(module.parameters())
 
 
-def _sizes(module: nn.Module) -> Iterator[tuple[str, int]]:
+def _matrices(module: nn.Module) -> Iterator[tuple[str, int]]:
     """Yield name and size of a module's own parameters that are matrices, or stacks of them, and wide enough."""
     if isinstance(module, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return
