@@ -19,8 +19,7 @@ from compress.progress import note
 from compress.recipe import fingerprint
 from compress.recipe.schema import KEEP, Allocation, Recipe, Rule, option_names
 from compress.run import plan, prepare, source
-from compress.run.identity import identity
-from compress.run.job import Job, Prepared
+from compress.run.job import Job, Prepared, identity
 from compress.run.outside_plan import TableOptions
 from compress.storage import paths
 from compress.types import LayerPlan, LinearSpec
@@ -182,7 +181,7 @@ def folder_of(asked: Job) -> Path:
     """
     paths.check_name(asked.out)
     recipe, allocation = asked.recipe, asked.recipe.allocate
-    known = [*source.given(asked), asked.calib, asked.seed, _fingerprint(recipe, allocation)]
+    known = [*source.locate(asked), asked.calib, asked.seed, _fingerprint(recipe, allocation)]
     digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
     name = Path(asked.model.rstrip("/")).name or "model"
     name = re.sub(r"[^\w.-]+", "-", f"{name}-{recipe.name}")[:NAME_LENGTH]

@@ -13,7 +13,7 @@ from compress.allocate.prepare_options import Options
 from compress.allocate.variants import Database
 from compress.errors import BudgetError
 from compress.progress import duration, silent
-from compress.run import prepare, report
+from compress.run import demands, report
 from compress.run.loop import BlockLoop
 from compress.run.quantize_linear import LinearTask
 from compress.types import Quantized
@@ -49,7 +49,7 @@ def predict(opened: Options) -> QuantizingTime:
     batch = min(prepared.arrangement.batch, prepared.samples)
     arrangement = dataclasses.replace(prepared.arrangement, spill=False)
     trial = dataclasses.replace(prepared, samples=batch, arrangement=arrangement)
-    tokens = prepare.random_tokens(opened.asked, trial)
+    tokens = demands.random_tokens(opened.asked, trial)
     folder = opened.asked.measurements or opened.asked.out
     loop = BlockLoop(opened.asked, trial, opened.levels, tokens, folder, silent, every=True)
     inner = sum(layer.spec.numel for options in opened.levels.values() for layer in options.values())

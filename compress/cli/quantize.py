@@ -186,13 +186,13 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
 
 def _cache_bytes(job: Job, prepared: Prepared) -> dict[str, Any] | None:
     """Return what the recipe's cache takes; None without one, and for one that is still to be calibrated."""
-    from compress.run import cache_bytes
+    from compress.run import kv_cache
 
     settings = job.recipe.kv_cache
     if settings is None or settings.needs() or (job.recipe.packs and not job.pack):
         return None
     skeleton = prepared.skeleton
-    return cache_bytes.at_context(skeleton.config, settings, {}, skeleton.dtype).plain()
+    return kv_cache.bytes_at_context(skeleton.config, settings, {}, skeleton.dtype).plain()
 
 
 def _print_unmeasured(found: Unmeasured, as_json: bool, words: list[str]) -> None:

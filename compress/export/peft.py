@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from compress.errors import CheckpointError, OutputError, shown
 from compress.formats import lowrank, transforms
 from compress.model.skeleton import Skeleton
-from compress.run import write_checkpoint
+from compress.run import companion_files
 from compress.runtime import hf
 from compress.runtime.linear import PackedLinear
 from compress.storage import files, json_text, notice
@@ -195,8 +195,8 @@ def export(checkpoint: Path, out: Path, adapter: Path) -> int:
         kept = {name: tensor for name, tensor in read_header(file).items() if name not in taken}
         if kept:
             write_shard(out / file.name, kept)
-    write_checkpoint.write_index(out)
-    write_checkpoint.copy_files(source.directory, out)
+    companion_files.write_index(out)
+    companion_files.copy_files(source.directory, out)
     if (checkpoint / RECIPE).is_file():
         files.copy(checkpoint / RECIPE, out / RECIPE)
     bare = hf.build_config({name: dataclasses.replace(form, lowrank=None) for name, form in stored.items()})

@@ -18,7 +18,7 @@ import transformers
 
 from compress.errors import CheckpointError, UnsupportedModelError, first_line, shown
 from compress.importers import gguf_blocks, gguf_header
-from compress.importers.gguf import check_metadata, check_sizes, values
+from compress.importers.gguf import MAP, check_metadata, check_sizes, values
 from compress.importers.gguf_header import Header
 from compress.importers.gguf_settings import FACTOR, FREQUENCIES, HEAD, KIND, ORIGINAL_LENGTH, SETTINGS, Bands
 from compress.model.load import FAILURES, empty_model, gguf_tokenizer, open_config, without_weights
@@ -31,10 +31,10 @@ PATHS = ("_name_or_path", "_model_name_or_path")  # of a directory that another 
 STRETCHED = "full_attention"  # the layers whose positions are stretched, where others see a window
 
 
-def write_directory(file: Path, directory: Path) -> dict[str, Any]:
+def write_directory(file: Path, directory: Path) -> None:
     """Write the configuration and the tokenizer of a GGUF file into a directory that has it (or a link to it) already.
 
-    Return what says which tensors make which weight (compress/importers/gguf.py). Raises CheckpointError, and
+    With them comes what says which tensors make which weight (compress/importers/gguf.py). Raises CheckpointError, and
     UnsupportedModelError for an architecture that transformers does not read from such files.
     """
     header = gguf_header.read_all(file)
@@ -59,7 +59,8 @@ def write_directory(file: Path, directory: Path) -> dict[str, Any]:
         facts.pop(key, None)
         settings.pop(key, None)
     write_text(directory / CONFIG, json.dumps(facts, indent=2) + "\n")
-    return {"file": file.name, "settings": settings, "weights": weights, "unused": unused}
+    made_of = {"file": file.name, "settings": settings, "weights": weights, "unused": unused}
+    write_text(directory / MAP, json.dumps(made_of))
 
 
 def dtype(header: Header) -> torch.dtype:

@@ -88,7 +88,7 @@ def _self_generated(job: Job, prepared: Prepared, progress: Progress, cache: Pat
     return written
 
 
-def noted(calibration: Calibration, job: Job, prepared: Prepared) -> Calibration:
+def add_notes(calibration: Calibration, job: Job, prepared: Prepared) -> Calibration:
     """Add notes of what a run does otherwise than asked for."""
     notes = list(calibration.notes)
     if (seq_len := job.recipe.calibration.seq_len) > prepared.seq_len:

@@ -152,7 +152,7 @@ def row(
     )
 
 
-def checked(row: LayerReport, is_allowed: bool) -> LayerReport:
+def check_row(row: LayerReport, is_allowed: bool) -> LayerReport:
     """Return the report of a weight, with a note if what is stored keeps nothing; NumericalError unless `is_allowed`.
 
     Where its outputs are measured, they tell: a method may change weights that no input reads.

@@ -73,7 +73,7 @@ def statistics(stream: CalibrationStream, layer: LayerPlan) -> InputStatistics:
 def quantize(run: RunState, head: InputStatistics, say: Callable[[str], None]) -> PackedTables:
     """Quantize the tables of a plan; head: the statistics of the input of the output head."""
     made = [
-        (packed, report.checked(row, run.job.allow_partial))
+        (packed, report.check_row(row, run.job.allow_partial))
         for packed, row in quantize_each(run.job, run.prepared.skeleton, run.prepared.plan.tables, head, say)
     ]
     return PackedTables({row.name: weight for weight, row in made}, [row for _, row in made])

@@ -17,7 +17,7 @@ from compress.formats import lowrank
 from compress.lowrank import correct, factors
 from compress.numerics.linalg import truncated
 from compress.quant import gptq, rtn, trellis
-from compress.run import plan, sizes, verify, write_checkpoint
+from compress.run import plan, sizes, verify, write
 from compress.types import (
     NO_TRANSFORMS,
     Correction,
@@ -209,7 +209,7 @@ def test_an_interrupted_run_goes_on_from_what_is_stored(tmp_path: Path, monkeypa
         def stop(*_: object) -> None:
             raise KeyboardInterrupt
 
-        patched.setattr(write_checkpoint, "finish", stop)
+        patched.setattr(write, "finish", stop)
         api.quantize(job(model, setup, tmp_path / "out"))
     result = api.quantize(job(model, setup, tmp_path / "out"))
     assert result["resumed_blocks"] == result["blocks"]

@@ -20,7 +20,7 @@ from compress.model import blockwise
 from compress.model.skeleton import Skeleton
 from compress.quant import gptq, target_correction
 from compress.quant.target_correction import DAMP, TOKENS_PER_INPUT, correction, target
-from compress.run import calibration_stream, calibration_text, memory_plan, pipeline, prepare, quantize_linear
+from compress.run import calibration_stream, calibration_text, memory_plan, pipeline, predict, prepare, quantize_linear
 from compress.run.plan import make
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import Quantized, Stats
@@ -362,7 +362,7 @@ def test_other_shares_are_other_runs() -> None:
 def test_the_time_is_predicted(deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial carries both streams, whichever block it takes."""
     names, asked = passes(monkeypatch), job(deep, FULL, tmp_path / "out")
-    assert pipeline.predict_seconds(asked, prepare.prepare(asked)) > 0
+    assert predict.predict_seconds(asked, prepare.prepare(asked)) > 0
     assert names == ["0", "0", "0"] and not list(tmp_path.iterdir())
 
 

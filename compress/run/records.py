@@ -1,12 +1,13 @@
-"""Write README.md of a checkpoint: the model card that the hub shows, with facts of the run only.
+"""Write what a finished checkpoint says of itself, facts of the run only: model card, report, page, manifest.
 
-Its front matter names the base model only by its hub id: the one that was given, or loaded. License, language and
-kind of task are those of the base's own card, where that lies beside the base.
+The front matter of the model card (README.md) names the base model only by its hub id: the one that was given, or
+loaded. License, language and kind of task are those of the base's own card, where that lies beside the base.
 """
 
 from __future__ import annotations
 
 import html
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,12 +16,16 @@ from typing import Any, ClassVar
 import yaml
 
 from compress import process_memory
-from compress.errors import one_line
+from compress.errors import first_line, one_line
 from compress.kv.settings import KINDS
 from compress.model.opener import opener
-from compress.run.job import RunState
-from compress.storage.files import open_regular
-from compress.storage.known_files import CARD
+from compress.pages import checkpoint as pages
+from compress.progress import note
+from compress.run.job import RunState, write_manifest
+from compress.storage.checkpoint import write_text
+from compress.storage.files import open_regular, read_text
+from compress.storage.known_files import CARD, REPORT
+from compress.storage.manifest import PAGE, RECIPE
 from compress.storage.paths import HUB_ID
 from compress.types import LayerPlan
 
@@ -108,6 +113,24 @@ BASE = """
 base: {base}. The weights were decoded while they were read: the size of the original, and all errors, are those of the
 decoded weights.
 """
+
+
+def write(directory: Path, run: RunState, result: dict[str, Any]) -> None:
+    """Write model card, report and page, and at last the manifest, which has the hash of every file."""
+    write_text(directory / CARD, text(run, result))
+    write_text(directory / REPORT, json.dumps(result, indent=1) + "\n")
+    _write_page(directory, result, run.job.out)
+    write_manifest(directory, run.job, run.prepared.skeleton.checkpoint)
+
+
+def _write_page(directory: Path, result: dict[str, Any], out: Path) -> None:
+    """Write the page of a checkpoint; one that cannot be written is a note, since the checkpoint does without."""
+    page = directory / PAGE
+    try:
+        write_text(page, pages.page(result, read_text(directory / RECIPE)))
+    except Exception as error:  # noqa: BLE001  (whatever is wrong with a page, the checkpoint is finished)
+        page.with_name(page.name + ".part").unlink(missing_ok=True)
+        note(f"no {PAGE} was written ({first_line(error)}); compress report {out} tries it again")
 
 
 def text(run: RunState, report: Mapping[str, Any]) -> str:
