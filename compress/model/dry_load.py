@@ -19,9 +19,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from compress import formats
 from compress.errors import CheckpointError, CompressError, UnsupportedModelError, cut, first_line
 from compress.model import stored_weights
+from compress.model.architectures import opener
 from compress.model.load import FAILURES, load_empty, open_config
 from compress.model.meta_pass import Unread, UnreadTable, WeightReadError, run_without_data
-from compress.model.opener import opener
 from compress.model.skeleton import Skeleton
 from compress.runtime import hf
 from compress.runtime.embedding import LIKE, PackedEmbedding

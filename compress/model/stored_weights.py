@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     GroupWeightRename,
@@ -24,6 +24,7 @@ from transformers.core_model_loading import (
 
 from compress.errors import CheckpointError
 from compress.model import architectures
+from compress.runtime.packed import PackedModule
 from compress.storage.checkpoint import Checkpoint, Readable
 
 Sources = Mapping[str, list[Readable]]
@@ -156,3 +157,40 @@ def _is_copy(first: Readable, other: Readable) -> bool:
     if (first.shape, first.dtype) != (other.shape, other.dtype):
         return False
     return all(torch.equal(a, b) for a, b in zip(first.parts(), other.parts(), strict=True))
+
+
+def check_parameters(
+    model: PreTrainedModel,
+    config: PretrainedConfig,
+    checkpoint: Checkpoint,
+    aliases: list[list[str]],
+    sources: Sources,
+) -> None:
+    """Raise CheckpointError unless every parameter has its tensor in the checkpoint, in its shape and kind.
+
+    config: of the whole model. aliases: names of each tied weight.
+    """
+    others = {name: group for group in aliases for name in group}
+    packed = {
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        if isinstance(module, PackedModule)
+        for key in module.specs
+    }
+    for name, parameter in model.named_parameters():
+        stored_as = [alias for alias in others.get(name, [name]) if alias in sources]
+        if not stored_as and architectures.is_head(model, name):
+            why = architectures.without_head(config, name)
+            raise CheckpointError(f"{checkpoint.directory} {why}")
+        if not stored_as:
+            raise CheckpointError(f"{checkpoint.directory} has no tensor for {name}; download it again")
+        stored, shape = sources[stored_as[0]], tuple(parameter.shape)
+        if name in packed and stored[0].dtype != parameter.dtype:
+            raise CheckpointError(
+                f"{checkpoint.directory}: {name} is stored as {stored[0].dtype}, its format says {parameter.dtype}"
+            )
+        if len(stored) == 1 and stored[0].name == name and stored[0].shape != shape and len(shape) < 3:
+            raise CheckpointError(
+                f"{checkpoint.directory}: {name} has shape {stored[0].shape}, the configuration asks for "
+                f"{shape}; they do not belong together"
+            )

@@ -198,7 +198,7 @@ class _MemoryModel:
         self.widened = [4 * (w - e) // item * is_copied for w, e in zip(self.weights, self.expert_weights, strict=True)]
         blocks = {id(p) for block in skeleton.blocks for p in block.parameters()}
         named = skeleton.model.named_parameters()
-        rest = {id(p): p.numel() * item for n, p in named if id(p) not in blocks and not skeleton.is_beside(n)}
+        rest = {id(p): p.numel() * item for n, p in named if id(p) not in blocks and not skeleton.is_off_text_path(n)}
         self.rest = sum(rest.values())
         self.embedding = self.rest - sizes.head_nbytes(skeleton.model)  # what is loaded to embed a text
         self.converted = sizes.converted_nbytes(skeleton) + sizes.decoding_nbytes(skeleton)

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from compress import formats, plugins
 from compress.errors import RecipeError, shown
-from compress.model import beside, tables
+from compress.model import towers
 from compress.model.meta_pass import READ, read_weights
 from compress.model.skeleton import Skeleton
-from compress.model.tables import Table
+from compress.model.towers import Table
 from compress.recipe.schema import Recipe
 from compress.run import sizes
 from compress.types import LayerPlan, LinearSpec, Plan, Scheme
@@ -49,7 +49,7 @@ def add_tables(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_weight: Plan
     """
     head = skeleton.model.get_output_embeddings() if skeleton.is_untied else None
     written, twice = skeleton.numel(), 0 if head is None else head.weight.numel()
-    plan = dataclasses.replace(plan, written_numel=written, numel=written - twice, unused=skeleton.unused())
+    plan = dataclasses.replace(plan, written_numel=written, numel=written - twice, unused=skeleton.unused_tensors())
     plan = dataclasses.replace(plan, messages=(*plan.messages, *_unused_message(plan)))
     is_wanted = plan.layers and (recipe.embeddings is not None or recipe.head is not None)
     packed_tables = _find_tables(recipe, skeleton) if is_wanted else []
@@ -108,7 +108,7 @@ def with_smallest_tables(plan: Plan, tables: Sequence[TableOptions]) -> Plan:
 
 def _find_tables(recipe: Recipe, skeleton: Skeleton) -> list[Table]:
     """Return the tables of a model, refused where the recipe ignores them or the model's own code reads them, too."""
-    every = tables.find(skeleton)
+    every = towers.find_tables(skeleton)
     read = read_weights(skeleton.config, skeleton.dtype, (name for table in every for name in table.names))
     return [
         table._replace(
@@ -153,7 +153,7 @@ def _join_tables(
         return ops
     if not packed_tables:
         return "the recipe packs neither; with its section embeddings they stay one"
-    table = tables.rejoined(*packed_tables)
+    table = towers.join_tables(*packed_tables)
     scheme = None if _differ(recipe, table) else _scheme(recipe, table)
     if scheme is None:
         return "the recipe's sections embeddings and head store them in two ways"
@@ -232,13 +232,13 @@ def add_towers(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_weight: Plan
     """
     if not skeleton.text_path.towers and not skeleton.text_path.skipped and not recipe.towers:
         return plan
-    specs, refused = beside.linears(skeleton)
+    specs, refused = towers.tower_linears(skeleton)
     _check_tower_patterns(
-        recipe, [name for name in (*(s.name for s in specs), *refused) if beside.is_tower(skeleton, name)]
+        recipe, [name for name in (*(s.name for s in specs), *refused) if towers.is_tower(skeleton, name)]
     )
     layers, kept = list[LayerPlan](), dict(plan.kept_reasons)
     for spec in specs if plan.layers else ():
-        is_tower = beside.is_tower(skeleton, spec.name)
+        is_tower = towers.is_tower(skeleton, spec.name)
         scheme = recipe.tower_scheme(spec.name) if is_tower else recipe.scheme_for(spec.name)
         layer = plan_weight(spec, scheme) if scheme is not None else None
         if layer is not None and is_tower and sizes.needs_text(layer):
@@ -252,7 +252,7 @@ def add_towers(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_weight: Plan
             layers.append(layer)
         elif not is_tower:
             kept[spec.name] = NO_TEXT if scheme is not None else "kept by the recipe"
-    kept |= {name: why for name, why in refused.items() if not beside.is_tower(skeleton, name)}
+    kept |= {name: why for name, why in refused.items() if not towers.is_tower(skeleton, name)}
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
     stored = {name: nbytes for name, nbytes in plan.kept_nbytes.items() if name not in replaced}
     return dataclasses.replace(plan, tower_layers=tuple(layers), kept_reasons=kept, kept_nbytes=stored)

@@ -97,7 +97,7 @@ def write_towers(output: Output, run: RunState, progress: Progress) -> None:
     for number, layer in enumerate(plan.tower_layers):
         name, started = layer.spec.name, time.monotonic()
         progress(f"quantizing {name}", number, len(plan.tower_layers))
-        weight = skeleton.load_beside(name, torch.device(run.job.device)).get_parameter("weight").detach()
+        weight = skeleton.load_linear(name, torch.device(run.job.device)).get_parameter("weight").detach()
         quantize_linear.check_finite(name, weight)
         task = LinearTask(layer, "", weight, _no_statistics(layer, run), None, None)
         result = quantize_linear.quantize(task, run.job.seed)

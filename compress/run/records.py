@@ -18,7 +18,7 @@ import yaml
 from compress import process_memory
 from compress.errors import first_line, one_line
 from compress.kv.settings import KINDS
-from compress.model.opener import opener
+from compress.model.architectures import opener
 from compress.pages import checkpoint as pages
 from compress.progress import note
 from compress.run.job import RunState, write_manifest

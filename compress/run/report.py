@@ -327,7 +327,7 @@ def from_headers(checkpoint: Checkpoint, why: str) -> dict[str, Any]:
         )
     numel = skeleton.numel()
     found = Plan(tuple(linears), kept_nbytes=kept, tables=tuple(tables), numel=numel, written_numel=numel)
-    found = dataclasses.replace(found, unused=skeleton.unused())
+    found = dataclasses.replace(found, unused=skeleton.unused_tensors())
     rows = (
         {"name": x.spec.name, "shape": x.spec.shape, **stored.to_dict(x.stored), "bpw": x.bpw, "nbytes": x.nbytes}
         for x in found.packed

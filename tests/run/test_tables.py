@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from compress import api
 from compress.errors import RecipeError
-from compress.model import tables as model_tables
+from compress.model import towers as model_tables
 from compress.model.skeleton import Skeleton
 from compress.run import prepare, report, sizes, verify
 from compress.runtime.embedding import PackedEmbedding
@@ -167,9 +167,9 @@ def test_a_head_of_its_own_takes_any_method(pico_dir: Callable[..., Path], tmp_p
 
 def test_what_other_modules_share_stays(pico_dir: Callable[..., Path]) -> None:
     skeleton = Skeleton(open_checkpoint(pico_dir("llama_tied")))
-    (table,) = model_tables.find(skeleton)
+    (table,) = model_tables.find_tables(skeleton)
     assert table.roles == ("embeddings", "head") and table.names == ("model.embed_tokens", "lm_head")
     assert table.refused is None and dataclasses.asdict(table.spec)["shape"] == (264, 64)
     skeleton.model.model.layers[0].mlp.up_proj.weight = skeleton.model.get_input_embeddings().weight
-    (table,) = model_tables.find(skeleton)
+    (table,) = model_tables.find_tables(skeleton)
     assert table.refused is not None and table.refused.startswith("shared by model.embed_tokens, ")
