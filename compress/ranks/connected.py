@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed import Store
 
 from compress.errors import CompressError, ProcessLostError, first_line, needs
-from compress.ranks import Ranks, given, wire
+from compress.ranks import wire
+from compress.ranks.shares import Ranks, given
 
 T = TypeVar("T")
 
