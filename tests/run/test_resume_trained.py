@@ -81,7 +81,7 @@ def test_killed_at_the_manifest(
     [
         pytest.param("compress.tune.low_rank", "_backward", 5, False, marks=pytest.mark.slow),
         ("compress.run.trained_tensors", "write_shard", 1, False),
-        pytest.param("compress.run.trained_tensors", "put_in", 1, True, marks=pytest.mark.slow),
+        pytest.param("compress.run.trained_tensors", "put_into_shards", 1, True, marks=pytest.mark.slow),
         pytest.param(
             "compress.run.trained_tensors", "write_shard", 3, True, marks=pytest.mark.slow
         ),  # one shard is trained, the other is not

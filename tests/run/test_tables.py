@@ -103,7 +103,7 @@ def test_rows_in_chunks_are_those_of_the_whole(
     "moment",
     [
         interrupt("compress.run.tables", "_chunk", 1),
-        interrupt("compress.run.shards", "write_rest", 1),
+        interrupt("compress.run.outside_shards", "_write_rest_shard", 1),
         interrupt("compress.run.verify", "self_check", 1),
     ],
 )
