@@ -83,7 +83,7 @@ def test_killed_at_the_manifest(
         ("compress.calib.reference_logprobs", "_make", 1, False),
         pytest.param("compress.tune.streamed", "_through", 30, False, marks=pytest.mark.slow),  # within a step
         pytest.param(MODULE, "_keep", 2, False, marks=pytest.mark.slow),
-        (MODULE, "put_in", 2, True),
+        (MODULE, "put_into_shards", 2, True),
         pytest.param(MODULE, "write_shard", 6, True, marks=pytest.mark.slow),  # one shard is tuned, the others are not
     ],
 )

@@ -75,7 +75,7 @@ def test_text_alone_is_opened_by_its_own_class(tmp_path: Path) -> None:
 
 
 def test_a_tower_is_packed_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory_plan, "BESIDE_NBYTES", 2500)
+    monkeypatch.setattr(memory_plan, "TOWER_SHARD_NBYTES", 2500)
     source, out = saved("llava", tmp_path / "model"), tmp_path / "out"
     api.quantize(job(source, GPTQ.set(IN_TOWER % "vision_tower."), out))
     model = AutoModelForImageTextToText.from_pretrained(out)
