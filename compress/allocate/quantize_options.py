@@ -42,7 +42,7 @@ def quantize_all(opened: Options, database: Database, tokens: Tensor, progress: 
     if not opened.asked.measures:
         raise NotMeasuredError(f"{database.folder} is not complete")
     job, planned = opened.asked, opened.prepared.arrangement
-    with memory_plan.resumed(planned, lambda _: dict(database.arrangement), job.max_memory) as arrangement:
+    with memory_plan.keep_arrangement(planned, lambda _: dict(database.arrangement), job.max_memory) as arrangement:
         prepared = dataclasses.replace(opened.prepared, arrangement=arrangement)
         opened = dataclasses.replace(opened, prepared=prepared)
         loop = BlockLoop(job, prepared, opened.levels, tokens, database.folder, progress, every=True)

@@ -46,14 +46,7 @@ from compress.run import companion_files
 from compress.runtime import hf
 from compress.runtime.linear import PackedLinear
 from compress.storage import config_json, files, json_text
-from compress.storage.checkpoint import (
-    CONFIG,
-    open_checkpoint,
-    read_header,
-    read_json,
-    write_shard,
-    write_text,
-)
+from compress.storage.checkpoint import CONFIG, open_checkpoint, read_header, read_json, write_shard, write_text
 from compress.storage.files import open_regular
 from compress.storage.manifest import RECIPE
 from compress.types import PackedWeight, WeightTransforms

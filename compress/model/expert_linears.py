@@ -19,7 +19,7 @@ from compress.runtime.experts import Experts
 from compress.types import LinearSpec
 
 CHECKED_TOKENS = 3
-MAX_RELATIVE_DIFFERENCE = 0.05  # of norms; a wrong layout is off by about 1, bfloat16 by 0.01
+MAX_RELATIVE_DIFFERENCE = 0.05  # a ratio of norms; a wrong layout is off by about 1, bfloat16 by 0.01
 
 
 def specs(name: str, module: nn.Module, dtype: torch.dtype, block: int) -> Iterable[LinearSpec] | str:

@@ -27,7 +27,7 @@ from compress.storage.checkpoint import CONFIG, write_text
 LEFT_OUT = (  # keys whose settings transformers would leave at their defaults
     *("attention.key_length", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
 )
-PATHS = ("_name_or_path", "_model_name_or_path")  # of a directory that another process has under another name
+PATH_KEYS = ("_name_or_path", "_model_name_or_path")  # another process has the directory under another name
 STRETCHED = "full_attention"  # the layers whose positions are stretched, where others see a window
 
 
@@ -55,7 +55,7 @@ def write_directory(file: Path, directory: Path) -> None:
         weights = _weights(model, header)
         gguf_tokenizer(directory, file.name).save_pretrained(directory)
     facts, settings = (json.loads(config.to_json_string(use_diff=short)) for short in (True, False))
-    for key in PATHS:
+    for key in PATH_KEYS:
         facts.pop(key, None)
         settings.pop(key, None)
     write_text(directory / CONFIG, json.dumps(facts, indent=2) + "\n")

@@ -35,7 +35,7 @@ UNUSED = (  # what any model may leave unused: what it computes itself, and olde
     r"\.(attn|attention)\.masked_bias$",  # the value of a masked score
 )
 TOWERS = r"^(model\.)?(vision|visual|vqmodel|audio|multi_modal)\w*\."  # beside the text, if that alone is opened
-MASK = r"\.(attn|attention)\.bias$"  # which tokens are seen, [1, 1, positions, positions]; with one dimension a bias
+MASK_NAMES = r"\.(attn|attention)\.bias$"  # a mask is [1, 1, positions, positions]; with one dimension it is a bias
 
 
 def sources(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, list[Readable]]:
@@ -44,18 +44,18 @@ def sources(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, list[Re
     A tensor that is split while it is loaded (the joint weight of queries, keys and values) stands under several names.
     """
     named: dict[str, list[Readable]] = {}
-    for stored, names, _ in _renamed(model, checkpoint):
+    for stored, names, _ in _rename_all(model, checkpoint):
         for name in names:
             named.setdefault(name, []).append(stored)
     return named
 
 
-def converted(model: PreTrainedModel, checkpoint: Checkpoint) -> set[str]:
+def names_of_converted(model: PreTrainedModel, checkpoint: Checkpoint) -> set[str]:
     """Return the names of the stored tensors to which transformers does more than to give them another name."""
-    return {stored.name for stored, _, is_converted in _renamed(model, checkpoint) if is_converted}
+    return {stored.name for stored, _, is_converted in _rename_all(model, checkpoint) if is_converted}
 
 
-def _renamed(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[tuple[Readable, list[str], bool]]:
+def _rename_all(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[tuple[Readable, list[str], bool]]:
     """Yield each stored tensor, the parameters it is part of, and whether it is more than renamed for them."""
     mapping = get_model_conversion_mapping(model)
     renamings = [w for w in mapping if isinstance(w, WeightRenaming)]
@@ -134,7 +134,7 @@ def _unknown(model: PreTrainedModel, checkpoint: Checkpoint, stored_as: Sources)
         for name, group in stored_as.items()
         if name not in used
         and not any(re.search(pattern, name) for pattern in ignored)
-        and not (re.search(MASK, name) and all(len(stored.shape) == 4 for stored in group))
+        and not (re.search(MASK_NAMES, name) and all(len(stored.shape) == 4 for stored in group))
     ]
 
 

@@ -191,19 +191,19 @@ class CalibrationStream:
         settings = self.job.recipe.calibration
         if self.tokens is None or settings.importance == "none":
             return None, None
-        by_attention = settings.importance in (token_importance.AUTO, "attention")
+        by_attention = settings.importance in (token_importance.AUTO_SCORE, "attention")
         if by_attention and not (self.paired or self.weighs_before):
-            found = self._weigh(index, block, layers, routed)
-            if found is not None:
-                return found, None
+            weights = self._weigh(index, block, layers, routed)
+            if weights is not None:
+                return weights, None
         self.meter.say("weighing tokens")
         is_shared = len(self.slices) >= self.ranks.size > 1
         own = self.own if is_shared else self.slices
         name, batches = self.skeleton.block_prefix(index).rstrip("."), partial(self.batches, index, own)
         minimum = settings.importance_min
-        found, note = token_importance.weights(settings.importance, block, name, batches, self.tokens, minimum)
+        weights, note = token_importance.weights(settings.importance, block, name, batches, self.tokens, minimum)
         self.weighs_before = note is not None  # which the next block is likely to need, too
-        return found, note
+        return weights, note
 
     def _weigh(self, index: int, block: nn.Module, layers: list[LayerPlan], routed: Mapping[str, int]) -> Tensor | None:
         """Collect the statistics of the first pass, and return the weights; None where they have to be known before.
@@ -218,11 +218,11 @@ class CalibrationStream:
         weighed, readers = WeighedPass(block, name, calls, minimum), sizes.readers(layers, self.every)
         of_pass = {key: readers[key] for key in passes[0]}
         sums = self._collect(index, block, of_pass, len(passes) == 1, routed, weighed=weighed)
-        found = self.ranks.gather((weighed.calls, weighed.failed, weighed.scores))
-        self.attentions[type(block)] = max(calls for calls, *_ in found)
-        if any(failed for _, failed, _ in found):
+        seen = self.ranks.gather((weighed.calls, weighed.failed, weighed.scores))
+        self.attentions[type(block)] = max(calls for calls, *_ in seen)
+        if any(failed for _, failed, _ in seen):
             return None
-        scores = torch.cat([part for *_, parts in found for part in parts])
+        scores = torch.cat([part for *_, parts in seen for part in parts])
         weights, note = token_importance.of_scores(scores, block, minimum)
         if note is not None:
             return None
@@ -291,7 +291,7 @@ class CalibrationStream:
         both: dict[str, calib_stats.Summed] = {**sums, **elsewhere}
         every = {key: both[key] for key in readers}
         chunk, seq_len = calib_stats.chunk_tokens(self.prepared.seq_len), self.prepared.seq_len
-        needed = self.job.recipe.calibration.importance != token_importance.AUTO
+        needed = self.job.recipe.calibration.importance != token_importance.AUTO_SCORE
 
         def collect(of_batch: Tensor | None, into: Mapping[str, Any] = every) -> AbstractContextManager[None]:
             return calib_stats.collect(linears, into, chunk, of_batch, experts, pass_end, needed)

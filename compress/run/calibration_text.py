@@ -44,7 +44,7 @@ def calibration(job: Job, prepared: Prepared, progress: Progress, cache: Path | 
             say_fewer(len(text.tokens), samples, text.tokens_available)
     else:
         text = _self_generated(job, dataclasses.replace(prepared, samples=samples), progress, cache)
-    return calib_data.expanded(text, copies) if copies > 1 else text
+    return calib_data.expand_copies(text, copies) if copies > 1 else text
 
 
 def say_fewer(samples: int, asked: int, tokens: int) -> None:

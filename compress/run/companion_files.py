@@ -16,7 +16,7 @@ from compress.storage import config_json, files, known_files
 from compress.storage.checkpoint import CONFIG, INDEX, read_header, read_json, write_text
 from compress.storage.manifest import RECIPE
 
-TIED_KEY = "tie_word_embeddings"  # of config.json and of its sections
+TIED_KEY = "tie_word_embeddings"
 MAX_COPIED_NBYTES = 64 << 20  # larger files beside a model are not its configuration
 
 

@@ -24,8 +24,8 @@ from compress.run import kv_cache, memory_plan, sizes
 from compress.run.job import Job, Prepared
 from compress.types import LayerPlan, Plan
 
-LIBRARY_NBYTES = 64 << 20  # of what reads parquet files and data sets
-MAX_DOCUMENT_NBYTES = 8 << 20  # of a document that are counted
+READER_NBYTES = 64 << 20  # libraries that read parquet files and data sets
+MAX_DOCUMENT_NBYTES = 8 << 20  # more of a document is not counted
 
 
 def arrange(job: Job, skeleton: Skeleton, plans: Sequence[Plan], tables: Sequence[LayerPlan], every: bool) -> Prepared:
@@ -123,7 +123,7 @@ def _size_reading(job: Job, samples: int, seq_len: int) -> tuple[int, int, int]:
     text = Path(job.calib)
     suffix = text.suffix.lower() if os.path.isfile(text) else None  # False for what no file can be called
     document = min(text.stat().st_size, MAX_DOCUMENT_NBYTES) if suffix in (".jsonl", ".json", ".parquet") else 0
-    library = LIBRARY_NBYTES if suffix in (None, ".parquet") else 0
+    library = READER_NBYTES if suffix in (None, ".parquet") else 0
     return calib_data.most_read(job.calib, samples, seq_len), library, 3 * document
 
 

@@ -102,7 +102,7 @@ class RunState:
     def prunings(self) -> dict[str, Pruning]:
         """Experts module -> what it is pruned with."""
         config = self.job.recipe.pruning
-        return expert_pruning.chosen(self.experts, config, self.layers) if config is not None else {}
+        return expert_pruning.choose_prunings(self.experts, config, self.layers) if config is not None else {}
 
 
 def identity(job: Job, checkpoint: Checkpoint, calibration: Calibration | None) -> dict[str, Any]:

@@ -34,8 +34,8 @@ from compress.numerics import kl
 from compress.run import memory_plan
 from compress.run.memory_plan import CacheSizes
 
-SAMPLES_PER_BATCH = 4  # in a forward pass of the calibration, at most
-CALIBRATION_TOKENS = 16384  # at most: a layer's keys, values and queries of all of them are in memory
+SAMPLES_PER_BATCH = 4  # a forward pass of the calibration has no more
+CALIBRATION_TOKENS = 16384  # no more: a layer's keys, values and queries of all of them are in memory
 CONTEXT = 8192  # tokens, or as many as the model has positions
 
 
@@ -169,7 +169,7 @@ def calibration_sizes(config: Any, settings: CacheSettings, tokens: int, blocks:
     hidden = config.get_text_config().hidden_size * item
     is_backward = bool(GRADIENTS & settings.needs())
     sides = blocks + 2 if is_backward else 1
-    logits = memory_plan.LOGITS * kl.LOGITS_NBYTES if is_backward else 0
+    logits = memory_plan.LOGITS_FACTOR * kl.LOGITS_NBYTES if is_backward else 0
     states = sides * min(tokens, CALIBRATION_TOKENS) * hidden
     samples_nbytes, learning_nbytes = sample_nbytes(config, settings, tokens)
     return CacheSizes(samples_nbytes, learning_nbytes, states, logits, SAMPLES_PER_BATCH)

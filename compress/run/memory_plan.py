@@ -30,21 +30,23 @@ from compress.tune.whole_model import Sizes
 from compress.types import LayerPlan, LinearSpec, Plan
 
 BATCH_TOKENS = 2048  # tokens of a batch when memory allows: products are efficient, activations small
-SLACK = 32 << 20  # bytes of the program's own objects and buffers that grow during a run
-TOKENIZING = 208 << 20  # bytes that tokenizing one piece of the calibration text takes, before any weight is loaded
-TOKENIZER = 18  # times its file that a tokenizer takes while it is loaded
-TOKENIZER_KEPT = 6  # times its file that stay
-TOKEN = 12  # bytes of each token that is read while it is cut into samples
-SEARCHED = 4096  # tokens whose inputs a transform of blocks keeps, an upper bound of its defaults
-EDITING = 64 << 20  # bytes that a transform of the whole model takes for some rows of a weight, widened
-SCORING = 8 << 20  # bytes that a chunk of attention scores takes, with the mask of those that are not seen
-KEPT = 16 << 20  # bytes that come to stay in a run with a text: pages of libraries, gaps between small objects
-TRAINING = 64 << 20  # bytes that come to stay when gradients are first taken: pages and buffers of libraries
-COMPILING = 64 << 20  # bytes that come to stay when kernels for packed weights are compiled
-BACKWARD = 2  # times what linears read and write that a block takes with its gradients, where no weight has any
-LOGITS = 6  # times the float32 logits that are made at a time: themselves, as stored, logarithms, gradients
+SLACK_NBYTES = 32 << 20  # bytes of the program's own objects and buffers that grow during a run
+TOKENIZING_NBYTES = (
+    208 << 20
+)  # bytes that tokenizing one piece of the calibration text takes, before any weight is loaded
+TOKENIZER_LOADING_FACTOR = 18  # times its file that a tokenizer takes while it is loaded
+TOKENIZER_KEPT_FACTOR = 6  # times its file that stay
+READ_TOKEN_NBYTES = 12  # bytes of each token that is read while it is cut into samples
+SEARCHED_TOKENS = 4096  # tokens whose inputs a transform of blocks keeps, an upper bound of its defaults
+EDITING_NBYTES = 64 << 20  # bytes that a transform of the whole model takes for some rows of a weight, widened
+SCORING_NBYTES = 8 << 20  # bytes that a chunk of attention scores takes, with the mask of those that are not seen
+KEPT_NBYTES = 16 << 20  # bytes that come to stay in a run with a text: pages of libraries, gaps between small objects
+TRAINING_NBYTES = 64 << 20  # bytes that come to stay when gradients are first taken: pages and buffers of libraries
+COMPILING_NBYTES = 64 << 20  # bytes that come to stay when kernels for packed weights are compiled
+BACKWARD_FACTOR = 2  # times what linears read and write that a block takes with its gradients, where no weight has any
+LOGITS_FACTOR = 6  # times the float32 logits that are made at a time: themselves, as stored, logarithms, gradients
 TOWER_SHARD_NBYTES = 256 << 20  # packed weights of towers are written when they are so many
-MARGIN = 1.05  # all but the stream of hidden states is multiplied by this: allocator slack, library buffers
+MARGIN_FACTOR = 1.05  # all but the stream of hidden states is multiplied by this: allocator slack, library buffers
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def arrange(
 
 
 @contextmanager
-def resumed(
+def keep_arrangement(
     planned: Arrangement, first: Callable[[dict[str, Any]], dict[str, Any]], limit: int | None
 ) -> Iterator[Arrangement]:
     """Give the arrangement of the run that this one goes on with, and its number of threads while this is active.
@@ -187,7 +189,7 @@ class _MemoryModel:
         for layer in plan.layers:
             self.by_block[layer.spec.block].append(layer)
         self.demands = demands
-        self.editing = EDITING if skeleton.edits is not None else 0
+        self.editing = EDITING_NBYTES if skeleton.edits is not None else 0
         self.item = item = skeleton.dtype.itemsize
         self.widening = products.WORKSPACE if samples and products.is_slow(skeleton.dtype) else 0
         self.weights = [sum(p.numel() for p in block.parameters()) * item for block in skeleton.blocks]
@@ -205,11 +207,19 @@ class _MemoryModel:
         self.edited_rest = 2 * self.embedding + self.converted if skeleton.edits is not None else 0  # and as it was
         files = skeleton.checkpoint.directory.glob("tokenizer*")
         tokenizer = sum(path.stat().st_size for path in files) if samples else 0
-        text = TOKENIZER_KEPT * tokenizer + max(TOKENIZING + 4 * demands.read_tokens, TOKEN * demands.read_tokens)
-        self.reading = (
-            demands.reader_nbytes + demands.document_nbytes + max(TOKENIZER * tokenizer, text) if samples else 0
+        text = TOKENIZER_KEPT_FACTOR * tokenizer + max(
+            TOKENIZING_NBYTES + 4 * demands.read_tokens, READ_TOKEN_NBYTES * demands.read_tokens
         )
-        self.kept = demands.reader_nbytes + KEPT + TOKENIZER_KEPT * tokenizer + 8 * samples * seq_len if samples else 0
+        self.reading = (
+            demands.reader_nbytes + demands.document_nbytes + max(TOKENIZER_LOADING_FACTOR * tokenizer, text)
+            if samples
+            else 0
+        )
+        self.kept = (
+            demands.reader_nbytes + KEPT_NBYTES + TOKENIZER_KEPT_FACTOR * tokenizer + 8 * samples * seq_len
+            if samples
+            else 0
+        )
         self.hidden = skeleton.config.get_text_config().hidden_size * item  # of one token's state
         self.stream = samples * seq_len * self.hidden * (2 if paired else 1)
         self.work = [sizes.linears_workspace(layers, paired) for layers in self.by_block]
@@ -230,7 +240,7 @@ class _MemoryModel:
         self.beside = self._beside(plan)
         self.trained = [sizes.lowrank_parameters(layers, "train_blocks") for layers in self.by_block]
         self.training = self._training(plan, skeleton)
-        self.tuned = self._tuned(plan, skeleton, samples * seq_len)
+        self.tuned = self._tuning_sizes(plan, skeleton, samples * seq_len)
         self.gradients = [sizes.gradient_nbytes(layers, item, demands.tuning_gradients) for layers in self.by_block]
         self.widest = [max((layer.spec.shape[1] for layer in layers), default=0) for layers in self.by_block]
         if paired:  # inputs of the full-precision stream wait for the other's; both and their difference are float32
@@ -251,9 +261,9 @@ class _MemoryModel:
         training_sizes = low_rank.TrainingSizes(
             parameters, linears, plan.quantized_nbytes, trained, vocabulary, sum(self.token) // self.item
         )
-        return TRAINING + low_rank.whole_workspace(training_sizes, self.seq_len)
+        return TRAINING_NBYTES + low_rank.whole_workspace(training_sizes, self.seq_len)
 
-    def _tuned(self, plan: Plan, skeleton: Skeleton, tokens: int) -> Sizes:
+    def _tuning_sizes(self, plan: Plan, skeleton: Skeleton, tokens: int) -> Sizes:
         """Return the sizes of the packed model that tuning depends on; tokens: of the text."""
         packed = [
             sum(layer.nbytes for layer in layers) + weights - self.item * sum(layer.spec.numel for layer in layers)
@@ -305,20 +315,22 @@ class _MemoryModel:
         searching = self._searching(index) if self.demands.searches else 0
         if self.demands.weighs_tokens:  # while statistics are collected; what attention reads waits for the weights
             waiting = 2 * batch * self.seq_len * self.hidden
-            weighing = inputs + waiting + SCORING + 16 * self.seq_len * self.hidden // self.item
+            weighing = inputs + waiting + SCORING_NBYTES + 16 * self.seq_len * self.hidden // self.item
         loading = self.expert_weights[index] + self.converted + self.editing + self.widened[index]
         quantizing = held + self.work[index] + self.packed[index]
         training = differentiating = 0
         if trained := self.trained[index]:
             states = batch * self.seq_len * self.token[index]
-            training = TRAINING + low_rank.block_workspace(self.weights[index], self.packed[index], trained, states)
+            training = TRAINING_NBYTES + low_rank.block_workspace(
+                self.weights[index], self.packed[index], trained, states
+            )
         if gradients := self.gradients[index]:
             differentiating = gradients + low_rank.STATES * self.seq_len * self.token[index]
         if self.demands.block_tuning is not None:  # and all along, a copy of the block
             numel, tokens = self.weights[index] // self.item, batch * self.seq_len
             states, hidden = 4 * tokens * self.token[index] // self.item, tokens * self.hidden
             sizes_of_tuning = held_block.Sizes(numel, states, hidden, batch, self.seq_len)
-            tuning = TRAINING + held + self.packed[index] + self.demands.block_tuning(sizes_of_tuning)
+            tuning = TRAINING_NBYTES + held + self.packed[index] + self.demands.block_tuning(sizes_of_tuning)
             training = max(training, tuning)
             held, quantizing = held + 4 * numel, quantizing + 4 * numel
         collecting = held + forward + weighing
@@ -336,16 +348,16 @@ class _MemoryModel:
             readers[spec.input_key] = readers.get(spec.input_key, 0) + spec.numel
             columns["an expert" if spec.is_expert else spec.input_key] = spec.shape[1]
         token = self.item * sum(columns.values()) + self.alive[index] + 2 * 4 * self.hidden // self.item
-        return min(SEARCHED, self.samples * self.seq_len) * token + 4 * 4 * max(readers.values(), default=0)
+        return min(SEARCHED_TOKENS, self.samples * self.seq_len) * token + 4 * 4 * max(readers.values(), default=0)
 
     def _caching(self, batch: int, spill: bool) -> int:
         """Return the bytes of calibrating the cache, 0 if there is nothing to."""
         if (cache := self.demands.cache) is None:
             return 0
         tokens = min(batch, cache.batch) * self.seq_len
-        forward = tokens * (BACKWARD * max(self.token) if cache.logits else max(self.alive))
+        forward = tokens * (BACKWARD_FACTOR * max(self.token) if cache.logits else max(self.alive))
         block = cache.sampled + max(max(self.weights) + forward, cache.learning)
-        libraries = (TRAINING if cache.logits else 0) + (COMPILING if any(self.packed) else 0)
+        libraries = (TRAINING_NBYTES if cache.logits else 0) + (COMPILING_NBYTES if any(self.packed) else 0)
         return libraries + (0 if spill else cache.states) + max(block, self.rest + cache.logits)
 
     def arrangement(self, batch: int, spill: bool, passes: int) -> Arrangement:
@@ -357,9 +369,9 @@ class _MemoryModel:
         first = self.embedding + self.converted + max(self.editing, batch * self.seq_len * 4 * self.hidden)
         later = max(self.edited_rest, self.training, self._caching(batch, spill), self.tables, self.beside)
         if self.demands.model_tuning is not None:
-            later = max(later, TRAINING + self.demands.model_tuning(self.tuned, batch, spill))
-        work = max(stream + int(MARGIN * max(blocks, first)), int(MARGIN * later))
-        program = self.base + SLACK + self.kept
+            later = max(later, TRAINING_NBYTES + self.demands.model_tuning(self.tuned, batch, spill))
+        work = max(stream + int(MARGIN_FACTOR * max(blocks, first)), int(MARGIN_FACTOR * later))
+        program = self.base + SLACK_NBYTES + self.kept
         total = max(self.base + self.reading, program + work)
         most = max(len(split(hessians, allowed)) for hessians in self.hessians)
         return Arrangement(batch, spill, most, allowed, total, blocks, program)

@@ -24,8 +24,8 @@ from compress.storage.json_text import TEXT
 from compress.storage.workdir import Output
 from compress.types import LayerPlan, PackedWeight, Stats
 
-REST_STAGE = "rest"  # in which everything outside of the blocks is written
-REST_RECORD = {"files": {str: TEXT}, "layers": report.RECORD["layers"]}
+REST_STAGE = "rest"
+REST_RECORD = {"files": {str: TEXT}, "layers": report.BLOCK_RECORD["layers"]}
 TOWER_SHARD = "model-beside-{:05}.safetensors"
 
 

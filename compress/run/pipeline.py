@@ -48,7 +48,7 @@ def open_run(
         def begin(planned: dict[str, Any]) -> dict[str, Any]:
             return ranks.by_main(lambda: output.begin(what, planned))
 
-        with memory_plan.resumed(prepared.arrangement, begin, job.max_memory) as arrangement:
+        with memory_plan.keep_arrangement(prepared.arrangement, begin, job.max_memory) as arrangement:
             prepared = dataclasses.replace(prepared, arrangement=arrangement)
             tokens = calibration.tokens if calibration is not None else None
             loop = BlockLoop(job, prepared, predict.one_option_each(prepared), tokens, output.work, progress)

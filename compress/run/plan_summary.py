@@ -25,7 +25,7 @@ from compress.model.skeleton import MIN_FEATURES, Skeleton
 from compress.runtime import activation_quant, linears
 from compress.types import LayerPlan, Plan
 
-MIN_PACKED_SHARE = 0.5  # of the weights; with less a run needs --allow-partial
+MIN_PACKED_SHARE = 0.5  # a run that packs less of the weights needs --allow-partial
 NAMED_PARTS = 3  # the largest ones, in the message
 OUTSIDE = "outside of the decoder blocks"
 NO_LINEAR = "not a linear layer"

@@ -22,7 +22,7 @@ from compress.run import sizes
 from compress.runtime.activation_quant import LargestInput
 from compress.types import IN_SCALE, Fisher, LayerPlan, PackedWeight, Quantized, Stats
 
-ROWS_PER_CHECK = 4096  # of a weight that are searched for NaN at a time
+ROWS_PER_CHECK = 4096  # so many rows of a weight are searched for NaN at a time
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ READ = 1 << 16  # bytes of the base's card
 FRONT = re.compile(r"\A---\r?\n(.*?)\r?\n---\s*?$", re.DOTALL | re.MULTILINE)
 COPIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 WORD = re.compile(r"[\w.:/+-]{1,200}")
-SNAPSHOT = re.compile(r"models--([\w.-]+)--([\w.-]+)/snapshots/[0-9a-f]+/?$")  # of the hub's cache
+HUB_SNAPSHOT = re.compile(r"models--([\w.-]+)--([\w.-]+)/snapshots/[0-9a-f]+/?$")
 TASKS = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForImageTextToText": "image-text-to-text",
@@ -146,7 +146,7 @@ def text(run: RunState, report: Mapping[str, Any]) -> str:
         source=process_memory.show(report["source_nbytes"]),
         package=PACKAGE,
         base=BASE.format(base=plain(report["base"])) if report["base"] else "",
-        made=_made(run, report),
+        made=_how_made(run, report),
         opener=opened_by,
     )
     return f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n{body}"
@@ -205,7 +205,7 @@ def base_model(model: str, given: str | None) -> str | None:
         return given
     path = Path(model)
     if path.exists():
-        cached = SNAPSHOT.search(str(path.resolve()))
+        cached = HUB_SNAPSHOT.search(str(path.resolve()))
         return "/".join(cached.groups()) if cached else None
     return model if HUB_ID.fullmatch(model) and not model.startswith(".") else None
 
@@ -214,8 +214,8 @@ def base_card(directory: Path) -> dict[str, Any]:
     """Return words and lists of words of the front matter of a directory's card; {} where there is none to be read."""
     try:
         with open_regular(directory / CARD) as stream:
-            found = FRONT.match(stream.read(READ).decode(errors="replace"))
-        values = yaml.load(found[1], Loader=Words) if found else None
+            front = FRONT.match(stream.read(READ).decode(errors="replace"))
+        values = yaml.load(front[1], Loader=Words) if front else None
     except (OSError, yaml.YAMLError, RecursionError, ValueError):
         return {}
     return {key: value for key, value in values.items() if _is_words(value)} if isinstance(values, dict) else {}
@@ -247,7 +247,7 @@ def _cache(section: Mapping[str, Any]) -> str:
     return f"Cache of generation: {'; '.join(said)}, and the first {section['keys']['sink']}{others}."
 
 
-def _made(run: RunState, report: Mapping[str, Any]) -> str:
+def _how_made(run: RunState, report: Mapping[str, Any]) -> str:
     """Return how the weights and the cache were made, in a few lines."""
     lines, calibration = [], report["calibration"]
     if calibration is None:

@@ -28,11 +28,11 @@ from compress.storage.json_text import INTEGER, NUMBER, OBJECT, SOME, TEXT
 from compress.storage.manifest import Manifest
 from compress.types import LayerPlan, LayerReport, LinearSpec, PackedWeight, Plan, Scheme, Stats
 
-LOST = 0.9  # relative error from which on nothing is left of a weight; low bits on real ones reach 0.5
+LOST_WEIGHT_ERROR = 0.9  # relative error from which on nothing is left of a weight; low bits on real ones reach 0.5
 MAX_LOST_ROWS = 0.5  # share of the rows
 SMALL_ROW = 1e-3  # norm of a row, as a share of the largest one
-MEASURED_ROWS = 512  # of which errors of outputs are taken
-MEASURED = 1 << 17  # weights whose errors are taken at a time
+ROWS_PER_OUTPUT_ERROR = 512
+WEIGHTS_PER_ERROR_CHUNK = 1 << 17  # weights whose errors are taken at a time
 PACKED = ("quantized linears", "packed embeddings and head")  # among the bytes of a report
 WORST = 5  # layers listed as the worst ones
 ROW = (  # keys of a layer in report.json, and of what is kept of it while a run goes on
@@ -40,7 +40,7 @@ ROW = (  # keys of a layer in report.json, and of what is kept of it while a run
     *("seconds", "notes", "ops", "activations", "lowrank"),
 )
 
-RECORD = {  # of a finished block, with the rows of its layers
+BLOCK_RECORD = {  # the record of a finished block, with the rows of its layers
     **{"file": TEXT, "sha256": TEXT, "probe": TEXT, "notes": [TEXT], "experts": OBJECT},
     "layers": [
         {
@@ -56,7 +56,7 @@ OPTIONAL = {  # what not every report has
         **{"source": TEXT, "num_samples": INTEGER, "seq_len": INTEGER, "tokens_available": INTEGER, "notes": [TEXT]}
     },
 }
-LAYOUT = {  # of what is shown of a report
+SHOWN_KEYS = {  # keys that are shown of a report
     "bpw": NUMBER,
     "source_nbytes": INTEGER,
     "nbytes": {"total": INTEGER, "quantized linears": INTEGER, str: INTEGER},
@@ -73,8 +73,8 @@ LAYOUT = {  # of what is shown of a report
         }
     ],
 }
-PAGE = LAYOUT | {  # of what a page shows of it
-    **{"model": TEXT, "recipe": TEXT, "device": TEXT, "self_check": TEXT, "layers": RECORD["layers"]},
+PAGE_KEYS = SHOWN_KEYS | {  # keys that a page shows
+    **{"model": TEXT, "recipe": TEXT, "device": TEXT, "self_check": TEXT, "layers": BLOCK_RECORD["layers"]},
     **{"kept": {str: TEXT}, "fallbacks": {str: [TEXT]}, "notes": {str: [TEXT]}, "versions": {str: TEXT}},
     "seconds": {"total": NUMBER, "quantize": NUMBER, str: SOME},
     "memory": {"predicted_peak": NUMBER, str: SOME},
@@ -110,13 +110,15 @@ def errors(weight: Tensor, packed: PackedWeight, stats: Stats | None) -> WeightE
     norm, error = row_norm.sum(dtype=torch.float64).item(), row_error.sum(dtype=torch.float64).item()
     hessian = output = None
     if stats is not None and stats.count:
-        rows = slice(None, None, -(-weight.shape[0] // MEASURED_ROWS))
+        rows = slice(None, None, -(-weight.shape[0] // ROWS_PER_OUTPUT_ERROR))
         whole, part = (_quadratic(matrix, stats.hessian) for matrix in (weight[rows].float() * unit, residual[rows]))
         hessian = part * (weight.shape[0] / weight[rows].shape[0]) / unit**2
         output = part / whole if whole > 0 else 0.0
     relative = error / norm if norm > 0 else float(error > 0)
     is_small = (row_norm > 0) & (row_norm < row_norm.max() * SMALL_ROW**2)
-    lost_rows = float((is_small & (row_error >= LOST * row_norm)).sum() / (row_norm > 0).sum().clamp(min=1))
+    lost_rows = float(
+        (is_small & (row_error >= LOST_WEIGHT_ERROR * row_norm)).sum() / (row_norm > 0).sum().clamp(min=1)
+    )
     return WeightErrors(error / unit**2, relative, hessian, output, lost_rows)
 
 
@@ -157,7 +159,9 @@ def check_row(row: LayerReport, is_allowed: bool) -> LayerReport:
 
     Where its outputs are measured, they tell: a method may change weights that no input reads.
     """
-    if not row.weight_error < LOST and (row.output_error is None or not row.output_error < LOST):
+    if not row.weight_error < LOST_WEIGHT_ERROR and (
+        row.output_error is None or not row.output_error < LOST_WEIGHT_ERROR
+    ):
         what = f"the packed weight is no likeness of the original (relative error {row.weight_error:.2f})"
     elif row.lost_rows >= MAX_LOST_ROWS:
         what = f"{row.lost_rows:.0%} of the rows are lost beside others that are over 1,000 times as large"
@@ -269,7 +273,7 @@ def _quadratic(matrix: Tensor, hessian: Tensor) -> float:
 
 def _chunk(weight: Tensor) -> int:
     """Return the rows that are measured at a time."""
-    return max(1, MEASURED // max(1, weight.shape[1]))
+    return max(1, WEIGHTS_PER_ERROR_CHUNK // max(1, weight.shape[1]))
 
 
 def _squares(matrix: Tensor) -> Tensor:
@@ -285,7 +289,7 @@ def _unit(weight: Tensor) -> float:
     return 2.0 ** -min(100, max(-100, math.frexp(largest)[1]))
 
 
-def load(directory: Path, layout: dict[str, Any] = LAYOUT) -> dict[str, Any]:
+def load(directory: Path, layout: dict[str, Any] = SHOWN_KEYS) -> dict[str, Any]:
     """Return the report of a checkpoint; what its headers say if there is none, or if that is of an earlier save.
 
     layout: what it must have, see `json_text.mismatch`; what its headers say if it has not.
@@ -326,18 +330,18 @@ def from_headers(checkpoint: Checkpoint, why: str) -> dict[str, Any]:
             f"{checkpoint.directory} has no packed linears; give a directory that `compress quantize` wrote"
         )
     numel = skeleton.numel()
-    found = Plan(tuple(linears), kept_nbytes=kept, tables=tuple(tables), numel=numel, written_numel=numel)
-    found = dataclasses.replace(found, unused=skeleton.unused_tensors())
+    plan = Plan(tuple(linears), kept_nbytes=kept, tables=tuple(tables), numel=numel, written_numel=numel)
+    plan = dataclasses.replace(plan, unused=skeleton.unused_tensors())
     rows = (
         {"name": x.spec.name, "shape": x.spec.shape, **stored.to_dict(x.stored), "bpw": x.bpw, "nbytes": x.nbytes}
-        for x in found.packed
+        for x in plan.packed
     )
     return {
-        "bpw": found.bpw,
-        "whole": whole(found),
-        "nbytes": {**packed_nbytes(found), **skeleton.other_nbytes(kept), "total": found.nbytes},
+        "bpw": plan.bpw,
+        "whole": whole(plan),
+        "nbytes": {**packed_nbytes(plan), **skeleton.other_nbytes(kept), "total": plan.nbytes},
         "source_nbytes": None,
-        "plan": [dataclasses.asdict(group) for group in plan_summary.groups(found)],
+        "plan": [dataclasses.asdict(group) for group in plan_summary.groups(plan)],
         "layers": list(rows),
         "incomplete": f"from config.json and the headers of the files, because {why}; methods and errors are not known",
     }

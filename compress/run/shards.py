@@ -114,7 +114,7 @@ def intact_blocks(output: Output, count: int) -> list[dict[str, Any]]:
 
     The rest of the `count` blocks is forgotten, and computed again.
     """
-    finished = output.finished_blocks(report.RECORD)
+    finished = output.finished_blocks(report.BLOCK_RECORD)
     records = list(
         takewhile(lambda record: trained_tensors.is_intact(output, record["file"], record["sha256"]), finished)
     )

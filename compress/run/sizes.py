@@ -87,7 +87,7 @@ def lowrank_parameters(layers: Sequence[LayerPlan], steps: str) -> int:
 
 
 def gradient_nbytes(layers: Sequence[LayerPlan], item: int, every: bool) -> int:
-    """Return the bytes of the gradient_nbytes of a block's linears, their sums and squares; 0 if none needs them.
+    """Return the bytes of the gradients of a block's linears, their sums and squares; 0 if none needs them.
 
     every: of a recipe whose tuning needs them for all linears.
     """
@@ -142,7 +142,7 @@ def stored_floats(layer: LayerPlan) -> int:
 
 DECODING_COPIES = 5  # float32 copies of a piece of a weight while it is decoded: codes, scales, both
 ROUTED_COPIES = 3  # copies of the inputs of experts: as kept, as sent, as received
-DEFAULT_EXPERTS_PER_TOKEN = 8  # where the configuration names no number
+DEFAULT_EXPERTS_PER_TOKEN = 8  # the configuration may name no number
 
 
 def token_nbytes(specs: list[LinearSpec], item: int) -> int:

@@ -151,7 +151,7 @@ def _fetch(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", known_files.CARD, *known_files.COPIED]
-    patterns += [pattern.upper() for pattern in known_files.LEGAL]
+    patterns += [pattern.upper() for pattern in known_files.LEGAL_PATTERNS]
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

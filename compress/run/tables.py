@@ -91,7 +91,7 @@ def quantize_each(
     if not layers:
         return
     device = torch.device(job.device)
-    with _loaded(skeleton, device, any(map(sizes.is_turned, layers))):
+    with _load_around_blocks(skeleton, device, any(map(sizes.is_turned, layers))):
         for layer in layers:
             say(f"quantizing {layer.spec.name}")
             started = time.monotonic()
@@ -112,7 +112,7 @@ def _around(skeleton: Skeleton, table: LayerPlan, device: torch.device) -> Mappi
 
 
 @contextmanager
-def _loaded(skeleton: Skeleton, device: torch.device, is_turned: bool) -> Iterator[None]:
+def _load_around_blocks(skeleton: Skeleton, device: torch.device, is_turned: bool) -> Iterator[None]:
     """Load all outside of the blocks, as transforms have left it; `is_turned`: all but the head, as it was."""
     try:
         if is_turned:

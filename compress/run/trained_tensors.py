@@ -34,7 +34,7 @@ from compress.tune.whole_model import Work
 
 LOW_RANK, WHOLE = "trained", "tuned"
 STAGES = (LOW_RANK, WHOLE)
-NOTE_TITLES = {LOW_RANK: "low-rank parts", WHOLE: "end-to-end tuning"}  # in the report
+NOTE_TITLES = {LOW_RANK: "low-rank parts", WHOLE: "end-to-end tuning"}
 BEFORE, AFTER = "before.", "after."
 RECORD = {"note": TEXT, "sha256": (str, type(None))}
 
@@ -57,7 +57,7 @@ def train(output: Output, run: RunState, progress: Progress) -> list[str]:
         verify.self_check(directory, run.hashes, probes, device, progress, run.start)
         training = _restore(output, stage)
         if training is None:
-            with manifest.unfinished():
+            with manifest.without_hashes():
                 training = _keep(output, stage, make())
         run.notes[NOTE_TITLES[stage]] = [training.note]
         if training.tensors:

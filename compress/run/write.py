@@ -9,15 +9,7 @@ import torch
 
 from compress import process_memory
 from compress.progress import Progress
-from compress.run import (
-    cache_calibration,
-    companion_files,
-    outside_shards,
-    records,
-    report,
-    trained_tensors,
-    verify,
-)
+from compress.run import cache_calibration, companion_files, outside_shards, records, report, trained_tensors, verify
 from compress.run.job import RunState
 from compress.run.quantize_linear import InputStatistics
 from compress.storage.workdir import Output

@@ -252,11 +252,11 @@ def _weight_map(directory: Path) -> dict[str, str]:
 def _single_file(directory: Path) -> list[str]:
     if (directory / SINGLE).is_file():
         return [SINGLE]
-    found = sorted(p.name for p in directory.glob("*.safetensors"))
-    if len(found) == 1:
-        return found
-    if found:
-        raise CheckpointError(f"{directory} has {len(found)} safetensors files but no {INDEX}; add the index")
+    shards = sorted(p.name for p in directory.glob("*.safetensors"))
+    if len(shards) == 1:
+        return shards
+    if shards:
+        raise CheckpointError(f"{directory} has {len(shards)} safetensors files but no {INDEX}; add the index")
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt")) or any(directory.glob("*.pth")):
         raise CheckpointError(
             f"{directory} has only pickled weights (.bin), which can run code when loaded and are not read; "
@@ -268,9 +268,9 @@ def _single_file(directory: Path) -> list[str]:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one safetensors file; the header is checked against the file's size."""
     try:
-        return {entry.name: _stored(path, entry) for entry in safetensors_header.read(path).entries}
+        return {entry.name: _stored_tensor(path, entry) for entry in safetensors_header.read(path).entries}
     except ValueError as error:
-        raise safetensors_header.malformed(path, error) from error
+        raise safetensors_header.malformed_error(path, error) from error
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -278,7 +278,7 @@ def read_metadata(path: Path) -> dict[str, str]:
     return safetensors_header.read(path).metadata
 
 
-def _stored(path: Path, entry: safetensors_header.Entry) -> StoredTensor:
+def _stored_tensor(path: Path, entry: safetensors_header.Entry) -> StoredTensor:
     dtype, nbytes = DTYPES.get(entry.dtype), entry.stop - entry.start
     if dtype is None:
         raise ValueError(f"tensor {shown(entry.name)} is of type {shown(entry.dtype)}, which is not read")

@@ -60,14 +60,14 @@ def read(path: Path) -> Header:
         metadata = _metadata(header.pop(METADATA, None))
         entries = [_entry(name, value, first) for name, value in header.items()]
     except ValueError as error:
-        raise malformed(path, error) from error
+        raise malformed_error(path, error) from error
     spans = [Span(entry.name, entry.start, entry.stop) for entry in entries]
     if wrong := layout_fault(spans, first, size):
         raise CheckpointError(f"{path} {wrong}; download it again")
     return Header(metadata, entries)
 
 
-def malformed(path: Path, error: Exception) -> CheckpointError:
+def malformed_error(path: Path, error: Exception) -> CheckpointError:
     """Return the error that says what is wrong with a header."""
     return CheckpointError(f"{path} has a malformed safetensors header ({first_line(error)}); download it again")
 

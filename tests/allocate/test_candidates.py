@@ -232,7 +232,7 @@ def test_any_order_any_company_any_memory(pico_dir: Callable[..., Path], tmp_pat
             assert torch.equal(mine.per_sample(asked, range(SAMPLES)), whole)
             if not room.keeps:
                 assert all(p.is_meta for p in mine.evaluator.skeleton.model.parameters())
-    assert [file.name for file in tmp_path.iterdir()] == [reference_logprobs.NAME]
+    assert [file.name for file in tmp_path.iterdir()] == [reference_logprobs.STORE_FILE]
 
 
 @pytest.mark.slow

@@ -367,7 +367,7 @@ def test_the_time_is_predicted(deep: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_second_stream_is_counted(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
+    monkeypatch.setattr(memory_plan, "TOKENIZING_NBYTES", 0)
     monkeypatch.setattr(process_memory, "resident", lambda: 0)
     plan = make(GPTQ.load(), skeleton := Skeleton(open_checkpoint(deep)))
     off, on = (
@@ -378,7 +378,7 @@ def test_the_second_stream_is_counted(deep: Path, monkeypatch: pytest.MonkeyPatc
     stream, waiting = 10_000 * 256 * 64 * 4, on.batch * 256 * 4 * (3 * 64 + 192)  # of the full-precision model
     copies = 2 * 4 * CHUNK * (3 - 1) * 192  # of a chunk's inputs, both and their difference, as they are and scaled
     forward = waiting + copies + adding_nbytes(3 * 192) - adding_nbytes(192)  # twice: what is freed is kept
-    more = memory_plan.MARGIN * (on.statistics_nbytes - off.statistics_nbytes + 2 * forward)
+    more = memory_plan.MARGIN_FACTOR * (on.statistics_nbytes - off.statistics_nbytes + 2 * forward)
     assert on.peak_nbytes - off.peak_nbytes - stream == pytest.approx(more, abs=2)
     spilled = memory_plan.arrange(plan, skeleton, 10_000, 256, 2 * stream, memory_plan.MemoryDemands(is_paired=True))
     assert spilled.spill and spilled.peak_nbytes == on.peak_nbytes - 2 * stream

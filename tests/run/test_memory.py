@@ -83,7 +83,7 @@ def arrange(pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> C
     """arrange(setup, samples, seq_len, limit) for a llama, in a process that has BASE bytes."""
     skeleton = Skeleton(open_checkpoint(pico_dir("llama")))
     monkeypatch.setattr(process_memory, "resident", lambda: BASE)
-    monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
+    monkeypatch.setattr(memory_plan, "TOKENIZING_NBYTES", 0)
     monkeypatch.setattr(gptq, "PACKED", 0)  # more than the rest of such a small model
 
     def arranged(setup: Setup, samples: int, seq_len: int, limit: int | None) -> Arrangement:

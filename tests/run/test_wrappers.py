@@ -14,7 +14,7 @@ import wrappers
 from compress import api
 from compress.errors import RecipeError
 from compress.model.load import load_model
-from compress.model.skeleton import BESIDE, Skeleton
+from compress.model.skeleton import OFF_TEXT_PATH, Skeleton
 from compress.run import memory_plan, verify
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
@@ -45,7 +45,7 @@ def test_the_text_is_packed_and_the_class_loads_it(name: str, tmp_path: Path) ->
     source, out = saved(name, tmp_path / "model"), tmp_path / "out"
     (source / "preprocessor_config.json").write_text('{"do_resize": false}')
     report = api.quantize(job(source, GPTQ, out))
-    assert report["self_check"] == "passed" and BESIDE in report["nbytes"]
+    assert report["self_check"] == "passed" and OFF_TEXT_PATH in report["nbytes"]
     assert (out / "preprocessor_config.json").read_text() == '{"do_resize": false}'
     original = AutoModelForImageTextToText.from_pretrained(source)
     model = AutoModelForImageTextToText.from_pretrained(out)
