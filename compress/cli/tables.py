@@ -138,6 +138,13 @@ def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, so
     return table
 
 
+def print_plan(prepared: Prepared) -> None:
+    """Print on stderr, in one line, what a run is about to do."""
+    from rich.text import Text
+
+    err.print(Text(plan_line(prepared)), soft_wrap=True)
+
+
 def plan_line(prepared: Prepared) -> str:
     """Say in one line what a run is about to do."""
     from compress.run import report
