@@ -205,21 +205,7 @@ class _MemoryModel:
         self.embedding = self.rest - sizes.head_nbytes(skeleton.model)  # what is loaded to embed a text
         self.converted = sizes.converted_nbytes(skeleton) + sizes.decoding_nbytes(skeleton)
         self.edited_rest = 2 * self.embedding + self.converted if skeleton.edits is not None else 0  # and as it was
-        files = skeleton.checkpoint.directory.glob("tokenizer*")
-        tokenizer = sum(path.stat().st_size for path in files) if samples else 0
-        text = TOKENIZER_KEPT_FACTOR * tokenizer + max(
-            TOKENIZING_NBYTES + 4 * demands.read_tokens, READ_TOKEN_NBYTES * demands.read_tokens
-        )
-        self.reading = (
-            demands.reader_nbytes + demands.document_nbytes + max(TOKENIZER_LOADING_FACTOR * tokenizer, text)
-            if samples
-            else 0
-        )
-        self.kept = (
-            demands.reader_nbytes + KEPT_NBYTES + TOKENIZER_KEPT_FACTOR * tokenizer + 8 * samples * seq_len
-            if samples
-            else 0
-        )
+        self.reading, self.kept = self._text(skeleton) if samples else (0, 0)
         self.hidden = skeleton.config.get_text_config().hidden_size * item  # of one token's state
         self.stream = samples * seq_len * self.hidden * (2 if paired else 1)
         self.work = [sizes.linears_workspace(layers, paired) for layers in self.by_block]
@@ -237,16 +223,25 @@ class _MemoryModel:
             sizes.routed_nbytes([x.spec for x in layers], config, item) if is_shared else 0 for layers in self.by_block
         ]
         self.tables = self._tables(plan)
-        self.beside = self._beside(plan)
+        self.towers = self._towers(plan)
         self.trained = [sizes.lowrank_parameters(layers, "train_blocks") for layers in self.by_block]
         self.training = self._training(plan, skeleton)
         self.tuned = self._tuning_sizes(plan, skeleton, samples * seq_len)
         self.gradients = [sizes.gradient_nbytes(layers, item, demands.tuning_gradients) for layers in self.by_block]
         self.widest = [max((layer.spec.shape[1] for layer in layers), default=0) for layers in self.by_block]
         if paired:  # inputs of the full-precision stream wait for the other's; both and their difference are float32
-            beside = map(sizes.paired_columns, self.by_block)
-            self.alive = [t + item * columns for t, columns in zip(self.alive, beside, strict=True)]
+            waiting = map(sizes.paired_columns, self.by_block)
+            self.alive = [t + item * columns for t, columns in zip(self.alive, waiting, strict=True)]
             self.widest = [3 * columns for columns in self.widest]
+
+    def _text(self, skeleton: Skeleton) -> tuple[int, int]:
+        """Return the bytes of reading the calibration text, and those that stay of it."""
+        demands, files = self.demands, skeleton.checkpoint.directory.glob("tokenizer*")
+        tokenizer = sum(path.stat().st_size for path in files)
+        kept = TOKENIZER_KEPT_FACTOR * tokenizer
+        text = kept + max(TOKENIZING_NBYTES + 4 * demands.read_tokens, READ_TOKEN_NBYTES * demands.read_tokens)
+        reading = demands.reader_nbytes + demands.document_nbytes + max(TOKENIZER_LOADING_FACTOR * tokenizer, text)
+        return reading, demands.reader_nbytes + KEPT_NBYTES + kept + 8 * self.samples * self.seq_len
 
     def _alive(self, specs: list[LinearSpec]) -> int:
         """Return the bytes of a token on its way through a block: a module with its states, or norms and rotations."""
@@ -292,8 +287,8 @@ class _MemoryModel:
         rest = self.embedding if any(map(sizes.is_turned, tables)) else self.rest
         return rest + self.editing + sum(statistics(chunks).values()) + sizes.linears_workspace(chunks, False) + packed
 
-    def _beside(self, plan: Plan) -> int:
-        """Return the bytes of quantizing what is beside the text model: a linear, and what waits to be written."""
+    def _towers(self, plan: Plan) -> int:
+        """Return the bytes of quantizing towers: a linear, and what waits to be written."""
         if not plan.tower_layers:
             return 0
         weights = max(layer.spec.numel for layer in plan.tower_layers) * self.item
@@ -367,7 +362,7 @@ class _MemoryModel:
         stream = 0 if spill else self.stream
         blocks = max(self.block_peak(i, batch, allowed) for i in range(len(self.by_block)))
         first = self.embedding + self.converted + max(self.editing, batch * self.seq_len * 4 * self.hidden)
-        later = max(self.edited_rest, self.training, self._caching(batch, spill), self.tables, self.beside)
+        later = max(self.edited_rest, self.training, self._caching(batch, spill), self.tables, self.towers)
         if self.demands.model_tuning is not None:
             later = max(later, TRAINING_NBYTES + self.demands.model_tuning(self.tuned, batch, spill))
         work = max(stream + int(MARGIN_FACTOR * max(blocks, first)), int(MARGIN_FACTOR * later))

@@ -370,17 +370,15 @@ def test_the_second_stream_is_counted(deep: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(memory_plan, "TOKENIZING_NBYTES", 0)
     monkeypatch.setattr(process_memory, "resident", lambda: 0)
     plan = make(GPTQ.load(), skeleton := Skeleton(open_checkpoint(deep)))
-    off, on = (
-        memory_plan.arrange(plan, skeleton, 10_000, 256, 1 << 40, memory_plan.MemoryDemands(is_paired=p))
-        for p in (False, True)
-    )
+    demands = [memory_plan.MemoryDemands(is_paired=is_paired) for is_paired in (False, True)]
+    off, on = (memory_plan.arrange(plan, skeleton, 10_000, 256, 1 << 40, each) for each in demands)
     assert [off.statistics_nbytes, on.statistics_nbytes] == [3 * nbytes(64, p) + nbytes(192, p) for p in (False, True)]
     stream, waiting = 10_000 * 256 * 64 * 4, on.batch * 256 * 4 * (3 * 64 + 192)  # of the full-precision model
     copies = 2 * 4 * CHUNK * (3 - 1) * 192  # of a chunk's inputs, both and their difference, as they are and scaled
     forward = waiting + copies + adding_nbytes(3 * 192) - adding_nbytes(192)  # twice: what is freed is kept
     more = memory_plan.MARGIN_FACTOR * (on.statistics_nbytes - off.statistics_nbytes + 2 * forward)
     assert on.peak_nbytes - off.peak_nbytes - stream == pytest.approx(more, abs=2)
-    spilled = memory_plan.arrange(plan, skeleton, 10_000, 256, 2 * stream, memory_plan.MemoryDemands(is_paired=True))
+    spilled = memory_plan.arrange(plan, skeleton, 10_000, 256, 2 * stream, demands[1])
     assert spilled.spill and spilled.peak_nbytes == on.peak_nbytes - 2 * stream
 
 
