@@ -12,9 +12,9 @@ from test_triton_lattice import random_lattice
 import interpreter  # noqa: F401
 from compress.formats import codebook as codebook_format
 from compress.formats import e8p as e8p_format
-from compress.formats import lattice as lattice_format
 from compress.formats import trellis as trellis_format
 from compress.kernels.triton import codebook, e8p, lattice, trellis
+from compress.papers.formats import lattice as lattice_format
 from compress.types import PackedWeight
 from stored import product, random_weight
 

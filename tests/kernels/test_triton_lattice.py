@@ -13,10 +13,10 @@ import interpreter  # noqa: F401
 import offline
 import ptx
 from compress import formats
-from compress.formats import lattice as lattice_format
-from compress.formats.lattice import Params
 from compress.kernels import dispatch
 from compress.kernels.triton import _lattice, lattice, split_k
+from compress.papers.formats import lattice as lattice_format
+from compress.papers.formats.lattice import Params
 from compress.types import PackedWeight
 from stored import product, random_weight
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from blocks import SITES, Case, difference, nearest, outputs, per_token, rounded_outputs, vectors
-from compress.quant import rtn, vptq
+from compress.papers.quant import vptq
+from compress.quant import rtn
 from compress.transform import outlier_suppression
 from compress.transform.outlier_suppression import Change, Config, scales, substitutes
 from compress.transform.search import substituted, trials

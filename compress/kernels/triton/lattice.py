@@ -8,7 +8,7 @@ row and group, which no size of activations leaves. A weight costs about 5 instr
 in those of 3, whose sixteenth field is spread over three words.
 
 With a curve on the values this is not so: their matrix products must be made for every weight, more than a few rows of
-activations are worth. Such weights are decoded (and rare: the curve is off by default, compress/quant/glvq.py).
+activations are worth. Such weights are decoded (and rare: the curve is off by default, compress/papers/quant/glvq.py).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.formats import lattice as lattice_format
-from compress.formats.lattice import Params
 from compress.kernels.contract import Shape
 from compress.kernels.triton import split_k
 from compress.kernels.triton.product import Product, tile_rows
 from compress.kernels.triton.split_k import Grid
+from compress.papers.formats import lattice as lattice_format
+from compress.papers.formats.lattice import Params
 
 BLOCK_ROWS = 64
 LONGEST = 128  # columns of a step, of which a group has a whole number

@@ -13,9 +13,9 @@ from torch import Tensor
 import problems
 from compress import api, formats
 from compress.errors import RecipeError
-from compress.formats import nf as nf_format
 from compress.model.skeleton import Skeleton
-from compress.quant import nf
+from compress.papers.formats import nf as nf_format
+from compress.papers.quant import nf
 from compress.recipe import load
 from compress.run import plan
 from compress.storage.checkpoint import open_checkpoint

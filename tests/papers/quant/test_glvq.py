@@ -8,7 +8,8 @@ from torch import Tensor
 
 import problems
 from compress import formats
-from compress.quant import feedback, glvq, gptq, sweeps
+from compress.papers.quant import glvq
+from compress.quant import feedback, gptq, sweeps
 from compress.types import PackedWeight, Stats, Stored
 
 

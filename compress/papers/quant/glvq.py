@@ -1,10 +1,11 @@
 """GLVQ: learn for each group of columns the lattice that its weights are rounded to.
 
 A group of 128 columns has a generation matrix G; d columns of a row become G z, z small integers
-(compress/formats/lattice.py). The column loop of compress/quant/feedback.py learns G when it reaches the group, on
-targets that carry the errors so far. It rounds each block by nearest plane in the block's metric C_BB: with C_BB^T G =
-Q R, coordinates follow from the last to the first, clamped to the group's bits. Bits move from unimportant to important
-groups. After the loop, lattices are refitted to the codes on the layer's whole Hessian and codes revisited, in turn.
+(compress/papers/formats/lattice.py). The column loop of compress/quant/feedback.py learns G when it reaches the group,
+on targets that carry the errors so far. It rounds each block by nearest plane in the block's metric C_BB: with C_BB^T G
+= Q R, coordinates follow from the last to the first, clamped to the group's bits. Bits move from unimportant to
+important groups. After the loop, lattices are refitted to the codes on the layer's whole Hessian and codes revisited,
+in turn.
 
 Differences from the paper (its code is not published), and why (relative layer loss over four layers of a trained 8M
 model, 2 bits unless said otherwise):
@@ -34,10 +35,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.formats import lattice as lattice_format
-from compress.quant import feedback, lattices, sweeps
+from compress.papers.formats import lattice as lattice_format
+from compress.papers.quant import lattices
+from compress.papers.quant.lattices import Effort, Lattice
+from compress.quant import feedback, sweeps
 from compress.quant.feedback import Layer
-from compress.quant.lattices import Effort, Lattice
 from compress.quant.settings import check, check_damp
 from compress.types import PackedWeight, Quantized, Stats, Stored
 

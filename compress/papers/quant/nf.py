@@ -1,10 +1,10 @@
 """NF with double quantization: levels at normal quantiles, a size for each small block (QLoRA, arXiv 2305.14314).
 
-Each weight becomes the nearest of the levels of its block (compress/formats/nf.py). The size of a block is its largest
-magnitude, as published, or (`clip_search`) the best of some that are up to 40% smaller; it is stored in few bits, and
-codes are chosen for what is stored. bits 2, 3, 4, 8, scale_bits 2, 3, 4, 8, block_size 16, 32, 64, scale_block 16, 64,
-256 and the three types of steps are the 432 options of LQ-LoRA (arXiv 2311.12023). Its quantized part beside a low-rank
-one is this method with `lowrank: {metric: none, iterations: N}`.
+Each weight becomes the nearest of the levels of its block (compress/papers/formats/nf.py). The size of a block is its
+largest magnitude, as published, or (`clip_search`) the best of some that are up to 40% smaller; it is stored in few
+bits, and codes are chosen for what is stored. bits 2, 3, 4, 8, scale_bits 2, 3, 4, 8, block_size 16, 32, 64,
+scale_block 16, 64, 256 and the three types of steps are the 432 options of LQ-LoRA (arXiv 2311.12023). Its quantized
+part beside a low-rank one is this method with `lowrank: {metric: none, iterations: N}`.
 
 Differences from the papers: deviations of sizes are rounded to uniform integers (QLoRA: an 8-bit floating type).
 
@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compress.formats import nf
+from compress.papers.formats import nf
 from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "nf"

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import problems
 from compress import formats
-from compress.formats import pvq as pvq_format
 from compress.numerics.linalg import upper_factor
-from compress.quant import pvq
+from compress.papers.formats import pvq as pvq_format
+from compress.papers.quant import pvq
 from compress.types import PackedWeight, Stats, Stored
 
 # The shapes of the reference's table of distortions: vector_dim -> pulses at 2, 3 and 4 bits.

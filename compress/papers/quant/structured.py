@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compress.formats import structured
+from compress.papers.formats import structured
 from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "structured"

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import problems
 from compress import formats
-from compress.formats import pvq as pvq_format
-from compress.quant import pvq
+from compress.papers.formats import pvq as pvq_format
+from compress.papers.quant import pvq
 from compress.types import PackedWeight, Stored
 
 # vector_dim -> pulses of about 2, 3 and 4 bits

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import problems
 from compress import api, formats
-from compress.formats import structured as structured_format
-from compress.quant import structured
+from compress.papers.formats import structured as structured_format
+from compress.papers.quant import structured
 from compress.recipe import blocks, load
 from pico import save_pico
 from runs import Setup, job

@@ -11,7 +11,8 @@ from compress import formats
 from compress.formats import codebook
 from compress.numerics.linalg import upper_factor
 from compress.numerics.packing import unpack_stream
-from compress.quant import codebooks, gptq, vptq
+from compress.papers.quant import vptq
+from compress.quant import codebooks, gptq
 from compress.types import PackedWeight, Quantized, Stats, Stored
 
 Settings = dict[str, int | float | bool | str]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import problems
-from compress.formats import lattice as lattice_format
-from compress.quant import lattices
-from compress.quant.lattices import Curve, Effort, Lattice
+from compress.papers.formats import lattice as lattice_format
+from compress.papers.quant import lattices
+from compress.papers.quant.lattices import Curve, Effort, Lattice
 
 CURVE = Curve(torch.tensor(1.0), torch.tensor(4.0))
 

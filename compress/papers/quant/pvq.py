@@ -9,7 +9,7 @@ the direction found. Sweeps as in compress/quant/sweeps.py and a closed-form ref
 
 Differences from the paper, of which only the abstract and the formulas above were followed: the moves in the metric of
 the block are ours (they lower the loss of a correlated layer by a quarter for D = 32, by a half for D = 128, against
-the Euclidean search), and so are the numbering of the points (compress/formats/pvq.py) and the refit.
+the Euclidean search), and so are the numbering of the points (compress/papers/formats/pvq.py) and the refit.
 
 Not done: quantized activations. Without incoherence the gains of vectors with large weights are clipped at the largest
 level.
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from compress import formats
 from compress.errors import needs
-from compress.formats import pvq as pvq_format
+from compress.papers.formats import pvq as pvq_format
 from compress.quant import feedback, sweeps
 from compress.quant.feedback import Layer
 from compress.quant.settings import check, check_damp

@@ -1,4 +1,4 @@
-"""Learn the lattice of a group of columns and round to it: the maths of compress/quant/glvq.py.
+"""Learn the lattice of a group of columns and round to it: the maths of compress/papers/quant/glvq.py.
 
 A group's targets t [blocks, d, rows] become expand(G z), z odd multiples of 1/2 of limited size, measured by ||C^T (t -
 value)||^2 with a factor C [blocks, d, d] for each block. expand is the identity or a mu-law curve; with a curve
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.formats.lattice import expand
+from compress.papers.formats.lattice import expand
 
 TINY = 1e-30
 RIDGE = 1e-6  # pull towards the former matrix, relative to the mean diagonal of the normal equations

@@ -13,7 +13,7 @@ import problems
 from compress import api, formats, recipe
 from compress.errors import RecipeError
 from compress.numerics.linalg import truncated
-from compress.quant import lord
+from compress.papers.quant import lord
 from compress.run import verify
 from compress.types import Stats, Stored
 from pico import save_pico
