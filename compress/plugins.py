@@ -5,7 +5,8 @@ Published methods that are not on the frontier lie in `compress/papers/<folder o
 same way, behind the others.
 
     quant      Config, quantize(weight, stats, config, seed), FORMAT it writes, NEEDS (statistics), INCOHERENCE (its
-               default), plan_params(config, shape), workspace(config, shape) in bytes: docs/adding_a_method.md
+               default), plan_params(config, shape), workspace(config, shape) in bytes, and prepare, quantize_rows,
+               join, row_unit where rows are quantized in tiles: docs/adding_a_method.md
     transform  Config, apply(...), SCOPE: "block" or "model", as compress/transform/smooth.py and
                compress/transform/rotate.py do
     allocate   Config, allocate(problem, config, bench), needs(config): compress/allocate/__init__.py

@@ -34,7 +34,8 @@ ORDER = [
 # Packages with plugins -> what these may import of ours beside what their package shares; never another plugin.
 BASE = {"compress.errors", "compress.types", "compress.numerics"}
 PLUGINS: dict[str, set[str]] = {
-    "quant": BASE | {"compress.formats", "compress.kernels.llvm", "compress.lowrank.factors"},
+    "quant": BASE
+    | {"compress.formats", "compress.papers.formats", "compress.kernels.llvm", "compress.lowrank.factors"},
     "allocate": BASE | {"compress.allocate"},
     "importers": {"compress.errors", "compress.numerics", "compress.storage"},
     "export": BASE | {"compress.formats", "compress.storage", "compress.export"},
