@@ -31,7 +31,7 @@ from torch import Tensor
 
 from compress.formats import e8p as e8p_format
 from compress.formats.e8p import DIM, lookup, row_scale
-from compress.quant import feedback, sweeps
+from compress.quant import descent, feedback
 from compress.quant.e8p_search import CHUNK, Nearest
 from compress.quant.feedback import Layer
 from compress.quant.settings import check, check_damp
@@ -93,7 +93,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     for sweep in range(config.sweeps + 1):
         values = rounder.refit(layer)
         if sweep < config.sweeps:
-            sweeps.improve(layer, values, rounder, 1)
+            descent.improve_blocks(layer, values, rounder, 1)
     codes = layer.natural(rounder.codes).transpose(0, 1)  # row, block, stage
     tensors = e8p_format.pack(codes, rounder.scale, rounder.row_scales, params, shape)
     return Quantized(PackedWeight(Stored(FORMAT, params), tensors, shape), tuple(layer.notes))

@@ -129,7 +129,7 @@ def quantize_rows(rounding: Rounding, rows: slice) -> tuple[Tensor, grid.Grid]:
     if not rounding.config.sweeps:
         return codes, rounder.grid
     layer = feedback.Objective(target, rounding.hessian, rounding.damping)
-    return descent.improve(layer, codes, rounder.grid, rounding.params, rounding.config.sweeps)
+    return descent.improve_grid(layer, codes, rounder.grid, rounding.params, rounding.config.sweeps)
 
 
 def join(rounding: Rounding, tiles: Sequence[tuple[Tensor, grid.Grid]]) -> Quantized:

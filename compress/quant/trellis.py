@@ -32,7 +32,7 @@ from torch import Tensor
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import HYB_ENTRIES, MAX_TILE_ROWS, ROW_MULTIPLE, Params
 from compress.kernels import llvm
-from compress.quant import columns_compiled, feedback, sweeps, viterbi_compiled
+from compress.quant import columns_compiled, descent, feedback, viterbi_compiled
 from compress.quant.feedback import Layer, Objective
 from compress.quant.settings import check, check_damp
 from compress.quant.viterbi import DECISIONS, LEVELS, NARROW, STATES, Search
@@ -171,7 +171,7 @@ def quantize_rows(rounding: Rounding, rows: slice) -> Tile:
     rounder = _TrellisRounder(rounding.search, params, layer.weight, rounding.scale, width)
     values = layer.weight - feedback.run(layer.weight, layer.factor, rounder).residual
     if config.sweeps:
-        values = sweeps.improve(layer, values, rounder, config.sweeps)
+        values = descent.improve_blocks(layer, values, rounder, config.sweeps)
     step = max(1, trellis_format.padded_rows(params, outputs) // CORRECTION_ROWS)
     some = slice(-rows.start % step, outputs - rows.start, step)  # without padding
     scales = None if rounding.row_scales is None else rounding.row_scales[paths][some].float()

@@ -38,7 +38,7 @@ from torch import Tensor
 from compress.papers.formats import lattice as lattice_format
 from compress.papers.quant import lattices
 from compress.papers.quant.lattices import Effort, Lattice
-from compress.quant import feedback, sweeps
+from compress.quant import descent, feedback
 from compress.quant.feedback import Layer
 from compress.quant.settings import check, check_damp
 from compress.types import PackedWeight, Quantized, Stats, Stored
@@ -104,7 +104,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     for sweep in range(config.sweeps + 1):
         values = rounder.refit(layer, values)
         if sweep < config.sweeps:
-            values = sweeps.improve(layer, values, rounder, 1)
+            values = descent.improve_blocks(layer, values, rounder, 1)
     codes = layer.natural(rounder.codes).permute(1, 0, 2).flatten(1)  # row, column
     tensors = lattice_format.pack(codes, rounder.side(layer), params, shape)
     return Quantized(PackedWeight(Stored(FORMAT, params), tensors, shape), tuple(layer.notes))

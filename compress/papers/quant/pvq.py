@@ -5,7 +5,7 @@ of a sphere. The share of its squared length that falls on D columns is Beta(D/2
 vectors' lengths ("gains") follow from D and n alone. The column loop (compress/quant/feedback.py) rounds D columns at a
 time: pulses are placed for the best direction, then moved one at a time, each from where it is worth least to where it
 is worth most, by the loss of the block, ||(t - q) C_BB||^2, until no move helps. The gain is that of the projection on
-the direction found. Sweeps as in compress/quant/sweeps.py and a closed-form refit of the rows' scales follow.
+the direction found. Sweeps as in compress/quant/descent.py and a closed-form refit of the rows' scales follow.
 
 Differences from the paper, of which only the abstract and the formulas above were followed: the moves in the metric of
 the block are ours (they lower the loss of a correlated layer by a quarter for D = 32, by a half for D = 128, against
@@ -26,7 +26,7 @@ from torch import Tensor
 from compress import formats
 from compress.errors import needs
 from compress.papers.formats import pvq as pvq_format
-from compress.quant import feedback, sweeps
+from compress.quant import descent, feedback
 from compress.quant.feedback import Layer
 from compress.quant.settings import check, check_damp
 from compress.types import PackedWeight, Quantized, Stats, Stored
@@ -107,7 +107,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     rounder = _PyramidRounder(len(target), scales, levels, params)
     values = target - feedback.run(target, layer.factor, rounder).residual
     if config.sweeps:
-        values = sweeps.improve(layer, values, rounder, config.sweeps)
+        values = descent.improve_blocks(layer, values, rounder, config.sweeps)
     scales = _refitted(layer, values, scales, getattr(torch, dtype))
     points, gains = rounder.codes[..., :-1].transpose(0, 1), rounder.codes[..., -1].T  # row, vector, (coordinate)
     packed = pvq_format.pack(points, gains, scales, levels, params)

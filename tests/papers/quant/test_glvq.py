@@ -9,7 +9,7 @@ from torch import Tensor
 import problems
 from compress import formats
 from compress.papers.quant import glvq
-from compress.quant import feedback, gptq, sweeps
+from compress.quant import descent, feedback, gptq
 from compress.types import PackedWeight, Stats, Stored
 
 
@@ -85,7 +85,7 @@ def test_each_step_after_the_loop_lowers_the_loss(settings: dict[str, int], monk
     config = glvq.Config(group_size=32, **settings)  # type: ignore[arg-type]
     problem = feedback.prepare(weight, stats, config.damp, config.dim, 32)
     losses: list[float] = []
-    refit, improve = glvq.LatticeRounder.refit, sweeps.improve
+    refit, improve = glvq.LatticeRounder.refit, descent.improve_blocks
 
     def spy_refit(self: glvq.LatticeRounder, problem: feedback.Layer, values: Tensor) -> Tensor:
         values = refit(self, problem, values)
@@ -98,7 +98,7 @@ def test_each_step_after_the_loop_lowers_the_loss(settings: dict[str, int], monk
         return values
 
     monkeypatch.setattr(glvq.LatticeRounder, "refit", spy_refit)
-    monkeypatch.setattr(sweeps, "improve", spy_improve)
+    monkeypatch.setattr(descent, "improve_blocks", spy_improve)
     packed = glvq.quantize(weight, stats, config).weight
     assert len(losses) == 5
     assert all(after <= before for before, after in zip(losses, losses[1:], strict=False))
