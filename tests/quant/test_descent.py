@@ -129,7 +129,7 @@ def test_column_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch, group: int
     params = int_format.Params(3, group, True, 16)
     whole, fitted = descent.improve_grid(Objective(target, hessian, 1.0), codes, grid, params, 3)
     for chunk in (1, 3, 7):
-        monkeypatch.setattr(descent, "CHUNK", chunk)
+        monkeypatch.setattr(descent, "GRID_COLUMNS", chunk)
         found, other = descent.improve_grid(Objective(target, hessian, 1.0), codes, grid, params, 3)
         differ = (found != whole).any(0) | (other.scale != fitted.scale).any(0)
         assert differ.sum() <= 1, "more rows differ than float32 ties explain"

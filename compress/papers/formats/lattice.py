@@ -133,7 +133,7 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
 def cut(
     tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
 ) -> tuple[Params, dict[str, Tensor]]:
-    """Return some rows and columns of a weight; compress/formats/cuts.py has the contract."""
+    """Return some rows and columns of a weight; compress/formats/__init__.py has the contract."""
     size = params.group_size
     if columns.start % size or (columns.stop % size and columns.stop != shape[1]):
         raise ValueError(f"columns {columns.start} to {columns.stop} are not whole groups of {size}")

@@ -132,7 +132,7 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
 def cut(
     tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
 ) -> tuple[Params, dict[str, Tensor]]:
-    """Return some rows and columns of a weight, packed anew; compress/formats/cuts.py has the contract.
+    """Return some rows and columns of a weight, packed anew; compress/formats/__init__.py has the contract.
 
     Steps are repeated where the blocks that share one are cut apart: `scale_block` becomes smaller.
     """

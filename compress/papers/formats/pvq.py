@@ -105,7 +105,7 @@ def unpack(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
 def cut(
     tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
 ) -> tuple[Params, dict[str, Tensor]]:
-    """Return some rows and columns of a weight; compress/formats/cuts.py has the contract."""
+    """Return some rows and columns of a weight; compress/formats/__init__.py has the contract."""
     if columns.start % params.vector_dim:
         raise ValueError(f"column {columns.start} lies within a vector of {params.vector_dim} columns")
     field = params.gain_bits + rank_bits(params.vector_dim, params.pulses)

@@ -71,7 +71,7 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
 def cut(
     tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
 ) -> tuple[Params, dict[str, Tensor]]:
-    """Return some rows and columns of a weight; compress/formats/cuts.py has the contract."""
+    """Return some rows and columns of a weight; compress/formats/__init__.py has the contract."""
     weight, kept = tensors["weight"], {}
     for axis, (name, wanted) in enumerate((("rows", rows), ("columns", columns))):
         index = tensors[name].long() if name in tensors else torch.arange(shape[axis], device=weight.device)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compress.formats import e8p as e8p_format
 from compress.formats.e8p import DIM
-from compress.quant.e8p_search import Nearest
+from compress.quant.e8p import Nearest
 from compress.tune.codes.units import Units, in_scales
 from compress.types import PackedWeight
 
