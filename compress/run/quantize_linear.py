@@ -90,7 +90,7 @@ def quantize(task: LinearTask, seed: int) -> Quantized:
         if layer.scheme.lowrank is None:
             result = quantize_target(target, stats, config, method_seed)
         else:
-            result = correct.corrected(
+            result = correct.quantize_with_part(
                 target,
                 (task.fisher if layer_needs.needs_gradients(layer) else None) or stats,
                 layer.scheme.lowrank,

@@ -25,7 +25,7 @@ from typing import Literal
 from torch import Tensor
 
 from compress.formats import lowrank
-from compress.lowrank.factors import metric, split
+from compress.lowrank.correct import metric, split
 from compress.numerics.linalg import truncation_workspace
 from compress.types import PackedWeight, Quantized, Stats, Stored
 
