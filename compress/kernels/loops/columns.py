@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compress.kernels import llvm
 from compress.kernels.loops import compiler
-from compress.kernels.loops.compiler import Bytes, Floats, Longs, inlined, multiply_add
+from compress.kernels.loops.compiler import Bytes, Floats, Longs, inlined, loop, multiply_add
 
 BLOCK_ROWS = 64
 MAX_COLUMNS = 128  # of a call
@@ -87,9 +87,9 @@ def _check(columns: int, *tensors: Tensor) -> None:
     assert columns <= MAX_COLUMNS and all(tensor.is_contiguous() for tensor in tensors)
 
 
-def _in_parallel(loop: Callable[..., None], rows: int, tensors: Sequence[Tensor], sizes: dict[str, int]) -> None:
+def _in_parallel(step: Callable[..., None], rows: int, tensors: Sequence[Tensor], sizes: dict[str, int]) -> None:
     """Run a loop over rows on several threads, each with its own `space` and a range from `first` to `last`."""
-    run = compiler.compiled(loop)
+    run = compiler.compiled(step)
     values, at = run.signature.arguments(*tensors, space=0, first=0, last=0, **sizes), len(tensors)
 
     def work(first: int, last: int) -> None:
@@ -104,6 +104,7 @@ def _in_parallel(loop: Callable[..., None], rows: int, tensors: Sequence[Tensor]
 # registers. `space` belongs to a thread: a line of sums, then a line for each column, BLOCK_ROWS long.
 
 
+@loop
 def _round_columns(
     weight: Floats, factor: Floats, residual: Floats, pending: Floats, owner: Longs, scales: Floats, zeros: Floats,
     codes: Bytes, space: Floats, first: int, last: int, columns: int, rows: int, down: int, right: int, top: int,
@@ -150,6 +151,7 @@ def _clamp(value, low, high):
     return high if value > high else value
 
 
+@loop
 def _step_columns(
     units: Floats, pull: Floats, metric: Floats, scales: Floats, inverses: Floats, lows: Floats, highs: Floats,
     inverse_curvature: Floats, space: Floats, first: int, last: int, columns: int, rows: int,
@@ -181,6 +183,7 @@ def _step_columns(
                 d[r] = change * scale[r]
 
 
+@loop
 def _grid_loss(
     target: Floats, scales: Floats, lows: Floats, highs: Floats, importance: Floats, loss: Floats, space: Floats,
     first: int, last: int, columns: int, rows: int,

@@ -1,6 +1,6 @@
 """Compile plain Python loops for this CPU: numba writes LLVM's language, compress/kernels/llvm.py makes machine code.
 
-A loop is a function of flat arrays and integers that its annotations declare, and returns nothing. What it calls is
+A `loop` is a function of flat arrays and integers that its annotations declare, and returns nothing. What it calls is
 either in `numba`'s reach (numbers, `numpy` functions of one number, slices) or decorated with `inlined`. Nothing is
 checked: an index past the end reads what lies there. Object code goes to the cache of compress/kernels/object_cache.py,
 under a key of the source of the loop's module and of numba's version, so that a process that finds its code there
@@ -62,6 +62,12 @@ def inlined(function: Callable[..., Any]) -> Any:
 def multiply_add(a: float, b: float, c: float) -> float:
     """Return a * b + c, rounded once where the processor has an instruction for it: `_multiply_add` in a loop."""
     raise NotImplementedError("runs in compiled loops only")
+
+
+def loop(function: Callable[..., None]) -> Callable[..., None]:
+    """Mark a function that is compiled as a whole, and check its annotations."""
+    signature(function)
+    return function
 
 
 def signature(function: Callable[..., None]) -> llvm.Signature:
