@@ -5,7 +5,6 @@ caches, where PyTorch passes over all rows several times for each column. `step_
 bit, the others up to the order of sums.
 """
 
-# ruff: noqa: ANN001, ANN202, PLR0913, PLR0917 (signatures of loops)
 # mypy: disallow-untyped-defs = False
 
 from __future__ import annotations
