@@ -33,7 +33,8 @@ from compress.formats import trellis as trellis_format
 from compress.formats.trellis import HYB_ENTRIES, MAX_TILE_ROWS, ROW_MULTIPLE, Params
 from compress.kernels import llvm
 from compress.kernels.loops import columns as column_loops
-from compress.quant import feedback, row_tiles, sweeps, viterbi_compiled
+from compress.kernels.loops import viterbi as viterbi_compiled
+from compress.quant import feedback, row_tiles, sweeps
 from compress.quant.feedback import Objective
 from compress.quant.settings import check, check_damp
 from compress.quant.viterbi import DECISIONS, LEVELS, NARROW, STATES, Search

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.dispatch import LEAST_CAPABILITY
-from compress.quant.viterbi_compiled import Limits
+from compress.kernels.loops.viterbi import Limits
 
 DECISIONS = 1 << 30  # bytes of the decisions of one launch
 PER_THREAD = 8  # nodes

@@ -134,7 +134,7 @@ def decoder_case(format: str, params: Any, dtype: str, arch: int) -> tuple[offli
     else:
         constants, warps = trellis.decode_constants(params) | {"USE_ASM": True}, trellis.WARPS
         weights = 16 * constants["BLOCK"]
-    file = "_gather" if format == "codebook" else f"_{format}"
+    file = "_gather" if format == "codebook" else format
     residual = "*u8" if getattr(params, "bits", 0) == 3 else "*i16"
     signature = SIGNATURE | {"out": f"*{dtype}", "residual": residual}
     module = f"compress.kernels.triton.{file}"
