@@ -10,9 +10,10 @@ import problems
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import Params
 from compress.kernels import llvm
-from compress.quant import trellis, viterbi, viterbi_compiled
+from compress.kernels.loops import viterbi as viterbi_compiled
+from compress.kernels.loops.viterbi import best_lanes
+from compress.quant import trellis, viterbi
 from compress.quant.viterbi import Search
-from compress.quant.viterbi_compiled import best_lanes
 
 compiled = pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled")
 

@@ -1,4 +1,4 @@
-"""Split products along their columns: how many parts, their launch, and the memory in which the parts meet.
+"""Products of a few rows of activations with a stored weight on a GPU, split along their columns.
 
 Each part writes its sums (float32) to the workspace and counts itself in; the last one adds them in the order of the
 parts, so that results do not depend on which part came last, and sets the counter back to zero.
@@ -11,12 +11,15 @@ are to be replayed one after another, on whatever streams.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from compress.kernels.contract import Prepared
 
 FLOATS = 1 << 22  # 16 MB: four times what a device of 132 multiprocessors fills with the shipped configurations
 COUNTERS = 1 << 14
@@ -106,3 +109,32 @@ def launch(
     kernel[grid.tiles, parts](
         *tensors, out, *workspace(out.device), *sizes, grid.steps, parts, SPLIT=parts > 1, **constants
     )
+
+
+class Product(Prepared):
+    """A stored weight that a Triton kernel of its format multiplies and decodes."""
+
+    most = 16  # rows of activations: two tiles of 8
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.shape[1])
+        out = torch.empty(rows.shape[0], self.shape[0], dtype=x.dtype, device=x.device)
+        self.multiply(rows, out)
+        return out.view(*x.shape[:-1], self.shape[0])
+
+    @abstractmethod
+    def multiply(self, x: Tensor, out: Tensor) -> None:
+        """Write x [rows, in], contiguous, times the weight to out [rows, out] of the type of x."""
+
+    def most_rows(self, dtype: torch.dtype) -> int:
+        """Return `most`, whatever the type."""
+        return self.most
+
+    def stored(self, name: str, absent: Tensor) -> Tensor:
+        """Return a stored tensor, `absent` in its place where the weight has none: kernels take a pointer anyway."""
+        return self.tensors.get(name, absent)
+
+
+def tile_rows(rows: int) -> int:
+    """Return the rows of activations that a program multiplies: the width of an operand of tensor cores."""
+    return 8 if rows <= 8 else 16

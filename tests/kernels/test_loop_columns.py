@@ -7,17 +7,18 @@ import torch
 from torch import Tensor
 
 import problems
-from compress.kernels import llvm
+from compress.kernels.loops import columns as column_loops
+from compress.kernels.loops import compiler
 from compress.numerics.linalg import upper_factor
-from compress.quant import columns_compiled, descent, feedback, gptq, grid
+from compress.quant import descent, feedback, gptq, grid
 from compress.types import Stats
 
-pytestmark = pytest.mark.skipif(not llvm.available(), reason="llvmlite is missing")
+pytestmark = pytest.mark.skipif(not compiler.available(), reason="nothing can be compiled here")
 SHAPES = [(17, 9), (32, 16), (128, 45)]  # columns, rows: whole vectors, single rows, both
 
 
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns_compiled, "supports", lambda _: False)
+    monkeypatch.setattr(column_loops, "supports", lambda _: False)
 
 
 def stats(columns: int) -> Stats:
@@ -49,7 +50,7 @@ def test_columns_are_rounded_as_one_by_one(shape: tuple[int, int], is_column_maj
     loop.round_leaf(0, columns)
     residual, pending = torch.empty(shape), torch.zeros(shape)
     codes = torch.empty(shape, dtype=torch.uint8)
-    columns_compiled.round_columns(weight, factor, residual, pending, (owner, scale, zero), codes, 15)
+    column_loops.round_columns(weight, factor, residual, pending, (owner, scale, zero), codes, 15)
     assert (codes == expected.codes).float().mean() > 0.999  # sums of errors may be taken in another order
     torch.testing.assert_close(residual, loop.residual, atol=1e-4, rtol=0)
     torch.testing.assert_close(pending, loop.pending, atol=1e-4, rtol=0)
@@ -65,7 +66,7 @@ def test_steps_are_those_of_pytorch_to_the_bit(shape: tuple[int, int]) -> None:
     steps = scale, 1 / scale, torch.full((rows,), -8.0), torch.full((rows,), 7.0)
     expected, got = units.clone(), units.clone()
     descent._step_columns(expected, pull.clone(), metric, steps)
-    columns_compiled.step_columns(got, pull.clone(), metric, steps)
+    column_loops.step_columns(got, pull.clone(), metric, steps)
     assert torch.equal(got, expected) and not torch.equal(got, units)
 
 
@@ -83,7 +84,7 @@ def test_grids_are_fitted_alike(monkeypatch: pytest.MonkeyPatch, symmetric: bool
 
 def test_gptq_is_the_same_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, config = problems.random(150, 160, seed=2), gptq.Config(group_size=32)
-    assert columns_compiled.supports(weight)
+    assert column_loops.supports(weight)
     got = gptq.quantize(weight, stats(160), config)
     uncompiled(monkeypatch)
     expected = gptq.quantize(weight, stats(160), config)
@@ -91,6 +92,6 @@ def test_gptq_is_the_same_without_a_compiler(monkeypatch: pytest.MonkeyPatch) ->
     assert min(same) > 0.98
 
 
-@pytest.mark.parametrize("numel", [columns_compiled.LEAST - 1, columns_compiled.LEAST])
+@pytest.mark.parametrize("numel", [column_loops.MIN_WEIGHTS - 1, column_loops.MIN_WEIGHTS])
 def test_small_weights_need_no_compiler(numel: int) -> None:
-    assert columns_compiled.is_worthwhile(numel) == (numel >= columns_compiled.LEAST)
+    assert column_loops.is_worthwhile(numel) == (numel >= column_loops.MIN_WEIGHTS)
