@@ -14,9 +14,10 @@ import pytest
 
 from compress import plugins
 from compress.allocate import uniform_options
-from compress.allocate.methods import adaquant, experts, knapsack, layerwise, lq_lora, uniform
+from compress.allocate.methods import experts, knapsack, uniform
 from compress.allocate.problem import FROM_BASE, KL_ONE_AT_A_TIME, Allocated, Choice, Entry, Problem, Unit
 from compress.errors import BudgetError, RecipeError
+from compress.papers.allocate import adaquant, layerwise, lq_lora
 
 ESTIMATORS = (
     "hessian",
