@@ -17,7 +17,7 @@ import torch
 
 from compress import plugins
 from compress.allocate import prepare_options, table
-from compress.allocate.block_scores import T2
+from compress.allocate.kl_shares import T2
 from compress.allocate.prepare_options import Options
 from compress.allocate.problem import AUTO, BEST_FIRST, FROM_BASE, KL_ONE_AT_A_TIME, KL_SHARES
 from compress.allocate.table_units import TABLE_KL

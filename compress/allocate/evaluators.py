@@ -14,7 +14,7 @@ from compress.allocate import joint_kl, kl_shares, memory_split, prepare_options
 from compress.allocate.joint_kl import JointKL, Resources
 from compress.allocate.memory_split import MemorySplit
 from compress.allocate.prepare_options import Options
-from compress.allocate.variant_source import build
+from compress.allocate.variants import open_variants
 from compress.calib.data import Calibration, token_windows
 from compress.errors import BudgetError, CalibrationError
 from compress.model import load
@@ -76,7 +76,7 @@ class Evaluators:
 
     def __init__(self, opened: Options, folder: Path, calibration: Calibration, progress: Progress) -> None:
         self.opened, self.folder, self.calibration, self.progress = opened, folder, calibration, progress
-        self.source = functools.partial(build, source.of(opened.asked), opened.asked, folder)
+        self.source = functools.partial(open_variants, source.of(opened.asked), opened.asked, folder)
         self._open: dict[str, JointKL] = {}  # by the text that they are on
         self.predicted_peak = 0  # bytes, of those that were made
 

@@ -196,7 +196,7 @@ def offers(table: EntryTable, at: Ints, room: int) -> Segments:
     more, gain = _upgrades(table, at)
     unit, column = np.nonzero((gain > 0) & (more <= room))
     takes = more[unit, column]
-    rate = gain[unit, column] / np.maximum(takes, 1)  # a better entry that takes no more is there only for exact.py
+    rate = gain[unit, column] / np.maximum(takes, 1)  # 0 bytes more: in tables of the 0/1 program
     return Segments(unit, column, takes, rate)[np.lexsort((column, unit, -rate))]
 
 

@@ -9,21 +9,19 @@ block by block where it takes long, so that a killed run goes on (gradients need
     gradient, fisher             sum |g dW| with the mean gradient g of the loss; sum F dW^2 with its mean square F
     kl_shares                    share of the KL with every unit at that option (compress/allocate/kl_shares.py)
     table_kl                     KL(original || model) with one table outside of the blocks at one option
-    lim, zd                      scores of whole blocks (compress/allocate/block_scores.py)
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
 from compress import plugins
-from compress.allocate import block_scores, prepare_options
+from compress.allocate import kl_shares, prepare_options
 from compress.allocate import table as tables
 from compress.allocate.groups import LinearGroup
 from compress.allocate.problem import FROM_BASE, JOINT, KL_ONE_AT_A_TIME, KL_SHARES
@@ -36,15 +34,17 @@ from compress.errors import NotMeasuredError, RecipeError
 def table(store: Measurements, needs: frozenset[str]) -> tables.SensitivityTable:
     """Return the table with these damages and scores, measured now where they are not known yet."""
     wanted = needs.difference({*WITH_OPTIONS, JOINT}) | ({TABLE_KL} if store.opened.tables else set())
+    allocator = plugins.load("allocate", store.opened.allocation.method)
+    known_metrics = {**METRICS, **getattr(allocator, "METRICS", {})}
     for name in sorted(wanted):
         if any(name in known for known in store.read()):
             continue
-        if name not in METRICS and name != TABLE_KL:
-            raise RecipeError(f"there is no measurement {name!r}; known: {', '.join([*WITH_OPTIONS, *METRICS])}")
+        if name not in known_metrics:
+            raise RecipeError(f"there is no measurement {name!r}; known: {', '.join([*WITH_OPTIONS, *known_metrics])}")
         if not store.opened.asked.measures:
             raise NotMeasuredError(f"{store.database.folder} has no {name}")
         started = time.monotonic()
-        (_table_kl if name == TABLE_KL else METRICS[name])(store)
+        known_metrics[name](store)
         store.seconds[name] = round(time.monotonic() - started, 2)
     measured = store.table()
     tables.save(measured, store.database.folder)
@@ -101,10 +101,10 @@ def _noise(store: Measurements) -> None:
         some = {g.name: members[g.name] for g in store.groups if g.members[0].block == index and g.name not in known}
         if some:
             store.progress("measuring the answer to noise", index, blocks)
-            known |= block_scores.slopes(evaluator, some, range(store.samples))
+            known |= kl_shares.slopes(evaluator, some, range(store.samples))
             forwards = evaluator.forwards - before
             store.keep("noise", False, slopes=known, samples=store.samples, forwards=forwards)
-    slopes = {name: block_scores.Slope(*known[name]) for name in members}
+    slopes = {name: kl_shares.Slope(*known[name]) for name in members}
     errors = store.relative_errors()
     damages = {
         name: [slope.alpha * error if not math.isnan(error) else 0.0 for error in errors[name]]
@@ -182,34 +182,12 @@ def _table_kl(store: Measurements) -> None:
         store.keep(TABLE_KL, done, damages={TABLE_KL: known}, samples=store.samples, forwards=forwards)
 
 
-def _lim(store: Measurements) -> None:
-    skeleton = store.source()
-    tokens = store.calibration.tokens[: store.samples]
-    scores = block_scores.lim(skeleton, tokens, store.database.folder / "stream", store.opened.asked.device)
-    _keep_blocks(store, "lim", scores, samples=store.samples)
-
-
-def _zd(store: Measurements) -> None:
-    skeleton = store.source()
-    scores = []
-    for index in range(len(skeleton.blocks)):
-        weights = store.originals(skeleton, index)
-        scores.append(block_scores.zd(weights.values()) if weights else 0.0)
-    _keep_blocks(store, "zd", scores)
-
-
-def _keep_blocks(store: Measurements, name: str, by_block: Sequence[float], **more: Any) -> None:
-    """Keep a score of blocks as that of their units."""
-    store.keep(name, scores={name: {group.name: by_block[group.members[0].block] for group in store.groups}}, **more)
-
-
 METRICS: dict[str, Callable[[Measurements], None]] = {
     KL_ONE_AT_A_TIME: partial(_kl_one_at_a_time, name=KL_ONE_AT_A_TIME, around={}),
     FROM_BASE: _kl_from_base,
     KL_SHARES: _kl_shares,
+    TABLE_KL: _table_kl,
     "noise": _noise,
     "gradient": _gradients,
     "fisher": _gradients,
-    "lim": _lim,
-    "zd": _zd,
 }

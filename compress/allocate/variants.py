@@ -20,16 +20,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from compress import formats
+from compress import formats, plugins
+from compress.allocate.kl_shares import Noise
 from compress.errors import CheckpointError, OutputError
 from compress.formats import stored
+from compress.importers import open_checkpoint
+from compress.model.edits import EditContext
+from compress.model.skeleton import Skeleton
+from compress.run.job import Job
 from compress.storage.checkpoint import StoredTensor, read_header, write_shard, write_text
 from compress.storage.files import make_folder
 from compress.storage.json_text import OBJECT
 from compress.storage.workdir import WorkDirectory, writing
-from compress.types import PackedWeight
+from compress.types import PackedWeight, Plan
 
 FIXED = "fixed"
 TABLE = "sensitivity.json"
@@ -145,3 +151,33 @@ class Database(WorkDirectory):
         if block not in self._contents:
             self._contents[block] = self._read(self._block(block), {"stored": OBJECT, "measured": OBJECT})
         return self._contents[block]
+
+
+class StoredVariants:
+    """The variants of linears in a database, by the linears' full names (`VariantWeights` of prefix_tree.py)."""
+
+    def __init__(self, skeleton: Skeleton, database: Database) -> None:
+        self.prefix, self.database = f"{skeleton.blocks_name}.", database
+        self.behind = len(skeleton.blocks)  # the number that the tables outside of the blocks are stored by
+
+    def weight(self, name: str, variant: Any, original: Tensor) -> Tensor:
+        """Decode the weight [out, in] of a linear or a table at an option, in the dtype of `original`."""
+        is_inner = name.startswith(self.prefix)
+        block = int(name.removeprefix(self.prefix).partition(".")[0]) if is_inner else self.behind
+        return self.database.weight(block, name, variant, original)
+
+    def prepare(self, index: int, block: nn.Module) -> None:
+        """Bring a loaded block into the state that the transforms have left."""
+        self.database.restore_state(index, block)
+
+
+def open_variants(directory: Path, job: Job, folder: Path) -> tuple[Skeleton, Noise]:
+    """Return the model, transformed as a whole where the recipe says so, and its variants, noise among them."""
+    skeleton, device = Skeleton(open_checkpoint(directory)), torch.device(job.device)
+    for step in job.recipe.transform:
+        module = plugins.load("transform", step.method)
+        if module.SCOPE == "model":
+            skeleton.edits = module.apply(skeleton, step.config, job.seed)
+            skeleton.edits.choose(EditContext(device, None, Plan(()), 1, folder, job.max_memory, lambda _: None))
+            skeleton.edits.begin(device)
+    return skeleton, Noise(job.seed, StoredVariants(skeleton, Database(folder)))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from compress.allocate import exact, hull
+from compress.allocate import hull, solver
 from compress.allocate.problem import Choice, Entry, Problem, Unit
 from compress.allocate.solver import Limits, LinearSide, Solution, damages_of, solve
 from compress.errors import BudgetError, NumericalError
@@ -164,22 +164,22 @@ def test_exchanges() -> None:
 
 def test_dominated_and_forbidden_entries() -> None:
     rows = [[(10, 1.0), (10, 0.5), (12, 0.7), (20, math.inf), (30, 0.5)]]
-    for solver in ("hull", "milp"):
-        assert solved(problem(rows, 40), solver).choice == (1,)
+    for name in ("hull", "milp"):
+        assert solved(problem(rows, 40), name).choice == (1,)
     with pytest.raises(BudgetError, match="smallest allowed options take 10 bytes"):
         solved(problem(rows, 9))
 
 
 def test_negative_damages() -> None:
     rows = [[(1, 0.0), (2, -1.0)], [(1, 5.0), (2, 4.5)]]
-    for solver in ("hull", "milp"):
-        solution = solved(problem(rows, 3), solver)
+    for name in ("hull", "milp"):
+        solution = solved(problem(rows, 3), name)
         assert solution.choice == (1, 0) and solution.damage == 4.0
 
 
 def test_one_choice_only() -> None:
-    for solver in ("hull", "milp"):
-        assert solved(problem([[(3, 2.0)], [(4, 0.0)]], 7), solver).choice == (0, 0)
+    for name in ("hull", "milp"):
+        assert solved(problem([[(3, 2.0)], [(4, 0.0)]], 7), name).choice == (0, 0)
 
 
 def test_ties_go_to_the_first_unit() -> None:
@@ -201,8 +201,8 @@ def test_units_of_bytes_and_damage_do_not_matter(solver: str, nbytes: int, damag
 
 def test_same_answer_again() -> None:
     given = problem(model_rows(np.random.default_rng(5), 60), 500_000)
-    for solver in ("hull", "milp"):
-        assert solved(given, solver) == solved(given, solver)
+    for name in ("hull", "milp"):
+        assert solved(given, name) == solved(given, name)
 
 
 def test_as_many_units_as_experts() -> None:
@@ -267,14 +267,14 @@ def test_the_greedy_takes_no_sides() -> None:
 # Refusals and fallbacks.
 
 
-def no_time(*args: object, **kwargs: object) -> exact.ProgramAnswer:
-    return exact.ProgramAnswer(None, note="the 0/1 solver found nothing: Time limit reached")
+def no_time(*args: object, **kwargs: object) -> solver.ProgramAnswer:
+    return solver.ProgramAnswer(None, note="the 0/1 solver found nothing: Time limit reached")
 
 
 def test_the_fallback_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem(model_rows(np.random.default_rng(8), 30), 200_000)
     greedy = solved(given)
-    monkeypatch.setattr(exact, "program", no_time)
+    monkeypatch.setattr(solver, "_program", no_time)
     solution = solved(given, "milp")
     assert (solution.choice, solution.bound) == (greedy.choice, greedy.bound)
     assert solution.notes == ("the 0/1 solver found nothing: Time limit reached; the greedy's choice is taken",)
@@ -306,7 +306,7 @@ def test_limits(limits: dict[str, float]) -> None:
 
 @pytest.mark.skipif(os.name != "posix", reason="stdout is left alone elsewhere")
 def test_c_code_does_not_print_to_stdout(capfd: pytest.CaptureFixture[str]) -> None:
-    with exact._quiet():
+    with solver._quiet():
         ctypes.CDLL(None).puts(b"a line of C")
     print("ours")
     captured = capfd.readouterr()

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from compress.allocate import uniform_options
 from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem
 from compress.errors import BudgetError, RecipeError
+
+if TYPE_CHECKING:
+    from compress.allocate.sensitivity import Measurements
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,21 @@ class Config:
     high: str | None = None  # name of the option of the blocks that matter most; null: the largest
     low: str | None = None  # name of the option of the others; null: the smallest
     fill: bool = True  # spend the bytes that are left on units of the next blocks
+
+
+def _measure_lim(store: Measurements) -> None:
+    from compress.papers.allocate import block_scores
+
+    block_scores.measure_lim(store)
+
+
+def _measure_zd(store: Measurements) -> None:
+    from compress.papers.allocate import block_scores
+
+    block_scores.measure_zd(store)
+
+
+METRICS = {"lim": _measure_lim, "zd": _measure_zd}  # beside those of compress/allocate/metrics.py
 
 
 def needs(config: Config) -> frozenset[str]:
