@@ -10,8 +10,7 @@ from compress.allocate.joint_kl import JointKL
 from compress.allocate.prepare_options import KEPT
 from compress.allocate.problem import Choice
 from compress.allocate.sensitivity import Measurements
-from compress.allocate.table import SensitivityTable
-from compress.allocate.table_units import TABLE_KL
+from compress.allocate.table import TABLE_KL, SensitivityTable
 from compress.allocate.variants import FIXED
 from compress.errors import NotMeasuredError
 

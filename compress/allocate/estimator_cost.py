@@ -20,7 +20,7 @@ from compress.allocate import prepare_options, table
 from compress.allocate.kl_shares import T2
 from compress.allocate.prepare_options import Options
 from compress.allocate.problem import AUTO, BEST_FIRST, FROM_BASE, KL_ONE_AT_A_TIME, KL_SHARES
-from compress.allocate.table_units import TABLE_KL
+from compress.allocate.table import TABLE_KL
 from compress.calib.reference_logprobs import TOP_K, divergence, predictions
 from compress.errors import BudgetError, NotMeasuredError, UnsupportedModelError
 from compress.importers import open_checkpoint

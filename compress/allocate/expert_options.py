@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from compress import formats
-from compress.allocate import groups as units
-from compress.allocate.groups import LinearGroup
+from compress.allocate import table
+from compress.allocate.table import LinearGroup
 from compress.allocate.variants import FIXED, Database
 from compress.calib import expert_routing
 from compress.model.blockwise import BlockInputs
@@ -44,7 +44,7 @@ class ExpertDamage:
         self.skeleton = opened.prepared.skeleton
         specs = [next(iter(x.values())).spec for x in opened.levels.values() if FIXED not in x]
         by_expert = opened.allocation.units == "expert"
-        self.groups = units.groups(self.skeleton, specs, "expert") if by_expert else []
+        self.groups = table.group_linears(self.skeleton, specs, "expert") if by_expert else []
 
     def measure(
         self, index: int, block: nn.Module, batches: BlockInputs, packed: Mapping[str, PackedWeight]

@@ -23,10 +23,9 @@ import torch
 from compress import plugins
 from compress.allocate import kl_shares, prepare_options
 from compress.allocate import table as tables
-from compress.allocate.groups import LinearGroup
 from compress.allocate.problem import FROM_BASE, JOINT, KL_ONE_AT_A_TIME, KL_SHARES
 from compress.allocate.sensitivity import WITH_OPTIONS, Measurements
-from compress.allocate.table_units import TABLE_KL
+from compress.allocate.table import TABLE_KL, LinearGroup
 from compress.calib import fisher
 from compress.errors import NotMeasuredError, RecipeError
 
@@ -35,7 +34,7 @@ def table(store: Measurements, needs: frozenset[str]) -> tables.SensitivityTable
     """Return the table with these damages and scores, measured now where they are not known yet."""
     wanted = needs.difference({*WITH_OPTIONS, JOINT}) | ({TABLE_KL} if store.opened.tables else set())
     allocator = plugins.load("allocate", store.opened.allocation.method)
-    known_metrics = {**METRICS, **getattr(allocator, "METRICS", {})}
+    known_metrics = {**METRICS, TABLE_KL: _table_kl, **getattr(allocator, "METRICS", {})}
     for name in sorted(wanted):
         if any(name in known for known in store.read()):
             continue
@@ -186,7 +185,6 @@ METRICS: dict[str, Callable[[Measurements], None]] = {
     KL_ONE_AT_A_TIME: partial(_kl_one_at_a_time, name=KL_ONE_AT_A_TIME, around={}),
     FROM_BASE: _kl_from_base,
     KL_SHARES: _kl_shares,
-    TABLE_KL: _table_kl,
     "noise": _noise,
     "gradient": _gradients,
     "fisher": _gradients,

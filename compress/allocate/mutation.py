@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from compress.allocate.problem import Choice, Problem
-from compress.allocate.surrogate import UnitValues
+from compress.allocate.search_state import UnitValues
 
 MOST_FLIPS = 3  # of one mutation
 MOST_CHANGES = 10  # of one mutation between units of different moves

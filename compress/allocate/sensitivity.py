@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compress.allocate import prepare_options, quantize_options, table
 from compress.allocate.evaluators import Evaluators
-from compress.allocate.groups import LinearGroup
+from compress.allocate.table import LinearGroup
 from compress.allocate.variants import Database
 from compress.errors import CheckpointError
 from compress.model.skeleton import Skeleton

@@ -29,7 +29,7 @@ from compress.allocate import (
 from compress.allocate.estimator_cost import Speed
 from compress.allocate.joint_kl import JointKL
 from compress.allocate.sensitivity import Measurements
-from compress.allocate.table_units import TABLE_KL
+from compress.allocate.table import TABLE_KL
 from compress.allocate.variants import Database
 from compress.errors import BudgetError, RecipeError
 from compress.progress import silent

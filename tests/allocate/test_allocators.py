@@ -13,9 +13,8 @@ import pytest
 from allocator_tables import BITS, ESTIMATORS, best, bits, model, problem, run, with_values
 
 from compress import plugins
-from compress.allocate import uniform_options
 from compress.allocate.methods import experts, knapsack, uniform
-from compress.allocate.problem import Choice, Entry, Problem, Unit
+from compress.allocate.problem import Choice, Entry, Problem, Unit, entries_at, option_named, rank_options
 from compress.errors import BudgetError, RecipeError
 from compress.papers.allocate import adaquant, layerwise, lq_lora
 
@@ -59,11 +58,11 @@ def test_solver_limits_are_checked(method: ModuleType) -> None:
 def test_levels() -> None:
     units = model(1, (1, 2))
     units = (units[0], dataclasses.replace(units[1], entries=units[1].entries[1:3]))  # the second has 3 and 4 bits
-    assert uniform_options.ranked(units) == ["bits=2", "bits=3", "bits=4", "bits=8"]
-    assert [uniform_options.at(units, f"bits={b}") for b in BITS] == [[0, 0], [1, 0], [2, 1], [3, 1]]
-    assert uniform_options.named(units, "high", None, -1) == "bits=8"
+    assert rank_options(units) == ["bits=2", "bits=3", "bits=4", "bits=8"]
+    assert [entries_at(units, f"bits={b}") for b in BITS] == [[0, 0], [1, 0], [2, 1], [3, 1]]
+    assert option_named(units, "high", None, -1) == "bits=8"
     with pytest.raises(RecipeError, match="allocate: high 'bits=5' is none of the options, which are bits=2, bits=3"):
-        uniform_options.named(units, "high", "bits=5", -1)
+        option_named(units, "high", "bits=5", -1)
 
 
 # Uniform.

@@ -13,7 +13,7 @@ import torch
 from compress.allocate import mutation, solver
 from compress.allocate.mutation import Moves
 from compress.allocate.problem import KL_ONE_AT_A_TIME, Entry, Problem, Unit
-from compress.allocate.surrogate import UNEXPLAINED, Observation, Surrogate
+from compress.allocate.search_state import UNEXPLAINED, Observation, Surrogate
 from landscape import Landscape
 
 

@@ -11,7 +11,7 @@ the parent joins the last. By default we do otherwise, in order to need fewer to
 - the start is the table's solution (allocate/solver.py), and changes trade between units of all sizes and use up the
   budget;
 - offspring are the best of many random changes by a surrogate, the table's damages corrected by what has been measured
-  since the search began (allocate/surrogate.py); a share is random all the same;
+  since the search began (allocate/search_state.py); a share is random all the same;
 - a race: offspring and parent are measured on the same sequences from the first stage on, a stage adds sequences, what
   is not expected to be better than the parent is out at once, and the order is that of the expected differences: those
   measured, drawn towards the surrogate's the more, the fewer sequences they were measured on. Many generations end
@@ -36,8 +36,7 @@ from typing import Literal
 from compress.allocate import mutation, search_state, solver
 from compress.allocate.mutation import Moves
 from compress.allocate.problem import AUTO, Allocated, Choice, ChoiceEvaluator, Estimator, Problem
-from compress.allocate.search_state import SearchState
-from compress.allocate.surrogate import Observation, Surrogate, UnitValues
+from compress.allocate.search_state import Observation, SearchState, Surrogate, UnitValues
 
 PROPOSALS = 32  # random changes of which the surrogate takes the best, for one offspring
 TRIES = 100  # at random changes, for each that is wanted; small problems have few

@@ -37,8 +37,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from compress.allocate import uniform_options
-from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem, Unit
+from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem, Unit, entries_at, option_named, rank_options
 from compress.allocate.solver import Limits, LinearSide, Solution, solve
 from compress.errors import BudgetError, RecipeError
 
@@ -82,8 +81,8 @@ def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None
     chosen = [0] * len(units)
     notes = []
     if others := [i for i, unit in enumerate(units) if not unit.is_expert]:
-        dense = uniform_options.named([units[i] for i in others], "dense", config.dense, -1)
-        for i, entry in zip(others, uniform_options.at([units[i] for i in others], dense), strict=True):
+        dense = option_named([units[i] for i in others], "dense", config.dense, -1)
+        for i, entry in zip(others, entries_at([units[i] for i in others], dense), strict=True):
             chosen[i] = entry
         notes.append(f"{len(others)} units that are no experts are stored with {dense}")
     room = problem.budget - sum(units[i].entries[chosen[i]].nbytes for i in others)
@@ -101,9 +100,7 @@ def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None
 def _solved(experts: Sequence[Unit], room: int, config: Config) -> list[tuple[list[int], Solution]]:
     """Return (indices of units, their solution) of every program: one, or one a block."""
     damages = _damages(experts, config)
-    spread = [uniform_options.named(experts, "spread", name, 0) for name in config.spread] or uniform_options.ranked(
-        experts
-    )[-2:]
+    spread = [option_named(experts, "spread", name, 0) for name in config.spread] or rank_options(experts)[-2:]
     blocks = defaultdict[int, list[int]](list)
     for i, unit in enumerate(experts):
         blocks[unit.block].append(i)

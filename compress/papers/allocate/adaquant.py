@@ -15,8 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from compress.allocate import uniform_options
-from compress.allocate.problem import FROM_BASE, Allocated, ChoiceEvaluator, Problem, Unit
+from compress.allocate.problem import FROM_BASE, Allocated, ChoiceEvaluator, Problem, Unit, option_named
 from compress.allocate.solver import Limits, solve
 
 LEAST = 1e-6  # nats a token
@@ -34,7 +33,7 @@ def needs(config: Config) -> frozenset[str]:
 
 def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None = None) -> Allocated:
     problem.check()
-    low = uniform_options.named(problem.units, "low", config.low, 0) if config.low is not None else None
+    low = option_named(problem.units, "low", config.low, 0) if config.low is not None else None
     damages = [_changes(unit, low) for unit in problem.units]
     return solve(problem, damages, "milp", limits=config).allocated()
 

@@ -17,8 +17,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from compress.allocate import uniform_options
-from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem
+from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem, entries_at, option_named
 from compress.errors import BudgetError, RecipeError
 
 if TYPE_CHECKING:
@@ -56,9 +55,9 @@ def needs(config: Config) -> frozenset[str]:
 
 def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None = None) -> Allocated:
     problem.check()
-    low = uniform_options.named(problem.units, "low", config.low, 0)
-    high = uniform_options.named(problem.units, "high", config.high, -1)
-    chosen, raised = uniform_options.at(problem.units, low), uniform_options.at(problem.units, high)
+    low = option_named(problem.units, "low", config.low, 0)
+    high = option_named(problem.units, "high", config.high, -1)
+    chosen, raised = entries_at(problem.units, low), entries_at(problem.units, high)
     takes = [u.entries[j].nbytes - u.entries[i].nbytes for u, i, j in zip(problem.units, chosen, raised, strict=True)]
     if high == low or sum(takes) < 0:
         raise RecipeError(f"allocate: high {high!r} is not larger than low {low!r}")
