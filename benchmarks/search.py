@@ -130,7 +130,7 @@ def searched(args: argparse.Namespace, settings: Row, target: str, seed: int) ->
 def on_model(args: argparse.Namespace, config: Any, target: str, seed: int, folder: Path) -> tuple[list[Row], float]:
     """A search on the measurements in --measurements, which are made where they are missing."""
     from compress import recipe
-    from compress.allocate import choices, metrics, session
+    from compress.allocate import metrics, session
     from compress.allocate.methods import evolve
     from compress.cli import tables
     from compress.recipe.schema import Target
@@ -139,9 +139,9 @@ def on_model(args: argparse.Namespace, config: Any, target: str, seed: int, fold
     loaded = recipe.load(str(args.recipe), args.set)
     given = {"calib": str(args.calib), "processes": args.processes, "measurements": args.measurements}
     asked = Job(str(args.base), loaded, folder / "out", **given)
-    with tables.progress_bar() as progress, session.session(asked, progress) as opened:
+    with tables.progress_bar() as progress, session.open_measurements(asked, progress) as opened:
         found = metrics.table(opened, evolve.needs(config))
-        bench = choices.evaluator(opened, found)
+        bench = metrics.evaluator(opened, found)
         bench.seed, bench.folder = seed, folder
         rows = traced(found.problem(Target(target)), config, bench)
     measured = args.measurements / f"measured-{config.estimator}.json"  # not there if it came with the levels

@@ -14,7 +14,7 @@ from compress.allocate import joint_kl, kl_shares, memory_split, prepare_options
 from compress.allocate.joint_kl import JointKL, Resources
 from compress.allocate.memory_split import MemorySplit
 from compress.allocate.prepare_options import Options
-from compress.allocate.variants import open_variants
+from compress.allocate.variant_source import open_variants
 from compress.calib.data import Calibration, token_windows
 from compress.errors import BudgetError, CalibrationError
 from compress.model import load
@@ -80,8 +80,8 @@ class Evaluators:
         self._open: dict[str, JointKL] = {}  # by the text that they are on
         self.predicted_peak = 0  # bytes, of those that were made
 
-    def led(self, work: Callable[[], T]) -> T:
-        """Return what the main process makes by `work`; meanwhile the others take part in its comparisons."""
+    def run_with_peers(self, work: Callable[[], T]) -> T:
+        """Return what `work` gives in the main process; meanwhile the others take part in its comparisons."""
         if ranks.current().is_main:
             return joint_kl.end_of_tasks(work())
         result: T = joint_kl.serve(self.source)

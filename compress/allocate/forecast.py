@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compress import plugins
-from compress.allocate import decide, estimator_cost, prepare_options, quantizing_time, table
+from compress.allocate import cost, decide, prepare_options, table
 from compress.allocate.problem import JOINT
 from compress.errors import NotMeasuredError
 from compress.progress import Progress
@@ -35,14 +35,14 @@ class Unmeasured:
     table_options: int = 0  # of each of them
 
 
-def decided(asked: Job, progress: Progress) -> Job | Unmeasured:
+def forecast(asked: Job, progress: Progress) -> Job | Unmeasured:
     """Return the job with its allocation made, as decide.py does, or what is missing for that; measure nothing.
 
     Raises RecipeError without a target, BudgetError for one that no choice can meet.
     """
     asked = dataclasses.replace(asked, measures=False)
     try:
-        return decide.decided(asked, progress)
+        return decide.decide(asked, progress)
     except NotMeasuredError:
         pass
     allocation = asked.recipe.allocate
@@ -60,10 +60,9 @@ def decided(asked: Job, progress: Progress) -> Job | Unmeasured:
         problem = sizes.problem(allocation.target)
         if not needs:
             numbers = sizes.option_numbers(module.allocate(problem, allocation.config, None).choice)
-            return dataclasses.replace(asked, recipe=prepare_options.chosen(asked.recipe, numbers, opened.tables))
+            return dataclasses.replace(asked, recipe=prepare_options.apply_choice(asked.recipe, numbers, opened.tables))
     progress("timing one block", 0, 0)
-    known = quantizing_time.predict(opened)
-    seconds, refused = known.seconds(opened.prepared.samples), quantizing_time.refusal(opened, known)
+    seconds, estimator = cost.forecast(opened)
     return Unmeasured(
         len(opened.names),
         sum(len(unit.members) for unit in sizes.units if not unit.is_table),
@@ -71,7 +70,7 @@ def decided(asked: Job, progress: Progress) -> Job | Unmeasured:
         "measure" if is_plain and JOINT not in needs else "allocate",
         allocation.target.text,
         seconds,
-        f"refused: {refused}" if refused else estimator_cost.forecast(opened, seconds),
+        estimator,
         tuple(
             {"option": name, "bpw": sizes.bpw(choice), "nbytes": sizes.nbytes(choice)}
             for name in sizes.options

@@ -16,23 +16,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from compress.allocate.joint_kl import JointKL
-from compress.allocate.prefix_tree import ModelSource, Variant, VariantWeights
+from compress.allocate.prefix_tree import ModelSource, Variant
+from compress.allocate.variant_source import NOISE
 from compress.calib import fisher, reference_logprobs
 from compress.calib.reference_logprobs import ReferenceLogprobs
 from compress.model import blockwise
 from compress.model.skeleton import Skeleton
-from compress.quant.incoherence import derived_seed
 
 MIDDLE = 0.5  # of the way from the original to the choice
-NOISE = "noise"  # a variant of a linear (NOISE, t)
 T2 = (0.001, 0.003, 0.01, 0.03)  # relative sizes t^2 of the noise: about those of 6 to 3 bits
 
 
@@ -112,33 +110,6 @@ class _Choice:
             name: self.variants.weight(name, self.assignment[name], weight).to(weight.device) - weight
             for name, weight in originals.items()
         }
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Variants ("noise", t): W + t |W| G / sqrt(numel), G standard normal, of each linear its own by seed and name.
-
-    Other variants are those of `inner`.
-    """
-
-    seed: int = 0
-    inner: VariantWeights | None = None
-
-    def weight(self, name: str, variant: Variant, original: Tensor) -> Tensor:
-        if not (isinstance(variant, tuple) and len(variant) == 2 and variant[0] == NOISE):
-            if self.inner is None:
-                raise ValueError(f"{name}: {variant!r} is no noise, and there are no other variants")
-            return self.inner.weight(name, variant, original)
-        generator = torch.Generator().manual_seed(derived_seed(self.seed, NOISE, name))
-        noise = torch.randn(original.shape, generator=generator).to(original.device)
-        wide = original.float()
-        scale = cast(float, variant[1]) * wide.norm() / math.sqrt(original.numel())
-        return (wide + scale * noise).to(original.dtype)
-
-    def prepare(self, index: int, block: nn.Module) -> None:
-        prepare: Any = getattr(self.inner, "prepare", None)
-        if prepare is not None:
-            prepare(index, block)
 
 
 class Slope(NamedTuple):

@@ -1,4 +1,4 @@
-"""Measure damages and scores that take passes of the whole model, each metric by its name.
+"""Measure what takes passes of the whole model: damages and scores of units, each by its name, and whole choices.
 
 A metric's function is given the measurements of a folder (compress/allocate/sensitivity.py) and writes a file there;
 block by block where it takes long, so that a killed run goes on (gradients need all blocks, and start over).
@@ -15,17 +15,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
-from compress import plugins
+from compress import plugins, process_memory
 from compress.allocate import kl_shares, prepare_options
 from compress.allocate import table as tables
-from compress.allocate.problem import FROM_BASE, JOINT, KL_ONE_AT_A_TIME, KL_SHARES
+from compress.allocate.joint_kl import JointKL
+from compress.allocate.problem import FROM_BASE, JOINT, KL_ONE_AT_A_TIME, KL_SHARES, Choice
 from compress.allocate.sensitivity import WITH_OPTIONS, Measurements
 from compress.allocate.table import TABLE_KL, LinearGroup
+from compress.allocate.variants import FIXED
 from compress.calib import fisher
 from compress.errors import NotMeasuredError, RecipeError
 
@@ -123,8 +126,7 @@ def _noise(store: Measurements) -> None:
 
 def _gradients(store: Measurements) -> None:
     """Measure sum |g dW| with the mean loss gradient g, and sum F dW^2 with the mean square of gradients F."""
-    scopes = [plugins.load("transform", step.method).SCOPE for step in store.opened.asked.recipe.transform]
-    if "block" in scopes:
+    if "block" in store.opened.transform_scopes:
         raise RecipeError(
             "gradients are taken of the model as it is stored; use another estimator with such transforms"
         )
@@ -189,3 +191,66 @@ METRICS: dict[str, Callable[[Measurements], None]] = {
     "gradient": _gradients,
     "fisher": _gradients,
 }
+
+
+# ---------------------------------------------------------------- whole choices
+
+
+class TableChoices:
+    """A joint KL evaluator of choices of a table (`ChoiceEvaluator` of problem.py)."""
+
+    def __init__(self, store: Measurements, table: tables.SensitivityTable, joint_kl: JointKL) -> None:
+        self.store, self.table, self.joint_kl = store, table, joint_kl
+        self.samples, self.seq_len = joint_kl.samples, joint_kl.seq_len
+        self.seed, self.folder = store.opened.asked.seed, store.database.folder
+        self.fixed = {name: FIXED for name, by_option in store.opened.levels.items() if FIXED in by_option}
+        self.say: Callable[[str], None] = joint_kl.say
+        self.max_memory = store.opened.asked.max_memory
+
+    @property
+    def forwards(self) -> float:
+        """Return the tokens that have gone through the whole model so far."""
+        return self.joint_kl.forwards
+
+    def divergence(self, choices: Sequence[Choice], samples: Sequence[int]) -> list[float]:
+        """Return KL(original || choice) of each choice, nats a token; samples: numbers of calibration sequences."""
+        kls = self.joint_kl.divergence([self.assignment(choice) for choice in choices], samples)
+        process_memory.trim()
+        process_memory.check(self.max_memory)
+        return kls
+
+    def shares(self, choice: Choice) -> list[float]:
+        """Return each unit's share of KL(original || choice) on all sequences, nats a token.
+
+        The share of a table outside of the blocks is its KL alone.
+        """
+        found = self.store.evaluators.shares(self.assignment(choice), self.samples)
+        process_memory.trim()
+        process_memory.check(self.max_memory)
+        pairs = zip(self.table.units, choice, strict=True)
+        return [
+            unit.entries[i].damage[TABLE_KL] if unit.is_table else sum(found.get(name, 0.0) for name in unit.members)
+            for unit, i in pairs
+        ]
+
+    def assignment(self, choice: Choice) -> dict[str, Any]:
+        """Return linear -> variant; what is kept is left out."""
+        numbers = self.table.option_numbers(choice)
+        return {
+            **self.fixed,
+            **{name: str(n) for name, n in numbers.items() if self.table.options[n] not in prepare_options.KEPT},
+        }
+
+
+def evaluator(
+    store: Measurements, table: tables.SensitivityTable, text: str | None = None, tokens: int = 0
+) -> TableChoices:
+    """Return an evaluator of choices on the calibration text, or on the first `tokens` tokens of another.
+
+    Raises NotMeasuredError where the job may not measure.
+    """
+    if not store.opened.asked.measures:
+        raise NotMeasuredError(f"{store.database.folder} does not hold this choice")
+    if text is None:
+        return TableChoices(store, table, store.evaluators.on_calibration(store.samples))
+    return TableChoices(store, table, store.evaluators.on_text(text, tokens))

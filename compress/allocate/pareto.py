@@ -8,7 +8,6 @@ there, too: more bytes never cost quality.
 from __future__ import annotations
 
 import base64
-import dataclasses
 import html
 import io
 import math
@@ -18,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from compress import plugins
-from compress.allocate import choices as evaluators
 from compress.allocate import metrics
-from compress.allocate.decision import decision
+from compress.allocate.decision import decide_target, without_search
 from compress.allocate.problem import JOINT, Choice, Problem
 from compress.allocate.sensitivity import Measurements
-from compress.allocate.session import led
+from compress.allocate.session import run_on_measurements
 from compress.allocate.table import SensitivityTable
 from compress.errors import BudgetError, RecipeError
 from compress.progress import Progress
@@ -44,7 +42,7 @@ def measure(asked: Job, text: str | None, points: int, progress: Progress) -> di
     def scored(store: Measurements) -> dict[str, Any]:
         return _scored(store, text, points)
 
-    return led(asked, progress, scored)
+    return run_on_measurements(asked, progress, scored)
 
 
 def _scored(store: Measurements, text: str | None, points: int) -> dict[str, Any]:
@@ -52,11 +50,11 @@ def _scored(store: Measurements, text: str | None, points: int) -> dict[str, Any
     asked = store.opened.asked
     settings = store.opened.allocation
     target = settings.target
-    chosen = decision(store, settings, target) if target is not None else None
+    chosen = decide_target(store, settings, target) if target is not None else None
     searches = JOINT in plugins.load("allocate", settings.method).needs(settings.config)
-    plain = _knapsack(settings) if searches else settings
+    plain = without_search(settings) if searches else settings
     table = metrics.table(store, plugins.load("allocate", plain.method).needs(plain.config))
-    evaluator = evaluators.evaluator(store, table, text, SCORED)
+    evaluator = metrics.evaluator(store, table, text, SCORED)
     choices = _choices(table, plain, points)
     uniform = {name: choice for name in table.options if (choice := table.uniform(name)) is not None}
     for_target = [_choice(table, chosen["choices"])] if chosen is not None else []
@@ -83,15 +81,6 @@ def _scored(store: Measurements, text: str | None, points: int) -> dict[str, Any
         "allocated": allocated,
         "chosen": chosen,
     }
-
-
-def _knapsack(settings: Any) -> Any:
-    """Return settings without a search, which would take too long for every point."""
-    if settings.method == "knapsack":
-        config = dataclasses.replace(settings.config, rounds=0)
-    else:
-        config = plugins.load("allocate", "knapsack").Config(estimator=settings.config.estimator)
-    return dataclasses.replace(settings, method="knapsack", config=config)
 
 
 def _choices(table: SensitivityTable, settings: Any, points: int) -> list[Choice]:

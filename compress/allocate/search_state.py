@@ -16,9 +16,8 @@ from all measurements at once, so that a search that goes on computes what it wo
 three numbers an entry.
 
 The state is one JSON file a search, so that a killed one goes on. Its name and content carry a fingerprint of all that
-decides the course of it: entries, bytes, damages, budget, settings, seed and the number of sequences. A state of another
-search is never found, so a changed search starts over; what the sequences and the model are is told by the folder, which
-belongs to one of each.
+decides the course of it: entries, bytes, damages, budget, settings, seed and the number of sequences. A state of
+another search is never loaded, so a changed search starts over. The folder belongs to one model and one text.
 """
 
 from __future__ import annotations

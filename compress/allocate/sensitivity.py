@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.allocate import prepare_options, quantize_options, table
+from compress.allocate import expert_options, prepare_options, table
 from compress.allocate.evaluators import Evaluators
 from compress.allocate.table import LinearGroup
 from compress.allocate.variants import Database
@@ -55,9 +55,12 @@ class Measurements:
         return self.evaluators.source()[0]
 
     def read(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return damages (name -> unit -> by option) and scores (name -> unit -> score) of all finished files."""
-        damages: dict[str, dict[str, list[float]]] = {}
-        scores: dict[str, dict[str, float]] = {}
+        """Return damages (name -> unit -> by option) and scores (name -> unit -> score) of all that is finished.
+
+        Those that every linear is measured by as its options are made are not among them (`WITH_OPTIONS`).
+        """
+        tokens = self.calibration.tokens.numel()
+        damages, scores = expert_options.damages_and_scores(self.opened, self._rows(), tokens)
         for path in sorted(self.database.folder.glob("measured-*.json")):
             content = _checked(path)
             if content.get("samples", self.samples) == self.samples and content.get("complete"):
@@ -117,8 +120,9 @@ class Measurements:
         return table.assemble(self.opened, damages, scores, self.calibration.tokens.numel(), facts)
 
     def _rows(self) -> dict[str, dict[str, Any]]:
-        """Return linear -> option number -> the errors measured when the options were made."""
-        return dict(quantize_options.linears(self.opened, self.database))
+        """Return linear -> option number -> the errors measured when the options were made; experts module -> units."""
+        blocks = range(len(self.opened.prepared.skeleton.blocks))
+        return {name: row for index in blocks for name, row in self.database.measured(index).items()}
 
 
 def _relative(rows: Sequence[Mapping[str, float] | None]) -> float:

@@ -21,8 +21,7 @@ from compress.allocate.problem import Choice, Entry, Problem, Unit
 from compress.allocate.variants import FIXED, TABLE
 from compress.errors import BudgetError, CheckpointError
 from compress.model.skeleton import Skeleton
-from compress.process_memory import UNITS, show
-from compress.progress import note
+from compress.process_memory import show
 from compress.recipe.schema import Target, Units
 from compress.run.table_plan import TableOptions
 from compress.storage.checkpoint import read_json, write_text
@@ -49,20 +48,19 @@ class SensitivityTable:
         """Return the number of weights of all units, tables among them, and of those that rules decide."""
         return sum(unit.numel for unit in self.units) + self.fixed_numel
 
-    def budget(self, target: Target) -> int:
+    def room(self, target: Target) -> int:
         """Return the bytes that a target leaves for the units, tables among them."""
         if target.unit == "bpw":
-            total = int(target.value * self.numel / 8)
-        else:
-            total = int(target.value * UNITS[target.unit.upper()]) - self.other_nbytes
-        return total - self.fixed_nbytes
+            return int(target.value * self.numel / 8) - self.fixed_nbytes
+        return target.nbytes - self.other_nbytes - self.fixed_nbytes
+
+    def problem_within(self, room: int) -> Problem:
+        """Return the allocation of so many bytes of units, at most of what the largest entries take."""
+        return Problem(self.units, min(room, Problem(self.units, 0).most))
 
     def problem(self, target: Target) -> Problem:
-        """Return the allocation of a target's bytes, at most of what the largest entries take.
-
-        Raises BudgetError for a target that no choice reaches.
-        """
-        problem = Problem(self.units, min(self.budget(target), Problem(self.units, 0).most))
+        """Return the allocation of a target's bytes; BudgetError for one that no choice reaches."""
+        problem = self.problem_within(self.room(target))
         if problem.budget < problem.least:
             least = problem.least + self.fixed_nbytes
             raise BudgetError(
@@ -110,25 +108,6 @@ class SensitivityTable:
                 return None
             choice.append(len(unit.entries) - 1 if unit.is_table else found[0])
         return tuple(choice)
-
-
-def check_target(opened: prepare_options.Options, target: Target) -> None:
-    """Answer a target by the sizes of the options alone, before anything is measured.
-
-    One that no choice reaches is a BudgetError, one that is more than enough a note. What only measuring tells is left
-    open: the divergence of a target in KL, and the bytes of a cache beside the weights.
-    """
-    if target.unit == "kl":
-        return
-    sizes = assemble(opened, {}, {}, 0, {})
-    problem = sizes.problem(target)
-    if sizes.budget(target) > problem.most and opened.allocation.context is None:
-        bits = 8 * (problem.most + sizes.fixed_nbytes) / sizes.numel
-        nbytes = show(sizes.most_nbytes)
-        note(
-            f"target {target.text} is above the largest options ({bits:.3f} bpw, {nbytes} in all); every linear"
-            f"{' and table' if opened.tables else ''} gets its largest"
-        )
 
 
 class LinearGroup(NamedTuple):

@@ -1,4 +1,4 @@
-"""Keep every linear at every option, packed on disk, and decode one at a time.
+"""Keep every linear at every option in a folder, packed, and decode one at a time.
 
     DIR/run.json             what it was made of (model, options, calibration, seed) and how the first run was arranged
     DIR/levels/00003.safetensors   all linears of block 3: <linear>@<option>.<tensor>
@@ -13,33 +13,35 @@ An option is given by its number, or is "fixed": what a rule of the recipe decid
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from compress import formats, plugins
-from compress.allocate.kl_shares import Noise
+from compress import formats, recipe
 from compress.errors import CheckpointError, OutputError
 from compress.formats import stored
-from compress.importers import open_checkpoint
-from compress.model.edits import EditContext
-from compress.model.skeleton import Skeleton
+from compress.recipe.schema import Allocation, Recipe
+from compress.run import source
 from compress.run.job import Job
+from compress.storage import paths
 from compress.storage.checkpoint import StoredTensor, read_header, write_shard, write_text
 from compress.storage.files import make_folder
 from compress.storage.json_text import OBJECT
 from compress.storage.workdir import WorkDirectory, writing
-from compress.types import PackedWeight, Plan
+from compress.types import PackedWeight
 
 FIXED = "fixed"
 TABLE = "sensitivity.json"
 VERSION = 1
+NAME_CHARACTERS = 150  # of the model's and the recipe's name in that of a folder
 
 
 class Database(WorkDirectory):
@@ -153,31 +155,38 @@ class Database(WorkDirectory):
         return self._contents[block]
 
 
-class StoredVariants:
-    """The variants of linears in a database, by the linears' full names (`VariantWeights` of prefix_tree.py)."""
-
-    def __init__(self, skeleton: Skeleton, database: Database) -> None:
-        self.prefix, self.database = f"{skeleton.blocks_name}.", database
-        self.behind = len(skeleton.blocks)  # the number that the tables outside of the blocks are stored by
-
-    def weight(self, name: str, variant: Any, original: Tensor) -> Tensor:
-        """Decode the weight [out, in] of a linear or a table at an option, in the dtype of `original`."""
-        is_inner = name.startswith(self.prefix)
-        block = int(name.removeprefix(self.prefix).partition(".")[0]) if is_inner else self.behind
-        return self.database.weight(block, name, variant, original)
-
-    def prepare(self, index: int, block: nn.Module) -> None:
-        """Bring a loaded block into the state that the transforms have left."""
-        self.database.restore_state(index, block)
+# ---------------------------------------------------------------- the folder
 
 
-def open_variants(directory: Path, job: Job, folder: Path) -> tuple[Skeleton, Noise]:
-    """Return the model, transformed as a whole where the recipe says so, and its variants, noise among them."""
-    skeleton, device = Skeleton(open_checkpoint(directory)), torch.device(job.device)
-    for step in job.recipe.transform:
-        module = plugins.load("transform", step.method)
-        if module.SCOPE == "model":
-            skeleton.edits = module.apply(skeleton, step.config, job.seed)
-            skeleton.edits.choose(EditContext(device, None, Plan(()), 1, folder, job.max_memory, lambda _: None))
-            skeleton.edits.begin(device)
-    return skeleton, Noise(job.seed, StoredVariants(skeleton, Database(folder)))
+def folder_of(asked: Job) -> Path:
+    """Return where measurements are kept by default: beside the output, one folder for all targets.
+
+    Its name tells the model, and what else is measured: options, calibration and seed.
+    """
+    paths.check_name(asked.out)
+    known = [*source.given(asked), asked.calib, asked.seed, recipe_fingerprint(asked.recipe, asked.recipe.allocate)]
+    digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
+    name = Path(asked.model.rstrip("/")).name or "model"
+    name = re.sub(r"[^\w.-]+", "-", f"{name}-{asked.recipe.name}")[:NAME_CHARACTERS]
+    return asked.out.with_name(f"{name}-{digest}.measured")
+
+
+def recipe_fingerprint(whole: Recipe, allocation: Allocation | None) -> str:
+    """Return the fingerprint of a recipe as far as it is measured: without target, allocator, cache and pruning."""
+    if allocation is not None:
+        former: Any = "swap"  # as folders that were measured before its renaming spell the default cache_estimator
+        allocation = Allocation(
+            "",
+            _Nothing(),
+            allocation.options,
+            units=allocation.units,
+            samples=0,
+            cache_estimator=former,
+            tables=allocation.tables,
+        )
+    return recipe.fingerprint(dataclasses.replace(whole, experts=None, kv_cache=None, allocate=allocation))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Nothing:
+    """The settings of no allocator."""

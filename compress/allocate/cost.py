@@ -1,32 +1,28 @@
-"""Predict what estimators take, from timing a few passes, and choose the best that fits into a time.
+"""Predict what measuring for an allocation takes, choose the best estimator within a time, refuse what does not fit.
 
-What an estimator computes is counted exactly, in tokens through a block and through the output head; what these take is
-timed on one block and one sample. Without a time that is asked for, DEFAULT_SECONDS are allowed.
+What an estimator computes is counted exactly, in tokens through a block and through the output head. What these take is
+timed on one block and one sample (joint_kl.py), and what quantizing takes on one block (quantize_options.py). Without a
+time that is asked for, DEFAULT_SECONDS are allowed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from compress import plugins
-from compress.allocate import prepare_options, table
+from compress.allocate import joint_kl, prepare_options, table
+from compress.allocate.joint_kl import TokenPasses, TokenSeconds
 from compress.allocate.kl_shares import T2
 from compress.allocate.prepare_options import Options
 from compress.allocate.problem import AUTO, BEST_FIRST, FROM_BASE, KL_ONE_AT_A_TIME, KL_SHARES
+from compress.allocate.quantize_options import QuantizingTime, time_quantizing
 from compress.allocate.table import TABLE_KL
-from compress.calib.reference_logprobs import TOP_K, divergence, predictions
+from compress.allocate.variants import Database
 from compress.errors import BudgetError, NotMeasuredError, UnsupportedModelError
-from compress.importers import open_checkpoint
-from compress.model import blockwise, lm_head
-from compress.model.skeleton import Skeleton
-from compress.numerics import kl
+from compress.process_memory import show
 from compress.progress import duration, note
 from compress.recipe.schema import KEEP, Allocation
 from compress.recipe.table_options import IN_NATS
@@ -35,31 +31,15 @@ from compress.storage.checkpoint import read_json, write_text
 from compress.storage.json_text import INTEGER, NUMBER, TEXT
 
 DEFAULT_SECONDS = 30 * 60.0
-FILE = "estimator.json"  # what was chosen, so that a resumed run does not time anew
-LEAST_SAMPLES = 8  # below, a cheaper estimator on more text is the better one
+FILE = "estimator.json"  # holds what was chosen, so that a resumed run does not time anew
+MIN_SAMPLES = 8  # for an estimator; on less text a cheaper estimator on more text is the better one
 BACKWARD = 3  # times a forward pass: forward again, gradients by states and by weights
 HEAD_BACKWARD = 2  # times the head's forward pass
+QUANTIZING_SHARE = 0.75  # of --budget that a suggestion leaves to quantizing, beside the estimator
+MIN_SUGGESTED_SAMPLES = 8  # on less text, fewer options are the better answer
 
 
-class Work(NamedTuple):
-    """What a measurement computes, in tokens: through one block, on average, and through the output head."""
-
-    block_tokens: float
-    head_tokens: float
-
-
-class Speed(NamedTuple):
-    """Seconds of one token."""
-
-    block: float
-    head: float
-
-    def seconds(self, work: Work, processes: int = 1) -> float:
-        """Return the seconds of so much work, shared out among processes."""
-        return (self.block * work.block_tokens + self.head * work.head_tokens) / processes
-
-
-class Cost(NamedTuple):
+class EstimatorCost(NamedTuple):
     """An estimator on so many samples, and the seconds that it is predicted to take."""
 
     estimator: str
@@ -68,27 +48,47 @@ class Cost(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Say it in a few words."""
+        """Return it in a few words."""
         return f"{self.estimator} on {self.samples} samples ({duration(self.seconds)})"
 
 
-def work(opened: Options, estimator: str, samples: int) -> Work:
+def check_target(opened: Options) -> None:
+    """Judge the target by the sizes of the options alone, before anything is measured.
+
+    One that no choice reaches is a BudgetError, one that is more than enough a note. What only measuring tells is left
+    open: the divergence of a target in KL, and the bytes of a cache beside the weights.
+    """
+    target = opened.allocation.target
+    if target is None or target.unit == "kl":
+        return
+    sizes = table.assemble(opened, {}, {}, 0, {})
+    problem = sizes.problem(target)
+    if sizes.room(target) > problem.most and opened.allocation.context is None:
+        bits = 8 * (problem.most + sizes.fixed_nbytes) / sizes.numel
+        nbytes = show(sizes.most_nbytes)
+        note(
+            f"target {target.text} is above the largest options ({bits:.3f} bpw, {nbytes} in all); every linear"
+            f"{' and table' if opened.tables else ''} gets its largest"
+        )
+
+
+def count_passes(opened: Options, estimator: str, samples: int) -> TokenPasses:
     """Count what measuring damages computes on so many samples, those of tables outside of the blocks included.
 
     Nothing for what is measured while options are made.
     """
-    linears, tables = _linears_work(opened, estimator, samples), _tables_work(opened, samples)
-    return Work(linears.block_tokens + tables.block_tokens, linears.head_tokens + tables.head_tokens)
+    linears, tables = _linear_passes(opened, estimator, samples), _table_passes(opened, samples)
+    return TokenPasses(linears.block_tokens + tables.block_tokens, linears.head_tokens + tables.head_tokens)
 
 
-def _tables_work(opened: Options, samples: int) -> Work:
+def _table_passes(opened: Options, samples: int) -> TokenPasses:
     """Count the passes of `table_kl`: one an option of the embeddings, and one in all of a head of its own."""
     tokens, blocks = samples * opened.prepared.seq_len, len(opened.prepared.skeleton.blocks)
     passes = [len(table.layers) if "embeddings" in table.roles else 1 for table in opened.tables]
-    return Work(tokens * blocks * sum(passes), tokens * sum(len(table.layers) for table in opened.tables))
+    return TokenPasses(tokens * blocks * sum(passes), tokens * sum(len(table.layers) for table in opened.tables))
 
 
-def _linears_work(opened: Options, estimator: str, samples: int) -> Work:
+def _linear_passes(opened: Options, estimator: str, samples: int) -> TokenPasses:
     """Count what an estimator computes of linears."""
     groups, blocks = table.open_groups(opened), len(opened.prepared.skeleton.blocks)
     tokens = samples * opened.prepared.seq_len
@@ -99,52 +99,24 @@ def _linears_work(opened: Options, estimator: str, samples: int) -> Work:
         variants = [len(T2) if estimator == "noise" else len(options) - is_shared for options in offered]
         behind = sum(count * (blocks - block) for count, block in zip(variants, at, strict=True))
         shared = sum(blocks if is_shared else block for block in set(at))  # in front of a block, and with all kept
-        return Work(tokens * (behind + shared), tokens * (sum(variants) + is_shared * len(set(at))))
+        return TokenPasses(tokens * (behind + shared), tokens * (sum(variants) + is_shared * len(set(at))))
     changing = sum(name != KEEP for name in opened.names)
     passes = {KL_SHARES: changing, "gradient": 1, "fisher": 1}.get(estimator, 0)
-    return Work(tokens * passes * blocks * (1 + BACKWARD), tokens * passes * (1 + HEAD_BACKWARD))
+    return TokenPasses(tokens * passes * blocks * (1 + BACKWARD), tokens * passes * (1 + HEAD_BACKWARD))
 
 
-@torch.no_grad()
-def speed(opened: Options) -> Speed:
-    """Time the first block and the head, in float32 on one thread, on one sample of random tokens."""
-    prepared, device = opened.prepared, torch.device(opened.asked.device)
-    skeleton = Skeleton(open_checkpoint(prepared.skeleton.checkpoint.directory))
-    end = blockwise.computing_in(skeleton, torch.float32)
-    threads = torch.get_num_threads()
-    stream = blockwise.HiddenStates(1, None)
-    generator = torch.Generator().manual_seed(opened.asked.seed)
-    tokens = torch.randint(skeleton.vocab_size, (1, prepared.seq_len), generator=generator)
-    try:
-        torch.set_num_threads(1)
-        calls = blockwise.record_inputs(skeleton, tokens, 1, stream, device)
-        block, hidden = skeleton.load_block(0, device), stream.read(0, 1).to(device)
-        forward = _timed(lambda: blockwise.run_block(block, calls[0][1], hidden, "the first block"))
-        skeleton.free()
-        part = kl.slices(prepared.seq_len, skeleton.vocab_size)[0]
-        lm_head.load(skeleton, device)
-        rows = hidden[:, part]
-        reference = predictions(lm_head.logits(skeleton, rows)[0], TOP_K)
-        head = _timed(lambda: divergence(reference, slice(None), lm_head.logits(skeleton, rows)[0]))
-        return Speed(forward / prepared.seq_len, head / rows.shape[1])
-    finally:
-        torch.set_num_threads(threads)
-        stream.close()
-        end()
+def time_passes(opened: Options) -> TokenSeconds:
+    """Time the model's first block and its head."""
+    prepared, job = opened.prepared, opened.asked
+    return joint_kl.time_passes(prepared.skeleton.checkpoint, prepared.seq_len, job.seed, job.device)
 
 
-def _timed(call: Callable[[], object]) -> float:
-    """Return the seconds of the second of two calls: the first one also makes what is kept."""
-    call()
-    started = time.monotonic()
-    call()
-    return time.monotonic() - started
-
-
-def costs(opened: Options, known: Speed, samples: int) -> Iterator[Cost]:
+def rank_estimators(opened: Options, known: TokenSeconds, samples: int) -> Iterator[EstimatorCost]:
     """Yield what may take the place of `auto`, best first; on fewer samples only while that is better than the next."""
-    scopes = {plugins.load("transform", step.method).SCOPE for step in opened.asked.recipe.transform}
-    excluded = {getattr(opened.allocation.config, "scale", None), *(("gradient",) if "block" in scopes else ())}
+    excluded = {
+        getattr(opened.allocation.config, "scale", None),
+        *(("gradient",) if "block" in opened.transform_scopes else ()),
+    }
     for estimator in BEST_FIRST:
         if estimator in excluded:  # taken already, or not of the weights as they are stored
             continue
@@ -152,20 +124,31 @@ def costs(opened: Options, known: Speed, samples: int) -> Iterator[Cost]:
             continue
         count = samples
         while count:
-            yield Cost(estimator, count, known.seconds(work(opened, estimator, count), opened.asked.processes))
-            count = count // 2 if count // 2 >= LEAST_SAMPLES else 0
+            yield EstimatorCost(
+                estimator, count, known.seconds(count_passes(opened, estimator, count), opened.asked.processes)
+            )
+            count = count // 2 if count // 2 >= MIN_SAMPLES else 0
 
 
-def best(opened: Options, known: Speed, samples: int, left: float) -> tuple[Cost, str]:
+def best_estimator(opened: Options, known: TokenSeconds, samples: int, left: float) -> tuple[EstimatorCost, str]:
     """Return the best estimator that takes at most `left` seconds, else the last one, and a sentence that says why."""
-    first, *others = costs(opened, known, samples)
+    first, *others = rank_estimators(opened, known, samples)
     if first.seconds <= left:
         return first, f"damages are measured by {first.text}"
-    found = next((cost for cost in others if cost.seconds <= left), [first, *others][-1])
-    return found, f"damages are measured by {found.text}: {first.text} does not fit into the {duration(left)} there are"
+    cheaper = next((cost for cost in others if cost.seconds <= left), [first, *others][-1])
+    return (
+        cheaper,
+        f"damages are measured by {cheaper.text}: {first.text} does not fit into the {duration(left)} there are",
+    )
 
 
-def check(opened: Options, folder: Path) -> None:
+def check_time(opened: Options, folder: Path) -> None:
+    """Raise BudgetError for measuring that takes more than --budget; not for what the folder has already."""
+    _check_estimator(opened, folder)
+    _check_quantizing(opened, folder)
+
+
+def _check_estimator(opened: Options, folder: Path) -> None:
     """Raise BudgetError for an estimator that the recipe names and that alone takes more than --budget.
 
     Not where the folder has what it measures.
@@ -178,13 +161,13 @@ def check(opened: Options, folder: Path) -> None:
         if opened.tables and not (folder / FILE).is_file():
             _check_least(opened, budget, samples)
         return
-    is_linear = any(_linears_work(opened, estimator, samples)) and not _is_measured(folder, estimator, samples)
+    is_linear = any(_linear_passes(opened, estimator, samples)) and not _is_measured(folder, estimator, samples)
     if not is_linear and (not opened.tables or _is_measured(folder, TABLE_KL, samples)):
         return
-    known = speed(opened)
-    seconds = known.seconds(work(opened, estimator, samples), opened.asked.processes)
+    known = time_passes(opened)
+    seconds = known.seconds(count_passes(opened, estimator, samples), opened.asked.processes)
     if seconds > budget:
-        other, _ = best(opened, known, samples, budget)
+        other, _ = best_estimator(opened, known, samples, budget)
         raise BudgetError(
             f"estimator {estimator} of the recipe takes about {duration(seconds)}, more than --budget "
             f"{duration(budget)}; raise it, or use estimator: {other.estimator} ({duration(other.seconds)}), or auto"
@@ -193,7 +176,7 @@ def check(opened: Options, folder: Path) -> None:
 
 def _check_least(opened: Options, budget: float, samples: int) -> None:
     """Raise BudgetError where even the cheapest estimator in the unit of tables alone takes more than --budget."""
-    *_, least = costs(opened, speed(opened), samples)
+    *_, least = rank_estimators(opened, time_passes(opened), samples)
     if least.seconds > budget:
         raise BudgetError(
             f"the least that tables can be allocated by, {least.text}, takes more than --budget {duration(budget)}; "
@@ -201,22 +184,56 @@ def _check_least(opened: Options, budget: float, samples: int) -> None:
         )
 
 
-def forecast(opened: Options, quantizing: float) -> str:
+def _check_quantizing(opened: Options, folder: Path) -> None:
+    """Raise BudgetError where quantizing alone takes more than --budget. Not where the folder has finished blocks."""
+    if opened.asked.budget is None or Database(folder).finished():
+        return
+    if refused := _refusal(opened, time_quantizing(opened)):
+        raise BudgetError(refused)
+
+
+def _refusal(opened: Options, known: QuantizingTime) -> str:
+    """Return why quantizing at all options and once more at the choice does not fit into --budget; "" where it does."""
+    budget, again = opened.asked.budget, 1 + 1 / len(opened.names)
+    seconds = again * known.seconds(opened.prepared.samples)
+    if budget is None or seconds <= budget:
+        return ""
+    samples = known.most_samples(QUANTIZING_SHARE * budget / again)
+    less = (
+        f", or use less calibration text: --set calibration.num_samples={samples}"
+        if samples >= MIN_SUGGESTED_SAMPLES
+        else ""
+    )
+    return (
+        f"quantizing at all {len(opened.names)} options, and once more at what is chosen, takes about "
+        f"{duration(seconds)}, more than --budget {duration(budget)}; raise it, offer fewer options{less}"
+    )
+
+
+def forecast(opened: Options) -> tuple[float, str]:
+    """Return the seconds of quantizing at all options, and a sentence on measuring damages, or why it is refused."""
+    known = time_quantizing(opened)
+    seconds = known.seconds(opened.prepared.samples)
+    refused = _refusal(opened, known)
+    return seconds, f"refused: {refused}" if refused else _forecast_estimator(opened, seconds)
+
+
+def _forecast_estimator(opened: Options, quantizing: float) -> str:
     """Say by what damages would be measured and how long it takes, after so many seconds of quantizing; "" for none."""
     estimator = getattr(opened.allocation.config, "estimator", None)
     samples = min(opened.allocation.samples, opened.prepared.samples)
     if estimator is None:
         return ""
-    known = speed(opened)
+    known = time_passes(opened)
     if estimator == AUTO:
-        return best(opened, known, samples, left(opened, quantizing))[1]
-    seconds = known.seconds(work(opened, estimator, samples), opened.asked.processes)
+        return best_estimator(opened, known, samples, seconds_left(opened, quantizing))[1]
+    seconds = known.seconds(count_passes(opened, estimator, samples), opened.asked.processes)
     budget = opened.asked.budget
     refused = f": more than --budget {duration(budget)}, refused" if budget is not None and seconds > budget else ""
-    return f"damages are measured by {Cost(estimator, samples, seconds).text}{refused}"
+    return f"damages are measured by {EstimatorCost(estimator, samples, seconds).text}{refused}"
 
 
-def left(opened: Options, spent: float) -> float:
+def seconds_left(opened: Options, spent: float) -> float:
     """Return the seconds for measuring damages, after so many spent on quantizing all options.
 
     Of --budget the final run takes about an option's share of that. Without it, DEFAULT_SECONDS.
@@ -226,7 +243,7 @@ def left(opened: Options, spent: float) -> float:
     return max(0.0, opened.asked.budget - spent * (1 + 1 / len(opened.names)))
 
 
-def resolved(opened: Options, folder: Path, left: float) -> Allocation:
+def resolve_estimator(opened: Options, folder: Path, left: float) -> Allocation:
     """Return the allocation with an estimator in the place of `auto`: the best within `left` seconds.
 
     What was chosen before in this folder is kept: a run that goes on does not choose anew. Raises NotMeasuredError
@@ -240,20 +257,20 @@ def resolved(opened: Options, folder: Path, left: float) -> Allocation:
     content = read_json(path) if path.is_file() else {}
     layout = {"estimator": TEXT, "samples": INTEGER, "seconds": NUMBER}
     if json_text.mismatch(content, layout) is None and all(content.get(key) == wanted[key] for key in wanted):
-        chosen = Cost(content["estimator"], content["samples"], content["seconds"])
+        chosen = EstimatorCost(content["estimator"], content["samples"], content["seconds"])
     elif getattr(allocation.config, "scale", None) != BEST_FIRST[0] and _is_measured(folder, BEST_FIRST[0], samples):
-        chosen = Cost(BEST_FIRST[0], samples, 0.0)
+        chosen = EstimatorCost(BEST_FIRST[0], samples, 0.0)
     else:
         if not asked.measures:
             raise NotMeasuredError(f"{folder} has no damages")
         try:
-            chosen, said = best(opened, speed(opened), samples, left)
+            chosen, reason = best_estimator(opened, time_passes(opened), samples, left)
         except UnsupportedModelError as error:  # its blocks are run together only
             if opened.tables:  # which cannot be measured then
                 raise
-            chosen, said = Cost(BEST_FIRST[-1], samples, 0.0), f"damages are by {BEST_FIRST[-1]}: {error}"
-        if asked.budget is not None or chosen.estimator == BEST_FIRST[-1] or "does not fit" in said:
-            note(said)
+            chosen, reason = EstimatorCost(BEST_FIRST[-1], samples, 0.0), f"damages are by {BEST_FIRST[-1]}: {error}"
+        if asked.budget is not None or chosen.estimator == BEST_FIRST[-1] or "does not fit" in reason:
+            note(reason)
         write_text(path, json.dumps({**wanted, **chosen._asdict()}, indent=1) + "\n")
     config = dataclasses.replace(allocation.config, estimator=chosen.estimator)
     return dataclasses.replace(allocation, config=config, samples=chosen.samples)
