@@ -19,7 +19,7 @@ from compress.kv.settings import KINDS, CacheSettings, Coding, LayerRule, readin
 from compress.recipe.schema import Allocation, Recipe
 from compress.run import kv_cache
 
-OFFERED_BITS = (1, 2, 3, 4, 6, 8)  # where a recipe lists none
+DEFAULT_BITS = (1, 2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def options(
     if bits and len(set(bits)) < max(2, len(bits)):
         raise RecipeError(f"allocate.cache_bits: {list(bits)} are not two or more different numbers; offer others")
     offered = []
-    for number in (int(b) if float(b).is_integer() else b for b in bits or OFFERED_BITS):
+    for number in (int(b) if float(b).is_integer() else b for b in bits or DEFAULT_BITS):
         try:
             for side in (settings.keys, settings.values):
                 replace(side.config, bits=number)

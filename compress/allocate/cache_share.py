@@ -40,7 +40,7 @@ def divide(
 
 def check_room(opened: Options, target: Target, tokens: Tensor, folder: Path, progress: Progress) -> None:
     """Measure the cache, and raise BudgetError where its smallest options do not fit beside those of the weights."""
-    offer = cache_store.offer(opened.asked, opened.allocation, opened.prepared, tokens, folder, progress)
+    offer = cache_store.offer(opened.job, opened.allocation, opened.prepared, tokens, folder, progress)
     sizes = table.assemble(opened, {}, {}, 0, {})
     cache_units.join(offer, sizes.units, sizes.room(target))
 

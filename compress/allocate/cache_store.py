@@ -37,7 +37,7 @@ from compress.storage.checkpoint import Checkpoint, read_json, write_text
 from compress.storage.json_text import INTEGER, NUMBER, TEXT
 
 MAX_CALIBRATION_SAMPLES = 32
-MAX_SCORED_TOKENS = 8192  # in all, and in a window
+MAX_SCORED_TOKENS = 8192  # the whole scored text, and so a window
 COSTS_LAYOUT: dict[str, Any] = {  # `CacheCosts` in a file
     "units": [
         {

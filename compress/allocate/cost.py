@@ -32,11 +32,11 @@ from compress.storage.json_text import INTEGER, NUMBER, TEXT
 
 DEFAULT_SECONDS = 30 * 60.0
 FILE = "estimator.json"  # holds what was chosen, so that a resumed run does not time anew
-MIN_SAMPLES = 8  # for an estimator; on less text a cheaper estimator on more text is the better one
+MIN_SAMPLES = 8  # a cheaper estimator on more text is better than a good one on less
 BACKWARD = 3  # times a forward pass: forward again, gradients by states and by weights
 HEAD_BACKWARD = 2  # times the head's forward pass
-QUANTIZING_SHARE = 0.75  # of --budget that a suggestion leaves to quantizing, beside the estimator
-MIN_SUGGESTED_SAMPLES = 8  # on less text, fewer options are the better answer
+QUANTIZING_SHARE_OF_BUDGET = 0.75  # a suggestion leaves the rest to the estimator
+MIN_SUGGESTED_SAMPLES = 8  # fewer options are a better answer than less text
 
 
 class EstimatorCost(NamedTuple):
@@ -92,7 +92,7 @@ def _linear_passes(opened: Options, estimator: str, samples: int) -> TokenPasses
     """Count what an estimator computes of linears."""
     groups, blocks = table.open_groups(opened), len(opened.prepared.skeleton.blocks)
     tokens = samples * opened.prepared.seq_len
-    offered = [prepare_options.offered(opened, group.members) for group in groups]
+    offered = [prepare_options.options_of(opened, group.members) for group in groups]
     at = [group.members[0].block for group in groups]
     if estimator in (KL_ONE_AT_A_TIME, FROM_BASE, "noise"):
         is_shared = KEEP in opened.names and estimator != "noise"  # what is kept is the same model for all units
@@ -107,7 +107,7 @@ def _linear_passes(opened: Options, estimator: str, samples: int) -> TokenPasses
 
 def time_passes(opened: Options) -> TokenSeconds:
     """Time the model's first block and its head."""
-    prepared, job = opened.prepared, opened.asked
+    prepared, job = opened.prepared, opened.job
     return joint_kl.time_passes(prepared.skeleton.checkpoint, prepared.seq_len, job.seed, job.device)
 
 
@@ -125,7 +125,7 @@ def rank_estimators(opened: Options, known: TokenSeconds, samples: int) -> Itera
         count = samples
         while count:
             yield EstimatorCost(
-                estimator, count, known.seconds(count_passes(opened, estimator, count), opened.asked.processes)
+                estimator, count, known.seconds(count_passes(opened, estimator, count), opened.job.processes)
             )
             count = count // 2 if count // 2 >= MIN_SAMPLES else 0
 
@@ -154,7 +154,7 @@ def _check_estimator(opened: Options, folder: Path) -> None:
     Not where the folder has what it measures.
     """
     estimator = getattr(opened.allocation.config, "estimator", AUTO)
-    budget, samples = opened.asked.budget, min(opened.allocation.samples, opened.prepared.samples)
+    budget, samples = opened.job.budget, min(opened.allocation.samples, opened.prepared.samples)
     if budget is None:
         return
     if estimator == AUTO:
@@ -165,7 +165,7 @@ def _check_estimator(opened: Options, folder: Path) -> None:
     if not is_linear and (not opened.tables or _is_measured(folder, TABLE_KL, samples)):
         return
     known = time_passes(opened)
-    seconds = known.seconds(count_passes(opened, estimator, samples), opened.asked.processes)
+    seconds = known.seconds(count_passes(opened, estimator, samples), opened.job.processes)
     if seconds > budget:
         other, _ = best_estimator(opened, known, samples, budget)
         raise BudgetError(
@@ -186,7 +186,7 @@ def _check_least(opened: Options, budget: float, samples: int) -> None:
 
 def _check_quantizing(opened: Options, folder: Path) -> None:
     """Raise BudgetError where quantizing alone takes more than --budget. Not where the folder has finished blocks."""
-    if opened.asked.budget is None or Database(folder).finished():
+    if opened.job.budget is None or Database(folder).finished():
         return
     if refused := _refusal(opened, time_quantizing(opened)):
         raise BudgetError(refused)
@@ -194,11 +194,11 @@ def _check_quantizing(opened: Options, folder: Path) -> None:
 
 def _refusal(opened: Options, known: QuantizingTime) -> str:
     """Return why quantizing at all options and once more at the choice does not fit into --budget; "" where it does."""
-    budget, again = opened.asked.budget, 1 + 1 / len(opened.names)
+    budget, again = opened.job.budget, 1 + 1 / len(opened.names)
     seconds = again * known.seconds(opened.prepared.samples)
     if budget is None or seconds <= budget:
         return ""
-    samples = known.most_samples(QUANTIZING_SHARE * budget / again)
+    samples = known.most_samples(QUANTIZING_SHARE_OF_BUDGET * budget / again)
     less = (
         f", or use less calibration text: --set calibration.num_samples={samples}"
         if samples >= MIN_SUGGESTED_SAMPLES
@@ -227,8 +227,8 @@ def _forecast_estimator(opened: Options, quantizing: float) -> str:
     known = time_passes(opened)
     if estimator == AUTO:
         return best_estimator(opened, known, samples, seconds_left(opened, quantizing))[1]
-    seconds = known.seconds(count_passes(opened, estimator, samples), opened.asked.processes)
-    budget = opened.asked.budget
+    seconds = known.seconds(count_passes(opened, estimator, samples), opened.job.processes)
+    budget = opened.job.budget
     refused = f": more than --budget {duration(budget)}, refused" if budget is not None and seconds > budget else ""
     return f"damages are measured by {EstimatorCost(estimator, samples, seconds).text}{refused}"
 
@@ -238,9 +238,9 @@ def seconds_left(opened: Options, spent: float) -> float:
 
     Of --budget the final run takes about an option's share of that. Without it, DEFAULT_SECONDS.
     """
-    if opened.asked.budget is None:
+    if opened.job.budget is None:
         return DEFAULT_SECONDS
-    return max(0.0, opened.asked.budget - spent * (1 + 1 / len(opened.names)))
+    return max(0.0, opened.job.budget - spent * (1 + 1 / len(opened.names)))
 
 
 def resolve_estimator(opened: Options, folder: Path, left: float) -> Allocation:
@@ -249,11 +249,11 @@ def resolve_estimator(opened: Options, folder: Path, left: float) -> Allocation:
     What was chosen before in this folder is kept: a run that goes on does not choose anew. Raises NotMeasuredError
     where nothing was chosen and the job may not measure.
     """
-    allocation, asked = opened.allocation, opened.asked
+    allocation, job = opened.allocation, opened.job
     if getattr(allocation.config, "estimator", None) != AUTO:
         return allocation
     path, samples = folder / FILE, min(allocation.samples, opened.prepared.samples)
-    wanted = {"budget": asked.budget, "of samples": samples}
+    wanted = {"budget": job.budget, "of samples": samples}
     content = read_json(path) if path.is_file() else {}
     layout = {"estimator": TEXT, "samples": INTEGER, "seconds": NUMBER}
     if json_text.mismatch(content, layout) is None and all(content.get(key) == wanted[key] for key in wanted):
@@ -261,7 +261,7 @@ def resolve_estimator(opened: Options, folder: Path, left: float) -> Allocation:
     elif getattr(allocation.config, "scale", None) != BEST_FIRST[0] and _is_measured(folder, BEST_FIRST[0], samples):
         chosen = EstimatorCost(BEST_FIRST[0], samples, 0.0)
     else:
-        if not asked.measures:
+        if not job.measures:
             raise NotMeasuredError(f"{folder} has no damages")
         try:
             chosen, reason = best_estimator(opened, time_passes(opened), samples, left)
@@ -269,7 +269,7 @@ def resolve_estimator(opened: Options, folder: Path, left: float) -> Allocation:
             if opened.tables:  # which cannot be measured then
                 raise
             chosen, reason = EstimatorCost(BEST_FIRST[-1], samples, 0.0), f"damages are by {BEST_FIRST[-1]}: {error}"
-        if asked.budget is not None or chosen.estimator == BEST_FIRST[-1] or "does not fit" in reason:
+        if job.budget is not None or chosen.estimator == BEST_FIRST[-1] or "does not fit" in reason:
             note(reason)
         write_text(path, json.dumps({**wanted, **chosen._asdict()}, indent=1) + "\n")
     config = dataclasses.replace(allocation.config, estimator=chosen.estimator)

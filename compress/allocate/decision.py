@@ -28,8 +28,8 @@ BUDGET_BISECTIONS = 12
 
 def decide_target(store: Measurements, allocation: Allocation, target: Target) -> dict[str, Any]:
     """Return what is allocated, as JSON values; kept in the folder, so that a resumed run does not search again."""
-    decided = dataclasses.replace(store.opened.asked.recipe, allocate=dataclasses.replace(allocation, target=target))
-    name = hashlib.sha256(json.dumps([fingerprint(decided), store.opened.asked.seed]).encode()).hexdigest()[:16]
+    decided = dataclasses.replace(store.opened.job.recipe, allocate=dataclasses.replace(allocation, target=target))
+    name = hashlib.sha256(json.dumps([fingerprint(decided), store.opened.job.seed]).encode()).hexdigest()[:16]
     path = store.database.folder / f"choice-{name}.json"
     if path.is_file():
         return _read(path, allocation)
@@ -37,7 +37,7 @@ def decide_target(store: Measurements, allocation: Allocation, target: Target) -
     cache, room = None, None
     if allocation.context is not None:
         opened, tokens, folder = store.opened, store.calibration.tokens, store.database.folder
-        offer = cache_store.offer(opened.asked, allocation, opened.prepared, tokens, folder, store.progress)
+        offer = cache_store.offer(opened.job, allocation, opened.prepared, tokens, folder, store.progress)
         weights = metrics.table(store, frozenset({KL_ONE_AT_A_TIME}))
         cache, room = cache_share.divide(offer, weights, target, allocation.cache_estimator)
     table, problem, result = solve(store, allocation, target, room)

@@ -35,22 +35,22 @@ class Unmeasured:
     table_options: int = 0  # of each of them
 
 
-def forecast(asked: Job, progress: Progress) -> Job | Unmeasured:
+def forecast(job: Job, progress: Progress) -> Job | Unmeasured:
     """Return the job with its allocation made, as decide.py does, or what is missing for that; measure nothing.
 
     Raises RecipeError without a target, BudgetError for one that no choice can meet.
     """
-    asked = dataclasses.replace(asked, measures=False)
+    job = dataclasses.replace(job, measures=False)
     try:
-        return decide.decide(asked, progress)
+        return decide.decide(job, progress)
     except NotMeasuredError:
         pass
-    allocation = asked.recipe.allocate
+    allocation = job.recipe.allocate
     assert allocation is not None and allocation.target is not None, "the recipe was checked"
-    if not asked.recipe.packs:
-        prepared = prepare.prepare_all(asked, [asked.recipe], every=True)[0]
+    if not job.recipe.packs:
+        prepared = prepare.prepare_all(job, [job.recipe], every=True)[0]
         return Unmeasured(0, 0, prepared.samples * prepared.seq_len, "quantize", allocation.target.text)
-    opened = prepare_options.options(asked)
+    opened = prepare_options.options(job)
     tokens = opened.prepared.samples * opened.prepared.seq_len
     sizes = table.assemble(opened, {}, {}, tokens, {})
     module = plugins.load("allocate", allocation.method)
@@ -60,7 +60,7 @@ def forecast(asked: Job, progress: Progress) -> Job | Unmeasured:
         problem = sizes.problem(allocation.target)
         if not needs:
             numbers = sizes.option_numbers(module.allocate(problem, allocation.config, None).choice)
-            return dataclasses.replace(asked, recipe=prepare_options.apply_choice(asked.recipe, numbers, opened.tables))
+            return dataclasses.replace(job, recipe=prepare_options.apply_choice(job.recipe, numbers, opened.tables))
     progress("timing one block", 0, 0)
     seconds, estimator = cost.forecast(opened)
     return Unmeasured(

@@ -30,7 +30,7 @@ from compress.calib.reference_logprobs import ReferenceLogprobs
 from compress.model import blockwise
 from compress.model.skeleton import Skeleton
 
-MIDDLE = 0.5  # of the way from the original to the choice
+MIDPOINT = 0.5  # the original is at 0, the choice at 1
 T2 = (0.001, 0.003, 0.01, 0.03)  # relative sizes t^2 of the noise: about those of 6 to 3 bits
 
 
@@ -51,15 +51,15 @@ def shares(
     try:
         reference = reference_logprobs.load(skeleton, tokens, folder, top_k, device)
         choice = _Choice(skeleton, variants, assignment)
-        found = {}
+        by_linear = {}
         loss = _Divergence(reference, tokens.shape[1], torch.device(device))
         for index, gradients in fisher.gradients(
-            skeleton, tokens, folder / "stream", device, loss, lambda index, block: choice.apply(index, block, MIDDLE)
+            skeleton, tokens, folder / "stream", device, loss, lambda index, block: choice.apply(index, block, MIDPOINT)
         ):
             for name, change in choice.changes(index, torch.device(device)).items():
                 product = gradients[name].total * change
-                found[name] = product.sum(dtype=torch.float64).item() / len(tokens)
-        return found
+                by_linear[name] = product.sum(dtype=torch.float64).item() / len(tokens)
+        return by_linear
     finally:
         end()
 
@@ -99,9 +99,9 @@ class _Choice:
         block = self.skeleton.load_block(index, device)
         if self.prepare is not None:
             self.prepare(index, block)
-        found = self._changes(block, index)
+        changes = self._changes(block, index)
         self.skeleton.free()
-        return found
+        return changes
 
     @torch.no_grad()
     def _changes(self, block: nn.Module, index: int) -> dict[str, Tensor]:
@@ -140,9 +140,9 @@ def slopes(
     For one slope of a whole block, its linears are given as one unit. Units that are later in the model are cheaper:
     what is in front of them is the original, computed once. Cost at most len(units) * len(sizes) times the samples.
     """
-    asked = [(unit, t2, {name: (NOISE, math.sqrt(t2)) for name in units[unit]}) for unit in units for t2 in sizes]
-    found = joint_kl.divergence([noisy for _, _, noisy in asked], samples)
+    requests = [(unit, t2, {name: (NOISE, math.sqrt(t2)) for name in units[unit]}) for unit in units for t2 in sizes]
+    kls = joint_kl.divergence([noisy for _, _, noisy in requests], samples)
     measured: dict[str, dict[float, float]] = {unit: {} for unit in units}
-    for (unit, t2, _), kl in zip(asked, found, strict=True):
+    for (unit, t2, _), kl in zip(requests, kls, strict=True):
         measured[unit][t2] = kl
     return {unit: slope(points) for unit, points in measured.items()}

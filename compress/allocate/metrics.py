@@ -43,7 +43,7 @@ def table(store: Measurements, needs: frozenset[str]) -> tables.SensitivityTable
             continue
         if name not in known_metrics:
             raise RecipeError(f"there is no measurement {name!r}; known: {', '.join([*WITH_OPTIONS, *known_metrics])}")
-        if not store.opened.asked.measures:
+        if not store.opened.job.measures:
             raise NotMeasuredError(f"{store.database.folder} has no {name}")
         started = time.monotonic()
         known_metrics[name](store)
@@ -55,16 +55,16 @@ def table(store: Measurements, needs: frozenset[str]) -> tables.SensitivityTable
 
 def _kl_one_at_a_time(store: Measurements, name: str, around: Mapping[str, str]) -> None:
     """Measure KL(original || model) with each unit at each option alone; `around`: the variants of all others."""
-    known = store.kept(name).get("damages", {}).get(name, {})
+    known = store.read_unfinished(name).get("damages", {}).get(name, {})
     evaluator, blocks = store.evaluators.on_calibration(store.samples), len(store.skeleton.blocks)
-    before = evaluator.forwards - store.kept(name).get("forwards", 0.0)
+    before = evaluator.forwards - store.read_unfinished(name).get("forwards", 0.0)
     for index in range(blocks):
         groups = [group for group in store.groups if group.members[0].block == index and group.name not in known]
         pairs = [(group, option) for group in groups for option in store.options(group)]
         if not pairs:
             continue
         store.progress("trying one unit at a time", index, blocks)
-        tried = [_changed(store, group, option, around) for group, option in pairs]
+        tried = [_assignment_around(store, group, option, around) for group, option in pairs]
         kls = evaluator.divergence(tried, range(store.samples))
         for group in groups:
             known[group.name] = [0.0] * len(store.opened.names)
@@ -75,7 +75,9 @@ def _kl_one_at_a_time(store: Measurements, name: str, around: Mapping[str, str])
     store.keep(name, True, damages={name: known}, samples=store.samples, forwards=evaluator.forwards - before)
 
 
-def _changed(store: Measurements, group: LinearGroup, option: int, around: Mapping[str, str]) -> dict[str, str]:
+def _assignment_around(
+    store: Measurements, group: LinearGroup, option: int, around: Mapping[str, str]
+) -> dict[str, str]:
     """Return the variants of all linears with one unit at an option."""
     members = {member.name for member in group.members}
     others = {name: variant for name, variant in around.items() if name not in members}
@@ -97,8 +99,8 @@ def _noise(store: Measurements) -> None:
     """Measure alpha t^2 of each unit and option: the slope of the KL in noise, and the option's relative error."""
     evaluator = store.evaluators.on_calibration(store.samples)
     members = {group.name: [member.name for member in group.members] for group in store.groups}
-    known, blocks = store.kept("noise").get("slopes", {}), len(store.skeleton.blocks)
-    before = evaluator.forwards - store.kept("noise").get("forwards", 0.0)
+    known, blocks = store.read_unfinished("noise").get("slopes", {}), len(store.skeleton.blocks)
+    before = evaluator.forwards - store.read_unfinished("noise").get("forwards", 0.0)
     for index in range(blocks):
         some = {g.name: members[g.name] for g in store.groups if g.members[0].block == index and g.name not in known}
         if some:
@@ -137,7 +139,7 @@ def _gradients(store: Measurements) -> None:
         rows.update({group.name: [0.0] * len(store.opened.names) for group in store.groups})
     blocks = len(skeleton.blocks)
     file = store.database.folder / "stream"
-    for index, by_linear in fisher.gradients(skeleton, tokens, file, store.opened.asked.device):
+    for index, by_linear in fisher.gradients(skeleton, tokens, file, store.opened.job.device):
         store.progress("taking gradients", blocks - index, blocks)
         originals = store.originals(skeleton, index)
         for group, member in [(g, m) for g in store.groups for m in g.members if m.block == index]:
@@ -152,15 +154,15 @@ def _gradients(store: Measurements) -> None:
 def _kl_shares(store: Measurements) -> None:
     """Measure each unit's share of the KL with every unit at one option, option by option."""
     count = len(store.opened.names)
-    before = store.kept(KL_SHARES)
+    before = store.read_unfinished(KL_SHARES)
     known = before.get("damages", {}).get(KL_SHARES, {group.name: [0.0] * count for group in store.groups})
     for option in range(int(before.get("options", 0)), count):
         store.progress("sharing out the divergence of each option", option, count)
         groups = [group for group in store.groups if option in store.options(group)]
         assignment = {name: at for group in groups for name, at in store.assignment(group, option).items()}
-        found = store.evaluators.shares(assignment, store.samples) if assignment else {}
+        shares = store.evaluators.shares(assignment, store.samples) if assignment else {}
         for group in groups:
-            known[group.name][option] = max(0.0, sum(found.get(member.name, 0.0) for member in group.members))
+            known[group.name][option] = max(0.0, sum(shares.get(member.name, 0.0) for member in group.members))
         done = option + 1
         store.keep(KL_SHARES, done == count, damages={KL_SHARES: known}, samples=store.samples, options=done)
 
@@ -168,7 +170,7 @@ def _kl_shares(store: Measurements) -> None:
 def _table_kl(store: Measurements) -> None:
     """Measure KL(original || model) with each table at each of its options alone."""
     tables, first, count = store.opened.tables, len(store.opened.names), len(store.opened.allocation.tables)
-    before = store.kept(TABLE_KL)
+    before = store.read_unfinished(TABLE_KL)
     known = before.get("damages", {}).get(TABLE_KL, {})
     evaluator = store.evaluators.on_calibration(store.samples)
     start = evaluator.forwards - before.get("forwards", 0.0)
@@ -177,8 +179,8 @@ def _table_kl(store: Measurements) -> None:
         if name not in known:
             store.progress("trying one table at a time", number, len(tables))
             kls = evaluator.divergence([{name: str(first + i)} for i in table.layers], range(store.samples))
-            found = dict(zip(table.layers, kls, strict=True))
-            known[name] = [max(0.0, found.get(i, 0.0)) for i in range(count)]
+            by_option = dict(zip(table.layers, kls, strict=True))
+            known[name] = [max(0.0, by_option.get(i, 0.0)) for i in range(count)]
         done, forwards = number + 1 == len(tables), evaluator.forwards - start
         store.keep(TABLE_KL, done, damages={TABLE_KL: known}, samples=store.samples, forwards=forwards)
 
@@ -202,10 +204,10 @@ class TableChoices:
     def __init__(self, store: Measurements, table: tables.SensitivityTable, joint_kl: JointKL) -> None:
         self.store, self.table, self.joint_kl = store, table, joint_kl
         self.samples, self.seq_len = joint_kl.samples, joint_kl.seq_len
-        self.seed, self.folder = store.opened.asked.seed, store.database.folder
+        self.seed, self.folder = store.opened.job.seed, store.database.folder
         self.fixed = {name: FIXED for name, by_option in store.opened.levels.items() if FIXED in by_option}
         self.say: Callable[[str], None] = joint_kl.say
-        self.max_memory = store.opened.asked.max_memory
+        self.max_memory = store.opened.job.max_memory
 
     @property
     def forwards(self) -> float:
@@ -224,12 +226,14 @@ class TableChoices:
 
         The share of a table outside of the blocks is its KL alone.
         """
-        found = self.store.evaluators.shares(self.assignment(choice), self.samples)
+        by_linear = self.store.evaluators.shares(self.assignment(choice), self.samples)
         process_memory.trim()
         process_memory.check(self.max_memory)
         pairs = zip(self.table.units, choice, strict=True)
         return [
-            unit.entries[i].damage[TABLE_KL] if unit.is_table else sum(found.get(name, 0.0) for name in unit.members)
+            unit.entries[i].damage[TABLE_KL]
+            if unit.is_table
+            else sum(by_linear.get(name, 0.0) for name in unit.members)
             for unit, i in pairs
         ]
 
@@ -249,7 +253,7 @@ def evaluator(
 
     Raises NotMeasuredError where the job may not measure.
     """
-    if not store.opened.asked.measures:
+    if not store.opened.job.measures:
         raise NotMeasuredError(f"{store.database.folder} does not hold this choice")
     if text is None:
         return TableChoices(store, table, store.evaluators.on_calibration(store.samples))

@@ -33,21 +33,21 @@ from compress.storage.workdir import writing
 SCORED = 16384  # tokens of a text that is given
 
 
-def measure(asked: Job, text: str | None, points: int, progress: Progress) -> dict[str, Any]:
+def measure(job: Job, text: str | None, points: int, progress: Progress) -> dict[str, Any]:
     """Return the Pareto front, as JSON values; with a target also what is allocated for it, under "chosen"."""
-    wanted = asked.recipe.allocate
+    wanted = job.recipe.allocate
     if wanted is not None and wanted.target is None and wanted.context is not None:
         raise RecipeError("allocate: a context needs a target; give --target, a size for the weights and the cache")
 
-    def scored(store: Measurements) -> dict[str, Any]:
-        return _scored(store, text, points)
+    def score(store: Measurements) -> dict[str, Any]:
+        return _score_front(store, text, points)
 
-    return run_on_measurements(asked, progress, scored)
+    return run_on_measurements(job, progress, score)
 
 
-def _scored(store: Measurements, text: str | None, points: int) -> dict[str, Any]:
+def _score_front(store: Measurements, text: str | None, points: int) -> dict[str, Any]:
     """Compare the choices at several budgets, those of a target, and uniform ones."""
-    asked = store.opened.asked
+    job = store.opened.job
     settings = store.opened.allocation
     target = settings.target
     chosen = decide_target(store, settings, target) if target is not None else None
@@ -70,8 +70,8 @@ def _scored(store: Measurements, text: str | None, points: int) -> dict[str, Any
         chosen = {**chosen, **rows[-1], "nbytes": nbytes, "weights_nbytes": rows[-1]["nbytes"]}
         del chosen["choices"]
     return {
-        "model": asked.model_name,
-        "recipe": asked.recipe.name,
+        "model": job.model_name,
+        "recipe": job.recipe.name,
         "method": plain.method,
         "folder": str(store.database.folder),
         "text": text or "the calibration text",

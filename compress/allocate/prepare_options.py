@@ -29,7 +29,7 @@ KEPT = (KEEP, f"table {KEEP}")  # names of the options of linears and of tables 
 class Options:
     """The model, prepared for the recipe at every option."""
 
-    asked: Job  # its recipe with one option for all, and without an allocation
+    job: Job  # its recipe with one option for all, and without an allocation
     allocation: Allocation
     prepared: Prepared
     names: list[str]  # of all options
@@ -47,7 +47,7 @@ class Options:
     @property
     def transform_scopes(self) -> set[str]:
         """What the recipe's transforms work on: "block", "model"."""
-        return {plugins.load("transform", step.method).SCOPE for step in self.asked.recipe.transform}
+        return {plugins.load("transform", step.method).SCOPE for step in self.job.recipe.transform}
 
     @property
     def table_names(self) -> list[str]:
@@ -64,9 +64,9 @@ class Options:
         }
 
 
-def options(asked: Job) -> Options:
+def options(job: Job) -> Options:
     """Open the model and plan every option. Raises RecipeError for a recipe without an allocation."""
-    recipe, allocation = asked.recipe, asked.recipe.allocate
+    recipe, allocation = job.recipe, job.recipe.allocate
     if allocation is None:
         raise RecipeError(
             f"recipe {shown(recipe.name)} has nothing to allocate; give it an allocate section, or --target 3.25bpw"
@@ -82,7 +82,7 @@ def options(asked: Job) -> Options:
         dataclasses.replace(recipe, quantize=option, calibration=calibration, allocate=None, tune=())
         for option in quantizing.values()
     ]
-    plain = dataclasses.replace(asked, recipe=recipes[0])
+    plain = dataclasses.replace(job, recipe=recipes[0])
     prepared, plans = prepare.prepare_all(plain, recipes, every=True, tables=allocation.tables)
     if allocation.context is not None and (remark := positions.beyond(prepared.skeleton.config, allocation.context)):
         note(remark)
@@ -112,13 +112,13 @@ def _stored_nbytes(skeleton: Skeleton, spec: LinearSpec) -> int:
 
 def measurement_identity(opened: Options, calibration: Calibration) -> dict[str, Any]:
     """Return what the measurements depend on: everything but the target and the allocator."""
-    decisive = identity(opened.asked, opened.prepared.skeleton.checkpoint, calibration)
+    decisive = identity(opened.job, opened.prepared.skeleton.checkpoint, calibration)
     del decisive["command"]
-    recipe = recipe_fingerprint(opened.asked.recipe, opened.allocation)
+    recipe = recipe_fingerprint(opened.job.recipe, opened.allocation)
     return {**decisive, "recipe": recipe, "units": opened.allocation.units}
 
 
-def offered(opened: Options, members: Sequence[LinearSpec]) -> list[int]:
+def options_of(opened: Options, members: Sequence[LinearSpec]) -> list[int]:
     """Return the numbers of the options that all members of a unit have; keeping it is always one."""
     by_member = [opened.levels[member.name] for member in members]
     return [i for i, name in enumerate(opened.names) if name == KEEP or all(str(i) in levels for levels in by_member)]

@@ -38,9 +38,9 @@ def quantize_all(opened: Options, database: Database, tokens: Tensor, progress: 
     finished = ranks.by_main(database.finished)
     if finished >= len(opened.prepared.skeleton.blocks) + bool(layers):
         return False
-    if not opened.asked.measures:
+    if not opened.job.measures:
         raise NotMeasuredError(f"{database.folder} is not complete")
-    job, planned = opened.asked, opened.prepared.arrangement
+    job, planned = opened.job, opened.prepared.arrangement
     with memory_plan.resumed(planned, lambda _: dict(database.arrangement), job.max_memory) as arrangement:
         prepared = dataclasses.replace(opened.prepared, arrangement=arrangement)
         opened = dataclasses.replace(opened, prepared=prepared)
@@ -55,7 +55,7 @@ def quantize_all(opened: Options, database: Database, tokens: Tensor, progress: 
 def _quantize_tables(opened: Options, database: Database, loop: BlockLoop) -> None:
     """Store the tables outside of the blocks at all options, as a block behind the last one."""
     layers, skeleton = opened.table_layers, opened.prepared.skeleton
-    made = tables.quantize_each(opened.asked, skeleton, list(layers.values()), loop.head, loop.meter.say)
+    made = tables.quantize_each(opened.job, skeleton, list(layers.values()), loop.head, loop.meter.say)
     packed, measured = dict[str, PackedWeight](), dict[str, dict[str, Any]]()
     for key, (weight, row) in zip(layers, made, strict=True):
         packed[key] = weight
@@ -153,9 +153,9 @@ def time_quantizing(opened: Options) -> QuantizingTime:
     batch = min(prepared.arrangement.batch, prepared.samples)
     arrangement = dataclasses.replace(prepared.arrangement, spill=False)
     trial = dataclasses.replace(prepared, samples=batch, arrangement=arrangement)
-    tokens = prepare.random_tokens(opened.asked, trial)
-    folder = opened.asked.measurements or opened.asked.out
-    loop = BlockLoop(opened.asked, trial, opened.levels, tokens, folder, silent, every=True)
+    tokens = prepare.random_tokens(opened.job, trial)
+    folder = opened.job.measurements or opened.job.out
+    loop = BlockLoop(opened.job, trial, opened.levels, tokens, folder, silent, every=True)
     inner = sum(layer.spec.numel for options in opened.levels.values() for layer in options.values())
     outer = sum(layer.spec.numel for layer in opened.table_layers.values())
     first = loop.predict_seconds(_TimedBlocks(), 1) * (1 + outer / inner)

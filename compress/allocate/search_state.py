@@ -45,11 +45,11 @@ UnitValues = list[list[float]]  # of each unit, a value of each entry; less is b
 WINDOW = 256  # measurements that are used
 CORRECTIONS = (0.25, 0.5, 1.0)  # grid: standard deviation of the corrections but for that of the scale, which has 1
 NOISE = (0.1, 0.3, 1.0, 3.0, 10.0)  # grid: of a measurement on one sequence, in sizes of the change
-UNEXPLAINED = 0.5  # of what does not add up, in sizes of the change
+UNEXPLAINED_DEVIATION = 0.5  # what does not add up, in sizes of the change
 
-VERSION = 1  # of the search and its state: another one starts over
+STATE_VERSION = 1  # another one starts over
 
-LAYOUT: Any = {  # of a file
+STATE_LAYOUT: Any = {
     **{"identity": TEXT, "start": [INTEGER], "parent": [INTEGER], "rejected": [[INTEGER]]},
     **dict.fromkeys(("generation", "idle", "tokens"), INTEGER),
     **{"scale": NUMBER, "forwards": NUMBER, "trace": [{str: NUMBER}]},
@@ -115,7 +115,7 @@ class Surrogate:
         residual, best = self._differences - self._predicted, -math.inf
         for correction, noise in grid:
             scaled = self._features * self._deviations(correction)
-            error = UNEXPLAINED**2 + noise**2 / self._sequences
+            error = UNEXPLAINED_DEVIATION**2 + noise**2 / self._sequences
             factor = torch.linalg.cholesky(scaled @ scaled.T + torch.diag(error))
             solved = torch.cholesky_solve(residual[:, None], factor)[:, 0]
             likelihood = -0.5 * float(residual @ solved) - float(factor.diagonal().log().sum())
@@ -140,9 +140,9 @@ class Surrogate:
         """Return the values to expect."""
         return self._table(self._mean)
 
-    def expected(self) -> list[float]:
+    def expected_differences(self) -> list[float]:
         """Return of each measurement the difference to expect on all sequences: the measured one, drawn to the fit."""
-        return ((self._explained + UNEXPLAINED**2 * self._solved) * self._size).tolist()
+        return ((self._explained + UNEXPLAINED_DEVIATION**2 * self._solved) * self._size).tolist()
 
 
 # ---------------------------------------------------------------- the state
@@ -170,7 +170,7 @@ class SearchState:
 def fingerprint(problem: Problem, damages: Sequence[Sequence[float]], settings: Mapping[str, Any]) -> str:
     """Return the hash of all that the course of a search depends on; settings: JSON values."""
     units = [(unit.name, unit.block, [entry.nbytes for entry in unit.entries]) for unit in problem.units]
-    content = [VERSION, units, problem.budget, damages, settings]
+    content = [STATE_VERSION, units, problem.budget, damages, settings]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -183,15 +183,15 @@ def load(folder: Path, identity: str) -> SearchState | None:
     """Read the state of this search; None if there is none, or what is there cannot be read."""
     try:
         stored = json.loads(read_text(folder / f"search-{identity}.json"))
-        if json_text.mismatch(stored, LAYOUT) or stored.pop("identity") != identity:
+        if json_text.mismatch(stored, STATE_LAYOUT) or stored.pop("identity") != identity:
             return None
-        stored["measured"] = [_measured(one) for one in stored["measured"]]
+        stored["measured"] = [_read_observation(one) for one in stored["measured"]]
         stored["rejected"] = [tuple(choice) for choice in stored["rejected"]]
         return SearchState(**{**stored, "start": tuple(stored["start"]), "parent": tuple(stored["parent"])})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _measured(stored: Mapping[str, Any]) -> Observation:
+def _read_observation(stored: Mapping[str, Any]) -> Observation:
     change = {int(unit): (old, new) for unit, (old, new) in stored["change"].items()}
     return Observation(change, stored["difference"], stored["sequences"])

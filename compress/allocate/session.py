@@ -54,9 +54,7 @@ def open_measurements(job: Job, progress: Progress) -> Iterator[Measurements]:
         raise NotMeasuredError(f"{database.folder} does not exist")
     cache = database.folder / "calibration"
     with writing(database.folder, "--measurements"):
-        calibration = ranks.by_main(
-            lambda: calibration_text.calibration(opened.asked, opened.prepared, progress, cache)
-        )
+        calibration = ranks.by_main(lambda: calibration_text.calibration(opened.job, opened.prepared, progress, cache))
     assert calibration is not None, "measuring always has a text"
     process_memory.trim()
     prepared = dataclasses.replace(opened.prepared, samples=calibration.tokens.shape[0])
@@ -84,6 +82,6 @@ def _open_database(database: Database, identity: dict[str, Any], arrangement: di
         database.arrangement = ranks.current().share(arrangement)
         yield
         return
-    with database.opened(identity, arrangement):
+    with database.hold(identity, arrangement):
         ranks.current().share(database.arrangement)
         yield

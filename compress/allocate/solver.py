@@ -31,7 +31,7 @@ from compress.errors import BudgetError, NumericalError, needs
 Damages = Sequence[Sequence[float]]  # of each unit, of each entry; inf: the entry may not be taken
 Solver = Literal["hull", "milp"]
 
-LARGEST_COEFFICIENT = 1e4  # in the row of bytes; HiGHS allows it 1e-6
+LARGEST_COEFFICIENT = 1e4  # the row of bytes is scaled to it; HiGHS allows it 1e-6
 OBJECTIVE = 1000.0  # what the damage of the known choice is scaled to; HiGHS's absolute gap is 1e-6
 STEEPEST = 1e9  # the largest coefficient of the objective
 ATTEMPTS = 3
@@ -47,7 +47,7 @@ class LinearSide:
 
 
 @dataclass(frozen=True)
-class Limits:
+class SolverLimits:
     """The settings of the 0/1 solver's end. Only where it stops for time does the answer depend on the machine."""
 
     seconds: float = 60.0  # [seconds] that the solver may take, in all
@@ -74,7 +74,7 @@ class Solution:
         """Return how far above the bound the damage is, as a fraction of the damage."""
         return (self.damage - self.bound) / self.damage if self.damage > 0 else 0.0
 
-    def allocated(self) -> Allocated:
+    def to_allocated(self) -> Allocated:
         """Return the choice as the answer of an allocator."""
         return Allocated(self.choice, self.notes, facts={"damage": self.damage, "bound": self.bound})
 
@@ -92,7 +92,7 @@ def solve(
     damages: Damages,
     solver: Solver = "hull",
     constraints: Sequence[LinearSide] = (),
-    limits: Limits | None = None,
+    limits: SolverLimits | None = None,
 ) -> Solution:
     """Find the choice of least damage within the budget, exactly or nearly so; no upgrade that fits is left.
 
@@ -103,7 +103,7 @@ def solve(
     if constraints and solver != "milp":
         raise ValueError(f"solver {solver!r} keeps no constraints; use 'milp'")
     table = _table(problem, damages)
-    pareto = table.undominated()
+    pareto = table.drop_dominated()
     least = int(pareto.nbytes[:, 0].sum())
     if least > problem.budget:
         raise BudgetError(
@@ -114,17 +114,17 @@ def solve(
     if solver == "hull":
         return _solution(pareto, at, bound)
     known = pareto.loss(at)
-    answer = _program(table if constraints else pareto, problem.budget, known, constraints, limits or Limits())
+    answer = _program(table if constraints else pareto, problem.budget, known, constraints, limits or SolverLimits())
     bound = max(bound, answer.bound)
     notes = (answer.note,) if answer.note else ()
     if constraints:
         if answer.at is None:
             raise BudgetError(_nothing(problem, answer))
-        return _solution(table, _polished(table, answer.at, problem.budget, constraints), bound, notes)
+        return _solution(table, _polish(table, answer.at, problem.budget, constraints), bound, notes)
     if answer.at is None:
         return _solution(pareto, at, bound, (f"{answer.note}; the greedy's choice is taken",))
-    found = hull.upgraded(pareto, answer.at, problem.budget)
-    return _solution(pareto, found if pareto.loss(found) < known else at, bound, notes)
+    columns = hull.upgrade(pareto, answer.at, problem.budget)
+    return _solution(pareto, columns if pareto.loss(columns) < known else at, bound, notes)
 
 
 def _nothing(problem: Problem, answer: ProgramAnswer) -> str:
@@ -159,7 +159,7 @@ def _solution(table: EntryTable, at: Ints, bound: float, notes: tuple[str, ...] 
     return Solution(tuple(table.index[table.rows, at].tolist()), damage, min(bound, damage), notes)
 
 
-def _polished(table: EntryTable, at: Ints, budget: int, sides: Sequence[LinearSide]) -> Ints:
+def _polish(table: EntryTable, at: Ints, budget: int, sides: Sequence[LinearSide]) -> Ints:
     """Make single upgrades that fit and keep the sides, best first: the 0/1 solver stops a gap before the best."""
     at = at.copy()
     counted: dict[tuple[int, int], list[int]] = {}
@@ -176,8 +176,8 @@ def _polished(table: EntryTable, at: Ints, budget: int, sides: Sequence[LinearSi
     low, high = np.array([side.low for side in sides]), np.array([side.high for side in sides])
     while True:
         room, before = budget - table.cost(at), at.copy()
-        found = hull.offers(table, at, room)
-        for unit, column, takes in zip(found.unit, found.to, found.nbytes.tolist(), strict=True):
+        upgrades = hull.offers(table, at, room)
+        for unit, column, takes in zip(upgrades.unit, upgrades.to, upgrades.nbytes.tolist(), strict=True):
             after = taken.copy()
             after[sides_of(unit, at[unit])] -= 1
             after[sides_of(unit, column)] += 1
@@ -220,7 +220,7 @@ class Variables:
 
 
 def _program(
-    table: EntryTable, budget: int, known: float, sides: Sequence[LinearSide], limits: Limits
+    table: EntryTable, budget: int, known: float, sides: Sequence[LinearSide], limits: SolverLimits
 ) -> ProgramAnswer:
     """Find the choice of least damage within the budget that keeps the sides.
 
@@ -269,7 +269,7 @@ def _variables(table: EntryTable, budget: int, known: float, pruned: bool) -> Va
     return Variables(unit, column, cost * scale, nbytes // divisor, room, scale, float(best.sum()))
 
 
-def _milp(table: EntryTable, variables: Variables, sides: Sequence[LinearSide], room: int, limits: Limits) -> Any:
+def _milp(table: EntryTable, variables: Variables, sides: Sequence[LinearSide], room: int, limits: SolverLimits) -> Any:
     """Return HiGHS's result."""
     with needs("scipy", "an exact allocation"):
         from scipy.optimize import LinearConstraint, milp

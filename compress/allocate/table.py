@@ -65,12 +65,13 @@ class SensitivityTable:
             least = problem.least + self.fixed_nbytes
             raise BudgetError(
                 f"the target {target.text} is below the least that the options allow: {8 * least / self.numel:.3f} bpw "
-                f"for {self.counted}, {show(least + self.other_nbytes)} in all; raise it, or offer smaller options"
+                f"for {self.counted_weights}, {show(least + self.other_nbytes)} in all; raise it, or offer smaller "
+                "options"
             )
         return problem
 
     @property
-    def counted(self) -> str:
+    def counted_weights(self) -> str:
         """What the bits of a target are those of, in words."""
         return "linears and tables" if any(unit.is_table for unit in self.units) else "the linears"
 
@@ -103,10 +104,10 @@ class SensitivityTable:
         """
         choice: list[int] = []
         for unit in self.units:
-            found = [i for i, entry in enumerate(unit.entries) if entry.option == option]
-            if not (found or unit.is_table):
+            places = [i for i, entry in enumerate(unit.entries) if entry.option == option]
+            if not (places or unit.is_table):
                 return None
-            choice.append(len(unit.entries) - 1 if unit.is_table else found[0])
+            choice.append(len(unit.entries) - 1 if unit.is_table else places[0])
         return tuple(choice)
 
 
@@ -186,7 +187,7 @@ def assemble(
     for group in open_groups(opened):
         numel = sum(member.numel for member in group.members)
         entries = []
-        for option in prepare_options.offered(opened, group.members):
+        for option in prepare_options.options_of(opened, group.members):
             nbytes = prepare_options.nbytes(opened, group.members, option)
             damage = {name: units[group.name][option] for name, units in damages.items() if group.name in units}
             entries.append(Entry(opened.names[option], nbytes, 8 * nbytes / numel, damage))

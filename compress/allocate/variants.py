@@ -41,7 +41,7 @@ from compress.types import PackedWeight
 FIXED = "fixed"
 TABLE = "sensitivity.json"
 VERSION = 1
-NAME_CHARACTERS = 150  # of the model's and the recipe's name in that of a folder
+MAX_NAME_CHARACTERS = 150  # the model's and the recipe's name in that of a folder
 
 
 class Database(WorkDirectory):
@@ -59,7 +59,7 @@ class Database(WorkDirectory):
         self._tensors: dict[int, dict[str, StoredTensor]] = {}
 
     @contextmanager
-    def opened(self, identity: Mapping[str, Any], arrangement: Mapping[str, Any]) -> Iterator[Database]:
+    def hold(self, identity: Mapping[str, Any], arrangement: Mapping[str, Any]) -> Iterator[Database]:
         """Create it, or go on with one of this identity; held by one process at a time. Raises OutputError."""
         busy = f"{self.folder} is in use by another run; wait, or give another folder"
         with writing(self.folder, self.option), self._take_lock(busy):
@@ -125,7 +125,7 @@ class Database(WorkDirectory):
                     raise CheckpointError(f"{path}: the block has no {name} of shape {tensor.shape}; measure again")
                 parameters[name].data.copy_(tensor.read())
 
-    def measured(self, block: int) -> dict[str, Any]:
+    def measurements_of(self, block: int) -> dict[str, Any]:
         """Return what was measured of a finished block."""
         return dict(self._record(block)["measured"])
 
@@ -158,17 +158,17 @@ class Database(WorkDirectory):
 # ---------------------------------------------------------------- the folder
 
 
-def folder_of(asked: Job) -> Path:
+def folder_of(job: Job) -> Path:
     """Return where measurements are kept by default: beside the output, one folder for all targets.
 
     Its name tells the model, and what else is measured: options, calibration and seed.
     """
-    paths.check_name(asked.out)
-    known = [*source.given(asked), asked.calib, asked.seed, recipe_fingerprint(asked.recipe, asked.recipe.allocate)]
+    paths.check_name(job.out)
+    known = [*source.given(job), job.calib, job.seed, recipe_fingerprint(job.recipe, job.recipe.allocate)]
     digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
-    name = Path(asked.model.rstrip("/")).name or "model"
-    name = re.sub(r"[^\w.-]+", "-", f"{name}-{asked.recipe.name}")[:NAME_CHARACTERS]
-    return asked.out.with_name(f"{name}-{digest}.measured")
+    name = Path(job.model.rstrip("/")).name or "model"
+    name = re.sub(r"[^\w.-]+", "-", f"{name}-{job.recipe.name}")[:MAX_NAME_CHARACTERS]
+    return job.out.with_name(f"{name}-{digest}.measured")
 
 
 def recipe_fingerprint(whole: Recipe, allocation: Allocation | None) -> str:

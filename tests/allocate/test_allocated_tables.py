@@ -94,7 +94,7 @@ def test_units_have_exact_bytes_and_only_options_they_can_have(measured: tuple[s
     found = metrics.table(store, frozenset())
     units = [unit for unit in found.units if unit.is_table]
     assert [unit.name for unit in units] == NAMES[name] and found.units[-1].is_table
-    packed = store.database.measured(2)
+    packed = store.database.measurements_of(2)
     for unit in units:
         offered = {entry.option for entry in unit.entries}
         needs_inputs = name == "llama_tied" or unit.name == "lm_head"
@@ -141,7 +141,7 @@ def test_passes_are_counted_as_they_are_computed(measured: tuple[str, Path, Meas
     name, _, store = measured
     metrics.table(store, frozenset())
     work = cost.count_passes(store.opened, "weight", store.samples)
-    assert work.block_tokens / 2 == pytest.approx(store.kept(TABLE_KL)["forwards"])
+    assert work.block_tokens / 2 == pytest.approx(store.read_unfinished(TABLE_KL)["forwards"])
     assert work.block_tokens / (2 * 2 * 24) == (3 if name == "llama_tied" else 2 + 1)
 
 

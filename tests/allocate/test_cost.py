@@ -52,7 +52,7 @@ def test_passes_are_counted_as_they_are_computed(estimator: str, model: Path, tm
     overrides = ("allocate.samples=2", f"allocate.estimator={estimator}")
     with session.open_measurements(asked(model, tmp_path, *overrides), silent) as store:
         metrics.table(store, frozenset({estimator}))
-        forwards = store.kept(estimator)["forwards"]
+        forwards = store.read_unfinished(estimator)["forwards"]
         counted = cost.count_passes(store.opened, estimator, 2).block_tokens / len(store.skeleton.blocks)
     assert counted == pytest.approx(forwards)
 

@@ -14,7 +14,7 @@ from compress import recipe
 from compress.allocate import decision, metrics, session
 from compress.allocate.methods import knapsack
 from compress.allocate.problem import Choice, Entry, Problem, Unit
-from compress.allocate.rounds import MOST, scaled
+from compress.allocate.rounds import MAX_FACTOR, rescale
 from compress.allocate.sensitivity import Measurements
 from compress.progress import silent
 from compress.recipe.schema import Target
@@ -168,8 +168,8 @@ def test_rounds_are_repeated_from_the_folder(tmp_path: Path) -> None:
 
 
 def test_damages_are_scaled_within_limits() -> None:
-    rows = scaled([[4.0, 2.0], [4.0, 2.0], [4.0, 0.0]], (0, 0, 1), [0.4, 0.0, 0.1])
+    rows = rescale([[4.0, 2.0], [4.0, 2.0], [4.0, 0.0]], (0, 0, 1), [0.4, 0.0, 0.1])
     size = (0.4 + 1e-3 * 0.5 / 3 + 0.1) / 8
     assert rows[0] == pytest.approx([0.4, 0.2])
-    assert rows[1] == pytest.approx([4.0 * size / MOST, 2.0 * size / MOST])
+    assert rows[1] == pytest.approx([4.0 * size / MAX_FACTOR, 2.0 * size / MAX_FACTOR])
     assert rows[2] == pytest.approx([4.0 * size, 0.0])  # nothing new is known of a unit without damage

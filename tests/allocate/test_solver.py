@@ -13,7 +13,7 @@ import pytest
 
 from compress.allocate import hull, solver
 from compress.allocate.problem import Choice, Entry, Problem, Unit
-from compress.allocate.solver import Limits, LinearSide, Solution, damages_of, solve
+from compress.allocate.solver import LinearSide, Solution, SolverLimits, damages_of, solve
 from compress.errors import BudgetError, NumericalError
 
 Rows = Sequence[Sequence[tuple[int, float]]]  # of each unit (bytes, damage) of its entries
@@ -29,7 +29,7 @@ def problem(rows: Rows, budget: int) -> Problem:
 
 def solved(given: Problem, solver: str = "hull", sides: Sequence[LinearSide] = (), **limits: float) -> Solution:
     """With what every solution keeps."""
-    solution = solve(given, damages_of(given, "d"), solver, sides, Limits(**limits))  # type: ignore[arg-type]
+    solution = solve(given, damages_of(given, "d"), solver, sides, SolverLimits(**limits))  # type: ignore[arg-type]
     assert given.nbytes(solution.choice) <= given.budget
     assert given.damage(solution.choice, "d") == pytest.approx(solution.damage, rel=1e-12, abs=1e-12)
     assert solution.bound <= solution.damage
@@ -124,8 +124,8 @@ def filled_once(given: Problem) -> float:
     count = int(np.searchsorted(np.cumsum(segments.nbytes), given.budget - given.least, side="right"))
     at = np.zeros(len(table.rows), np.int64)
     at[segments.unit[:count]] = segments.to[:count]
-    bought = hull._bought(table, segments[count:], at, given.budget)
-    return table.loss(hull._exchanged(table, bought, given.budget))
+    bought = hull._buy(table, segments[count:], at, given.budget)
+    return table.loss(hull._exchange(table, bought, given.budget))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -301,7 +301,7 @@ def test_not_a_number() -> None:
 @pytest.mark.parametrize("limits", [{"seconds": 0.0}, {"gap": 1.0}, {"gap": -0.1}])
 def test_limits(limits: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(limits))):
-        Limits(**limits)
+        SolverLimits(**limits)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="stdout is left alone elsewhere")
@@ -327,4 +327,4 @@ def test_hulls_are_convex_and_end_at_the_best() -> None:
 def _table(given: Problem) -> hull.EntryTable:
     rows = [sorted((e.nbytes, e.damage["d"], i) for i, e in enumerate(u.entries)) for u in given.units]
     nbytes, damage, index = (np.array([[item[k] for item in row] for row in rows]) for k in range(3))
-    return hull.EntryTable(nbytes, damage, index).undominated()
+    return hull.EntryTable(nbytes, damage, index).drop_dominated()

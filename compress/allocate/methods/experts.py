@@ -38,14 +38,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem, Unit, entries_at, option_named, rank_options
-from compress.allocate.solver import Limits, LinearSide, Solution, solve
+from compress.allocate.solver import LinearSide, Solution, SolverLimits, solve
 from compress.errors import BudgetError, RecipeError
 
 ERRORS = {"squares": "expert_squares", "norms": "expert"}  # their names among damages
 
 
 @dataclass(frozen=True)
-class Config(Limits):
+class Config(SolverLimits):
     error: Literal["squares", "norms"] = "squares"  # of the block's output with one expert alone at the option, summed
     # over tokens: squared norms, or norms
     alpha: float = 0.0  # exponent of an expert's share of the tokens
@@ -89,7 +89,7 @@ def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None
     if room <= 0:
         raise BudgetError(f"{notes[0]}, which leaves nothing; raise the target, or name a smaller allocate.dense")
     damage = bound = 0.0
-    for group, solution in _solved([units[i] for i in experts], room, config):
+    for group, solution in _solve_groups([units[i] for i in experts], room, config):
         for i, entry in zip(group, solution.choice, strict=True):
             chosen[experts[i]] = entry
         damage, bound = damage + solution.damage, bound + solution.bound
@@ -97,7 +97,7 @@ def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None
     return Allocated(tuple(chosen), tuple(dict.fromkeys(notes)), facts={"damage": damage, "bound": bound})
 
 
-def _solved(experts: Sequence[Unit], room: int, config: Config) -> list[tuple[list[int], Solution]]:
+def _solve_groups(experts: Sequence[Unit], room: int, config: Config) -> list[tuple[list[int], Solution]]:
     """Return (indices of units, their solution) of every program: one, or one a block."""
     damages = _damages(experts, config)
     spread = [option_named(experts, "spread", name, 0) for name in config.spread] or rank_options(experts)[-2:]
@@ -105,20 +105,20 @@ def _solved(experts: Sequence[Unit], room: int, config: Config) -> list[tuple[li
     for i, unit in enumerate(experts):
         blocks[unit.block].append(i)
     groups = list(blocks.values()) if config.scope == "block" else [list(range(len(experts)))]
-    limits = Limits(config.seconds / len(groups), config.gap)
-    total, weights, spent, found = sum(unit.numel for unit in experts), 0, 0, []
+    limits = SolverLimits(config.seconds / len(groups), config.gap)
+    total, weights, spent, solutions = sum(unit.numel for unit in experts), 0, 0, []
     for group in groups:
         weights += sum(experts[i].numel for i in group)
         problem = Problem(tuple(experts[i] for i in group), room * weights // total - spent)
         sides = _sides(problem.units, spread, config.at_least)
         solution = solve(problem, [damages[i] for i in group], "milp", sides, limits)
         spent += problem.nbytes(solution.choice)
-        found.append((group, solution))
-    return found
+        solutions.append((group, solution))
+    return solutions
 
 
 def _damages(experts: Sequence[Unit], config: Config) -> list[list[float]]:
-    share, routing = _normalized(experts, "share"), _normalized(experts, "routing")
+    share, routing = _normalize(experts, "share"), _normalize(experts, "routing")
     return [
         [
             share[i] ** config.alpha * routing[i] ** config.beta * e.damage[ERRORS[config.error]] ** config.gamma
@@ -128,7 +128,7 @@ def _damages(experts: Sequence[Unit], config: Config) -> list[list[float]]:
     ]
 
 
-def _normalized(experts: Sequence[Unit], score: str) -> list[float]:
+def _normalize(experts: Sequence[Unit], score: str) -> list[float]:
     """Return the score of each, as a fraction of its block's sum."""
     total = defaultdict[int, float](float)
     for unit in experts:

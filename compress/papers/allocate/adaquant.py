@@ -16,13 +16,13 @@ import math
 from dataclasses import dataclass
 
 from compress.allocate.problem import FROM_BASE, Allocated, ChoiceEvaluator, Problem, Unit, option_named
-from compress.allocate.solver import Limits, solve
+from compress.allocate.solver import SolverLimits, solve
 
 LEAST = 1e-6  # nats a token
 
 
 @dataclass(frozen=True)
-class Config(Limits):
+class Config(SolverLimits):
     low: str | None = None  # name of the option that layers below the base may get; null: any smaller one
 
 
@@ -35,7 +35,7 @@ def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None
     problem.check()
     low = option_named(problem.units, "low", config.low, 0) if config.low is not None else None
     damages = [_changes(unit, low) for unit in problem.units]
-    return solve(problem, damages, "milp", limits=config).allocated()
+    return solve(problem, damages, "milp", limits=config).to_allocated()
 
 
 def _changes(unit: Unit, low: str | None) -> list[float]:

@@ -60,7 +60,7 @@ def measure_lim(store: Measurements) -> None:
     """Keep the LIM of every block."""
     skeleton = store.source()
     tokens = store.calibration.tokens[: store.samples]
-    scores = lim(skeleton, tokens, store.database.folder / "stream", store.opened.asked.device)
+    scores = lim(skeleton, tokens, store.database.folder / "stream", store.opened.job.device)
     _keep_blocks(store, "lim", scores, samples=store.samples)
 
 

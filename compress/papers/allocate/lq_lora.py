@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem
-from compress.allocate.solver import Limits, damages_of, solve
+from compress.allocate.solver import SolverLimits, damages_of, solve
 
 
 @dataclass(frozen=True)
-class Config(Limits):
+class Config(SolverLimits):
     estimator: Literal["weight", "fisher"] = "weight"  # damage that is added up: squared weight error, or that weighted
     # by the Fisher information
 
@@ -34,4 +34,4 @@ def needs(config: Config) -> frozenset[str]:
 def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None = None) -> Allocated:
     problem.check()
     damages = damages_of(problem, config.estimator)
-    return solve(problem, damages, "milp", limits=config).allocated()
+    return solve(problem, damages, "milp", limits=config).to_allocated()
