@@ -84,7 +84,7 @@ def _listed_option(settings: CacheSettings, entry: Mapping[str, Any]) -> CacheOp
 def independent_settings(coding: Coding) -> dict[str, str]:
     """Return the settings to change so that what a layer stores does not depend on the other layers."""
     alone: Mapping[str, tuple[str, str]] = getattr(plugins.load("kv", coding.method), "ALONE", {})
-    return {key: own for key, (shared, own) in alone.items() if getattr(coding.config, key) == shared}
+    return {key: alone_value for key, (shared, alone_value) in alone.items() if getattr(coding.config, key) == shared}
 
 
 def check(config: Any, settings: CacheSettings, options: Sequence[CacheOption], context: int) -> int:

@@ -128,7 +128,7 @@ class Evaluators:
         process_memory.trim()
         limit = job.max_memory
         allowed = int(0.8 * process_memory.available() / ranks.current().local)
-        if limit is not None:  # the least was found to fit before anything was measured
+        if limit is not None:  # the least was checked before anything was measured
             allowed = max(_room_beside_programs(self.opened, limit), job.processes * _sizes(self.opened).least)
         self.predicted_peak = max(self.predicted_peak, _predicted_peak(self.opened, len(tokens), allowed))
         resources = Resources(job.device, job.processes, max_memory=allowed, table=_largest_table(self.opened))

@@ -70,8 +70,8 @@ class Segments:
     nbytes: Ints  # more than before the step
     rate: Floats  # damage taken away a byte
 
-    def __getitem__(self, part: NDArray[np.bool_] | Ints | slice) -> Segments:
-        return Segments(self.unit[part], self.to[part], self.nbytes[part], self.rate[part])
+    def __getitem__(self, selected: NDArray[np.bool_] | Ints | slice) -> Segments:
+        return Segments(self.unit[selected], self.to[selected], self.nbytes[selected], self.rate[selected])
 
 
 def greedy(table: EntryTable, budget: int) -> tuple[Ints, float]:
@@ -204,11 +204,11 @@ def _take(at: Ints, segments: Segments, room: int) -> None:
     """Move `at` along segments in order while they fit; the first of a unit that does not fit ends that unit."""
     last = len(segments.unit)
     while len(segments.unit):
-        place = np.arange(len(segments.unit))
-        misfits = place[segments.nbytes > room][::-1]
+        position = np.arange(len(segments.unit))
+        misfits = position[segments.nbytes > room][::-1]
         end = np.full(len(at), last)
         end[segments.unit[misfits]] = misfits  # the first of each unit, being the last that is written
-        segments = segments[place < end[segments.unit]]
+        segments = segments[position < end[segments.unit]]
         spent = np.cumsum(segments.nbytes)
         count = int(np.searchsorted(spent, room, side="right"))
         at[segments.unit[:count]] = segments.to[:count]

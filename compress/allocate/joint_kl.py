@@ -162,7 +162,7 @@ class JointKL:
         ranks.current().share(task)
         with one_thread():
             assert self.reference is not None, "_tasks has made it"
-            done = ranks.current().gather(task.own(self.evaluator, self.reference))
+            done = ranks.current().gather(task.compute_own_share(self.evaluator, self.reference))
         yield from (part for parts in done for part in parts)
 
 
@@ -176,7 +176,7 @@ class _SharedTask:
     paths: list[VariantPath]
     samples: list[int]
 
-    def own(
+    def compute_own_share(
         self, evaluator: PathEvaluator, reference: reference_logprobs.ReferenceLogprobs
     ) -> list[tuple[slice, slice, list[list[float]]]]:
         """Return (paths, samples, their divergences) of the parts that are this process's."""
@@ -212,10 +212,10 @@ def serve(source: ModelSource) -> Any:
                     )
                     evaluator = PathEvaluator(source, task.tokens, folder, task.resources)
                     opened.callback(evaluator.close)
-                    place = (task.folder, task.resources.top_k, task.resources.device)
-                    reference = reference_logprobs.load(evaluator.skeleton, task.tokens, *place)
+                    settings = (task.folder, task.resources.top_k, task.resources.device)
+                    reference = reference_logprobs.load(evaluator.skeleton, task.tokens, *settings)
                     former = task
-                ranks.current().gather(task.own(evaluator, reference))
+                ranks.current().gather(task.compute_own_share(evaluator, reference))
     return task.result
 
 

@@ -143,7 +143,7 @@ def _gradients(store: Measurements) -> None:
         store.progress("taking gradients", blocks - index, blocks)
         originals = store.originals(skeleton, index)
         for group, member in [(g, m) for g in store.groups for m in g.members if m.block == index]:
-            mean, squares = (part.cpu() / store.samples for part in by_linear[member.name])  # as the originals
+            mean, squares = (total.cpu() / store.samples for total in by_linear[member.name])  # as the originals
             for option in filter(partial(store.assignment, group), store.options(group)):
                 change = store.change(member, option, originals[member.name])
                 sums["gradient"][group.name][option] += (mean * change).abs().sum(dtype=torch.float64).item()

@@ -48,8 +48,8 @@ def improve(
             evaluator.say(f"sharing out the divergence of round {number} of {rounds}")
             damages = rescale(damages, solution.choice, store.shares(solution.choice))
     best = kls.index(min(kls))
-    said = ", ".join(f"{kl:.5f}" for kl in kls)
-    note = f"KL on all sequences by rounds of measuring damages anew: {said}; that of round {best} is kept."
+    listed = ", ".join(f"{kl:.5f}" for kl in kls)
+    note = f"KL on all sequences by rounds of measuring damages anew: {listed}; that of round {best} is kept."
     return Allocated(
         solutions[best].choice,
         (*solutions[best].notes, note),

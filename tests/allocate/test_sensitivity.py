@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from compress.allocate.joint_kl import JointKL
-from compress.allocate.kl_shares import Noise, Slope, slope, slopes
+from compress.allocate.kl_shares import Slope, slope, slopes
 from compress.allocate.prefix_tree import Resources
+from compress.allocate.variant_source import Noise
 from compress.calib import fisher
 from compress.errors import NumericalError
 from compress.model.skeleton import Skeleton

@@ -26,8 +26,8 @@ Differences from the paper and its released code, and why:
 Units that are no experts have damages of another kind, which cannot be added to these: they get one option, `dense`.
 Mostly a recipe's rules fix attention, and there are none.
 
-Not done: options for parts of an expert (units should be whole experts); the pruning of experts at run time, which is
-the runtime's.
+Not done: options for parts of an expert (units should be whole experts). Experts are pruned at run time by
+compress/runtime/experts.py (`experts: {prune: true}` of a recipe).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _sides(experts: Sequence[Unit], spread: Sequence[str], at_least: int) -> lis
     """Ask for at least so many experts of every block at each of the options."""
     pairs = defaultdict[tuple[int, str], list[tuple[int, int]]](list)
     for i, unit in enumerate(experts):
-        for place, entry in enumerate(unit.entries):
-            pairs[unit.block, entry.option].append((i, place))
+        for index, entry in enumerate(unit.entries):
+            pairs[unit.block, entry.option].append((i, index))
     blocks = dict.fromkeys(unit.block for unit in experts)
     return [LinearSide(tuple(pairs[block, name]), low=at_least) for block in blocks for name in spread if at_least]

@@ -70,8 +70,8 @@ def _fill(problem: Problem, chosen: list[int]) -> None:
         is_done = True
         for i in order:
             entries = problem.units[i].entries
-            larger = [(e.nbytes, place) for place, e in enumerate(entries) if e.nbytes > entries[chosen[i]].nbytes]
+            larger = [(e.nbytes, index) for index, e in enumerate(entries) if e.nbytes > entries[chosen[i]].nbytes]
             if larger and min(larger)[0] - entries[chosen[i]].nbytes <= room:
-                nbytes, place = min(larger)
+                nbytes, index = min(larger)
                 room -= nbytes - entries[chosen[i]].nbytes
-                chosen[i], is_done = place, False
+                chosen[i], is_done = index, False

@@ -7,7 +7,8 @@ sum is least. A change below 1e-6 counts as 1e-6: noise makes some negative, and
 The loss is the divergence from the original model. `low` names one option, as published; without it every smaller one
 is offered, as the released code does for more than one precision.
 
-Not done: saved cycles instead of bytes; the layer-wise calibration, bias tuning and normalization of the same paper.
+Not done: saved cycles instead of bytes; the normalization of the same paper. Its layer-wise calibration and tuning of
+biases are compress/tune/adaquant.py. FIGURE
 """
 
 from __future__ import annotations

@@ -50,10 +50,10 @@ def zd(weights: Iterable[Tensor]) -> float:
     The smaller, the more the block matters.
     """
     flat = [weight.detach().flatten() for weight in weights]
-    count = sum(part.numel() for part in flat)
-    mean = sum(part.sum(dtype=torch.float64).item() for part in flat) / count
-    variance = sum((part.double() - mean).square().sum().item() for part in flat) / count
-    return sum(int((part.double() - mean > math.sqrt(variance)).sum()) for part in flat) / count
+    count = sum(weight.numel() for weight in flat)
+    mean = sum(weight.sum(dtype=torch.float64).item() for weight in flat) / count
+    variance = sum((weight.double() - mean).square().sum().item() for weight in flat) / count
+    return sum(int((weight.double() - mean > math.sqrt(variance)).sum()) for weight in flat) / count
 
 
 def measure_lim(store: Measurements) -> None:
