@@ -8,7 +8,8 @@ What the paper leaves open, and how it is here: a block's score is that of its u
 to the earlier block. `fill` hands what is left to the next blocks in order, unit by unit, where the paper stops.
 
 Not done: options between the two; the score says nothing of how much an option hurts, so it cannot price three. A
-knapsack with measured damages does better; this is the fallback where nothing can be measured. FIGURE
+knapsack with measured damages does better; this is the fallback where nothing can be measured. KL of
+layerwise-zd at 3.184 bits is 0.0186, of mixed3bit at 3.122 bits 0.0077 (bundled model, 16,352 tokens).
 """
 
 from __future__ import annotations
