@@ -67,7 +67,7 @@ class Synthetic:
 
     def problem(self, target: str) -> tuple[Problem, float]:
         """Damages: of each unit alone, on 16 sequences; and the token-forwards that they would take."""
-        from compress.allocate.problem import Entry, Problem, Unit
+        from compress.allocate.problem import Problem, Unit, UnitEntry
 
         alone = (self.errors * self.gains[:16, :, None]).square().sum(3).mean(0)
         units = []
@@ -75,7 +75,9 @@ class Synthetic:
             block, (kind, size) = index // len(KINDS), list(KINDS.items())[index % len(KINDS)]
             numel = int(65536 * size)
             pairs = zip(BITS, damages, strict=True)
-            entries = tuple(Entry(f"int{b}", numel * b // 8, b, {"kl_one_at_a_time": damage}) for b, damage in pairs)
+            entries = tuple(
+                UnitEntry(f"int{b}", numel * b // 8, b, {"kl_one_at_a_time": damage}) for b, damage in pairs
+            )
             units.append(Unit(f"layers.{block}.{kind}", (f"layers.{block}.{kind}",), block, numel, entries))
         numel = sum(unit.numel for unit in units)
         forwards = len(units) * len(BITS) * 16 * self.seq_len * (self.blocks + 1) / (2 * self.blocks)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from compress.allocate.problem import FROM_BASE, KL_ONE_AT_A_TIME, Allocated, Choice, Entry, Problem, Unit
+from compress.allocate.problem import FROM_BASE, KL_ONE_AT_A_TIME, Allocated, Choice, Problem, Unit, UnitEntry
 
 ESTIMATORS = (
     "hessian",
@@ -41,7 +41,7 @@ def model(
             alphas = {name: float(rng.lognormal(0, 1.5)) for name in ESTIMATORS}
             alphas["expert_squares"] = alphas[KL_ONE_AT_A_TIME] * alphas["expert"]
             entries = tuple(
-                Entry(f"bits={b}", size * 125 * b + 16, b, {k: a * size * 4.0**-b for k, a in alphas.items()})
+                UnitEntry(f"bits={b}", size * 125 * b + 16, b, {k: a * size * 4.0**-b for k, a in alphas.items()})
                 for b in bits
             )
             scores = {name: float(rng.random()) for name in ("lim", "zd", "share", "routing")}
@@ -77,7 +77,7 @@ def bits(given: Problem, choice: Choice) -> list[float]:
     return [unit.entries[i].bits for unit, i in zip(given.units, choice, strict=True)]
 
 
-def best(given: Problem, damage: Callable[[Unit, Entry], float]) -> float:
+def best(given: Problem, damage: Callable[[Unit, UnitEntry], float]) -> float:
     """Least damage of all choices."""
     losses = [[(entry.nbytes, damage(unit, entry)) for entry in unit.entries] for unit in given.units]
     sums = ((sum(b for b, _ in c), sum(d for _, d in c)) for c in itertools.product(*losses))

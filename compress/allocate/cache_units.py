@@ -29,7 +29,7 @@ from itertools import product
 from typing import Any, Final
 
 from compress.allocate.cache_options import CacheOption
-from compress.allocate.problem import KL_ONE_AT_A_TIME, Choice, Entry, Problem, Unit
+from compress.allocate.problem import KL_ONE_AT_A_TIME, Choice, Problem, Unit, UnitEntry
 from compress.allocate.solver import damages_of, solve
 from compress.errors import BudgetError
 from compress.kv.settings import KINDS
@@ -107,7 +107,7 @@ def kind_units(costs: Sequence[TensorCosts], options: Sequence[CacheOption]) -> 
         fewest = min(range(len(options)), key=lambda i: bits[i])
         constant = unit.errors[fewest] * 4 ** bits[fewest]
         entries = [
-            Entry(option.name, nbytes, b, {DIVERGENCE: kl, OUTPUT_ERROR: error, RULE: constant * 4**-b})
+            UnitEntry(option.name, nbytes, b, {DIVERGENCE: kl, OUTPUT_ERROR: error, RULE: constant * 4**-b})
             for option, b, nbytes, error, kl in zip(options, bits, unit.nbytes, unit.errors, unit.kls, strict=True)
         ]
         order = sorted(entries, key=lambda entry: (entry.nbytes, entry.option))
@@ -131,7 +131,7 @@ def layer_units(costs: CacheCosts, options: Sequence[CacheOption]) -> tuple[Unit
                 OUTPUT_ERROR: keys.errors[k] + values.errors[v] + of.errors[k],
             }
             name = f"{options[k].name}{PAIR_SEPARATOR}{options[v].name}"
-            entries.append(Entry(name, nbytes, 8 * nbytes / numel, damage))
+            entries.append(UnitEntry(name, nbytes, 8 * nbytes / numel, damage))
         order = sorted(entries, key=lambda entry: (entry.nbytes, entry.option))
         names = tuple(f"{UNIT_PREFIX}{of.layer}.{kind}" for kind in KINDS)
         made.append(Unit(f"{UNIT_PREFIX}{of.layer}", names, of.layer, numel, tuple(order)))

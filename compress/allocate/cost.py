@@ -48,7 +48,7 @@ class EstimatorCost(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return it in a few words."""
+        """Return the estimator with its samples and its time, in words."""
         return f"{self.estimator} on {self.samples} samples ({duration(self.seconds)})"
 
 
@@ -219,7 +219,7 @@ def forecast(opened: Options) -> tuple[float, str]:
 
 
 def _forecast_estimator(opened: Options, quantizing: float) -> str:
-    """Say by what damages would be measured and how long it takes, after so many seconds of quantizing; "" for none."""
+    """Return by what damages would be measured and in what time, after so many seconds of quantizing; "" for none."""
     estimator = getattr(opened.allocation.config, "estimator", None)
     samples = min(opened.allocation.samples, opened.prepared.samples)
     if estimator is None:

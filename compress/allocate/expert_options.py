@@ -20,7 +20,7 @@ from torch import nn
 from compress import formats
 from compress.allocate import table
 from compress.allocate.prepare_options import Options
-from compress.allocate.table import LinearGroup
+from compress.allocate.table import UnitLinears
 from compress.calib import expert_routing
 from compress.model.blockwise import BlockInputs
 from compress.run import memory_plan
@@ -88,19 +88,19 @@ def damages_and_scores(
     return damages, scores
 
 
-def _expert_units(opened: Options) -> list[LinearGroup]:
+def _expert_units(opened: Options) -> list[UnitLinears]:
     """Return the units where each expert is one; none where the allocation has other units."""
     return table.open_groups(opened) if opened.allocation.units == "expert" else []
 
 
-def _quantizing(opened: Options, group: LinearGroup) -> list[int]:
+def _quantizing(opened: Options, group: UnitLinears) -> list[int]:
     """Return the numbers of the options at which all members of a unit are quantized."""
     by_member = [opened.levels[member.name] for member in group.members]
     return [i for i in range(len(opened.names)) if all(str(i) in levels for levels in by_member)]
 
 
 def _dense_damages(
-    opened: Options, group: LinearGroup, records: Mapping[str, Mapping[str, Any]], tokens: int
+    opened: Options, group: UnitLinears, records: Mapping[str, Mapping[str, Any]], tokens: int
 ) -> dict[str, list[float]]:
     """Return the damages of a unit that is no expert, by option."""
     squares = [0.0] * len(opened.names)
@@ -109,6 +109,6 @@ def _dense_damages(
     return {NORMS: [math.sqrt(tokens * square) for square in squares], SQUARES: squares}
 
 
-def _module(group: LinearGroup) -> str:
+def _module(group: UnitLinears) -> str:
     """Return the experts module of a unit of experts."""
     return group.members[0].name.rsplit(".", 2)[0]

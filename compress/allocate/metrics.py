@@ -27,7 +27,7 @@ from compress.allocate import table as tables
 from compress.allocate.joint_kl import JointKL
 from compress.allocate.problem import FROM_BASE, JOINT, KL_ONE_AT_A_TIME, KL_SHARES, Choice
 from compress.allocate.sensitivity import WITH_OPTIONS, Measurements
-from compress.allocate.table import TABLE_KL, LinearGroup
+from compress.allocate.table import TABLE_KL, UnitLinears
 from compress.allocate.variants import FIXED
 from compress.calib import fisher
 from compress.errors import NotMeasuredError, RecipeError
@@ -76,7 +76,7 @@ def _kl_one_at_a_time(store: Measurements, name: str, around: Mapping[str, str])
 
 
 def _assignment_around(
-    store: Measurements, group: LinearGroup, option: int, around: Mapping[str, str]
+    store: Measurements, group: UnitLinears, option: int, around: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the variants of all linears with one unit at an option."""
     members = {member.name for member in group.members}

@@ -28,7 +28,7 @@ BlockScale = Literal["none", WholeModel]
 
 
 @dataclass(frozen=True)
-class Entry:
+class UnitEntry:
     """One way to store a unit."""
 
     option: str  # as the recipe's list of options names it
@@ -45,7 +45,7 @@ class Unit:
     members: tuple[str, ...]  # full names
     block: int  # of a table: one behind the last
     numel: int  # weights
-    entries: tuple[Entry, ...]  # ascending in bytes
+    entries: tuple[UnitEntry, ...]  # ascending in bytes
     is_expert: bool = False
     scores: Mapping[str, float] = field(default_factory=dict)  # of the unit, whatever the entry (lim, zd, share ...)
     is_table: bool = False

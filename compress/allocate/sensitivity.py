@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compress.allocate import expert_options, prepare_options, table
 from compress.allocate.evaluators import Evaluators
-from compress.allocate.table import LinearGroup
+from compress.allocate.table import UnitLinears
 from compress.allocate.variants import Database
 from compress.errors import CheckpointError
 from compress.model.skeleton import Skeleton
@@ -79,11 +79,11 @@ class Measurements:
         content = _read_measurements(path) if path.is_file() else {}
         return content if content.get("samples") == self.samples else {}
 
-    def options(self, group: LinearGroup) -> list[int]:
+    def options(self, group: UnitLinears) -> list[int]:
         """Return the numbers of the options that all members of a unit have; a kept one always is among them."""
         return prepare_options.options_of(self.opened, group.members)
 
-    def assignment(self, group: LinearGroup, option: int) -> dict[str, str]:
+    def assignment(self, group: UnitLinears, option: int) -> dict[str, str]:
         """Return linear -> variant with only this unit changed."""
         return {} if self.opened.names[option] == KEEP else {member.name: str(option) for member in group.members}
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from compress.allocate import prepare_options
-from compress.allocate.problem import Choice, Entry, Problem, Unit
+from compress.allocate.problem import Choice, Problem, Unit, UnitEntry
 from compress.allocate.variants import FIXED, TABLE
 from compress.errors import BudgetError, CheckpointError
 from compress.model.skeleton import Skeleton
@@ -111,14 +111,14 @@ class SensitivityTable:
         return tuple(choice)
 
 
-class LinearGroup(NamedTuple):
+class UnitLinears(NamedTuple):
     """The linears of a unit of an allocation."""
 
     name: str  # model.layers.0.self_attn.{q_proj,k_proj,v_proj}
     members: tuple[LinearSpec, ...]
 
 
-def group_linears(skeleton: Skeleton, specs: Sequence[LinearSpec], units: Units) -> list[LinearGroup]:
+def group_linears(skeleton: Skeleton, specs: Sequence[LinearSpec], units: Units) -> list[UnitLinears]:
     """Return the linears in groups, in model order.
 
     fused: linears of one module that read the same input (q, k, v; gate, up), and all experts of a module. expert: the
@@ -143,7 +143,7 @@ def group_linears(skeleton: Skeleton, specs: Sequence[LinearSpec], units: Units)
             for stored in skeleton.weight_sources(spec):
                 key = shared.setdefault(stored.name, key)
         by_key.setdefault(key, []).append(spec)
-    return [LinearGroup(_common_name([spec.name for spec in members]), tuple(members)) for members in by_key.values()]
+    return [UnitLinears(_common_name([spec.name for spec in members]), tuple(members)) for members in by_key.values()]
 
 
 def _module_above(name: str, steps: int = 1) -> str:
@@ -165,7 +165,7 @@ def _common_name(names: Sequence[str]) -> str:
     return f"{path}.{{{','.join(leaves)}}}" if depth == {1} else path
 
 
-def open_groups(opened: prepare_options.Options) -> list[LinearGroup]:
+def open_groups(opened: prepare_options.Options) -> list[UnitLinears]:
     """Group the linears that an allocation decides on, those without a fixed option, into units."""
     plans = [plan for plan in opened.levels.values() if FIXED not in plan]
     specs = [next(iter(by_option.values())).spec for by_option in plans]
@@ -190,7 +190,7 @@ def assemble(
         for option in prepare_options.options_of(opened, group.members):
             nbytes = prepare_options.nbytes(opened, group.members, option)
             damage = {name: units[group.name][option] for name, units in damages.items() if group.name in units}
-            entries.append(Entry(opened.names[option], nbytes, 8 * nbytes / numel, damage))
+            entries.append(UnitEntry(opened.names[option], nbytes, 8 * nbytes / numel, damage))
         entries.sort(key=lambda entry: entry.nbytes)
         first, names = group.members[0], tuple(member.name for member in group.members)
         known = {name: units[group.name] for name, units in scores.items() if group.name in units}
@@ -222,7 +222,7 @@ def _table_units(
         entries = []
         for number, nbytes in table_sizes(opened, table).items():
             damage = dict.fromkeys(estimators, kls[table.spec.name][number]) if table.spec.name in kls else {}
-            entries.append(Entry(opened.table_names[number], nbytes, 8 * nbytes / table.spec.numel, damage))
+            entries.append(UnitEntry(opened.table_names[number], nbytes, 8 * nbytes / table.spec.numel, damage))
         entries.sort(key=lambda entry: entry.nbytes)
         name = table.spec.name
         made.append(Unit(name, (name,), block, table.spec.numel, tuple(entries), is_table=True))
@@ -250,7 +250,7 @@ def load(folder: Path) -> SensitivityTable:
                 **{
                     **unit,
                     "members": tuple(unit["members"]),
-                    "entries": tuple(Entry(**entry) for entry in unit["entries"]),
+                    "entries": tuple(UnitEntry(**entry) for entry in unit["entries"]),
                 }
             )
             for unit in values.pop("units")

@@ -14,7 +14,7 @@ from allocator_tables import BITS, ESTIMATORS, best, bits, model, problem, run, 
 
 from compress import plugins
 from compress.allocate.methods import experts, knapsack, uniform
-from compress.allocate.problem import Choice, Entry, Problem, Unit, entries_at, option_named, rank_options
+from compress.allocate.problem import Choice, Problem, Unit, UnitEntry, entries_at, option_named, rank_options
 from compress.errors import BudgetError, RecipeError
 from compress.papers.allocate import adaquant, layerwise, lq_lora
 
@@ -152,7 +152,7 @@ def mixture(blocks: int, per_block: int, seed: int = 0) -> tuple[Unit, ...]:
     return model(blocks, (1,) * per_block, is_expert=True, seed=seed, bits=(1, 2, 3))
 
 
-def published(given: Problem, gamma: float = 2.0) -> Callable[[Unit, Entry], float]:
+def published(given: Problem, gamma: float = 2.0) -> Callable[[Unit, UnitEntry], float]:
     """Damage as the paper has it."""
     total = {
         (unit.block, name): sum(u.scores[name] for u in given.units if u.block == unit.block)
@@ -160,14 +160,14 @@ def published(given: Problem, gamma: float = 2.0) -> Callable[[Unit, Entry], flo
         for name in ("share", "routing")
     }
 
-    def damage(unit: Unit, entry: Entry) -> float:
+    def damage(unit: Unit, entry: UnitEntry) -> float:
         share, routing = (unit.scores[name] / total[unit.block, name] for name in ("share", "routing"))
         return share * routing**1.5 * entry.damage["expert"] ** gamma
 
     return damage
 
 
-def least_mixture(given: Problem, damage: Callable[[Unit, Entry], float]) -> float:
+def least_mixture(given: Problem, damage: Callable[[Unit, UnitEntry], float]) -> float:
     """Of all choices with an expert at 3 and one at 2 bits in every block."""
     found = math.inf
     blocks = sorted({unit.block for unit in given.units})

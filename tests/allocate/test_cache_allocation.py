@@ -17,7 +17,7 @@ from compress import recipe
 from compress.allocate import cache_options, cache_units
 from compress.allocate.cache_options import CacheOption
 from compress.allocate.cache_units import CacheCosts, TensorCosts
-from compress.allocate.problem import KL_ONE_AT_A_TIME, Choice, Entry, Problem, Unit
+from compress.allocate.problem import KL_ONE_AT_A_TIME, Choice, Problem, Unit, UnitEntry
 from compress.allocate.solver import damages_of, solve
 from compress.errors import BudgetError, RecipeError
 from compress.kv import generation
@@ -58,7 +58,9 @@ def test_the_budget_is_divided_as_all_divisions_together_say(seed: int) -> None:
     weights = []
     for number in range(3):
         damage = float(torch.rand(1, generator=generator))
-        entries = tuple(Entry(f"bits={b}", 100 * b, b, {KL_ONE_AT_A_TIME: damage * 4.0 ** (2 - b)}) for b in (2, 3, 4))
+        entries = tuple(
+            UnitEntry(f"bits={b}", 100 * b, b, {KL_ONE_AT_A_TIME: damage * 4.0 ** (2 - b)}) for b in (2, 3, 4)
+        )
         weights.append(Unit(f"model.layers.{number}.a", (f"model.layers.{number}.a",), number, 800, entries))
     for room in (70 + 4 * 300 + 600, 2300, 2750, 10**6):
         nbytes, choice = cache_units.divide(found, weights, room)

@@ -12,7 +12,7 @@ import torch
 
 from compress.allocate import mutation, solver
 from compress.allocate.mutation import Moves
-from compress.allocate.problem import KL_ONE_AT_A_TIME, Entry, Problem, Unit
+from compress.allocate.problem import KL_ONE_AT_A_TIME, Problem, Unit, UnitEntry
 from compress.allocate.search_state import UNEXPLAINED_DEVIATION, Observation, Surrogate
 from landscape import Landscape
 
@@ -92,7 +92,7 @@ def test_switches_in_groups_keep_the_bytes(tmp_path: Path, rule: str) -> None:
 
 
 def test_switches_keep_the_bytes_of_uneven_levels() -> None:
-    entries = tuple(Entry(str(n), n, n) for n in (1, 2, 4, 8))
+    entries = tuple(UnitEntry(str(n), n, n) for n in (1, 2, 4, 8))
     problem = Problem(tuple(Unit(f"{u}.x", (f"{u}",), u, 8, entries) for u in range(5)), 20)
     sizes, rng = Moves(problem, [[-float(e.nbytes) for e in entries]] * 5), Random(0)
     parent = (2, 1, 3, 2, 0)

@@ -13,7 +13,7 @@ import torch
 from compress import recipe
 from compress.allocate import decision, metrics, session
 from compress.allocate.methods import knapsack
-from compress.allocate.problem import Choice, Entry, Problem, Unit
+from compress.allocate.problem import Choice, Problem, Unit, UnitEntry
 from compress.allocate.rounds import MAX_FACTOR, rescale
 from compress.allocate.sensitivity import Measurements
 from compress.progress import silent
@@ -140,7 +140,7 @@ UNITS = tuple(
         (f"layer.{u}",),
         0,
         8,
-        tuple(Entry(str(b), 10 * b, b, {"weight": d}) for b, d in zip((2, 3, 4), row, strict=True)),
+        tuple(UnitEntry(str(b), 10 * b, b, {"weight": d}) for b, d in zip((2, 3, 4), row, strict=True)),
     )
     for u, row in enumerate(DAMAGES)
 )

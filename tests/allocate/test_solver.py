@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from compress.allocate import hull, solver
-from compress.allocate.problem import Choice, Entry, Problem, Unit
+from compress.allocate.problem import Choice, Problem, Unit, UnitEntry
 from compress.allocate.solver import LinearSide, Solution, SolverLimits, damages_of, solve
 from compress.errors import BudgetError, NumericalError
 
@@ -21,7 +21,7 @@ Rows = Sequence[Sequence[tuple[int, float]]]  # of each unit (bytes, damage) of 
 
 def problem(rows: Rows, budget: int) -> Problem:
     units = [
-        Unit(f"u{i}", (f"u{i}",), i, 100, tuple(Entry(f"o{j}", b, 0.0, {"d": d}) for j, (b, d) in enumerate(row)))
+        Unit(f"u{i}", (f"u{i}",), i, 100, tuple(UnitEntry(f"o{j}", b, 0.0, {"d": d}) for j, (b, d) in enumerate(row)))
         for i, row in enumerate(rows)
     ]
     return Problem(tuple(units), budget)

@@ -8,7 +8,9 @@ the recipe instead of 432 settings of one codebook; costs are divided by the cos
 scales their norm to 1000, which says the same to the solver and does not depend on options that no one would take.
 
 A low-rank part that is taken off a weight before its error is measured is that of the option: {bits: 3, lowrank: {rank:
-8}}. Plain weight errors compare badly between matrices: large ones dominate, whatever goes through them. FIGURE
+8}}. Plain weight errors compare badly between matrices: large ones dominate, whatever goes through them. KL
+of the knapsack on `weight` is 1.00 to 1.07 of that of uniform models of the same bytes, on `fisher` 0.72 to 0.78, on
+`kl_one_at_a_time` 0.64 to 0.69 (bundled model, docs/results/allocation.md).
 """
 
 from __future__ import annotations

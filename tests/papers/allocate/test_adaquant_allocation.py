@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from allocator_tables import best, bits, model, problem, run, with_values
 
-from compress.allocate.problem import FROM_BASE, Entry, Problem, Unit
+from compress.allocate.problem import FROM_BASE, Problem, Unit, UnitEntry
 from compress.errors import BudgetError, RecipeError
 from compress.papers.allocate import adaquant
 
@@ -26,7 +26,7 @@ def test_adaquant_with_one_low_option() -> None:
     assert set(bits(given, run(adaquant, given, low="bits=4").choice)) == {4, 8}
     found = run(adaquant, given)
 
-    def change(unit: Unit, entry: Entry) -> float:
+    def change(unit: Unit, entry: UnitEntry) -> float:
         base = unit.entries[-1]
         return 0.0 if entry is base else max(entry.damage[FROM_BASE] - base.damage[FROM_BASE], 1e-6)
 

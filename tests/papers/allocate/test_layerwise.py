@@ -10,10 +10,15 @@ import torch
 from allocator_tables import bits, model, problem, run, with_values
 from transformers import AutoModelForCausalLM
 
+from compress import recipe
+from compress.allocate import decide
 from compress.errors import BudgetError, RecipeError
 from compress.model.skeleton import Skeleton
 from compress.papers.allocate import block_scores, layerwise
+from compress.progress import silent
+from compress.run.job import Job
 from compress.storage.checkpoint import open_checkpoint
+from runs import TEXT
 
 TOKENS = torch.randint(0, 256, (3, 12), generator=torch.Generator().manual_seed(1))
 
@@ -72,3 +77,18 @@ def test_zd() -> None:
     normal = torch.randn(400, 400, generator=torch.Generator().manual_seed(9))
     assert block_scores.zd([normal]) == pytest.approx(0.1587, abs=0.003)
     assert block_scores.zd([normal.bfloat16()]) == pytest.approx(0.1587, abs=0.005)
+
+
+@pytest.mark.parametrize("score", ["lim", "zd"])
+def test_scores_are_measured_where_the_allocator_asks_for_them(
+    score: str, pico_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "calibration: {num_samples: 2, seq_len: 24}\n"
+        "quantize: {method: rtn, bits: 4, group_size: 32}\n"
+        f"allocate: {{method: layerwise, score: {score}, options: [{{bits: 2}}, {{bits: 5}}]}}\n"
+    )
+    job = Job(str(pico_dir("llama")), recipe.load(str(path)), tmp_path / "out", calib=str(TEXT))
+    folder, facts = decide.measure(job, silent)
+    assert facts["scores"] == [score] and (folder / f"measured-{score}.json").is_file()
