@@ -12,8 +12,9 @@ import yaml
 from torch import Tensor
 from transformers import DynamicCache
 
-from compress.allocate import kv_budget, kv_options, kv_sizes
-from compress.allocate.kv_budget import CacheOption, TensorCosts
+from compress.allocate import cache_costs, cache_options, cache_units
+from compress.allocate.cache_options import CacheOption
+from compress.allocate.cache_units import TensorCosts
 from compress.allocate.problem import Problem
 from compress.allocate.solver import damages_of, solve
 from compress.errors import BudgetError, CalibrationError
@@ -45,11 +46,11 @@ def units(layers: int = 3, seed: int = 0) -> list[TensorCosts]:
 def test_no_choice_within_the_budget_has_less_damage(seed: int) -> None:
     measured = units(seed=seed)
     for room in (0, 130, 700, 1500, 10**6):
-        asked = Problem(kv_budget.units(measured, OFFERED), 6 * 375 + room)
-        found = solve(asked, damages_of(asked, kv_budget.OUTPUT_ERROR))
+        asked = Problem(cache_units.kind_units(measured, OFFERED), 6 * 375 + room)
+        found = solve(asked, damages_of(asked, cache_units.OUTPUT_ERROR))
         assert asked.nbytes(found.choice) <= asked.budget
         choices = [c for c in product(range(4), repeat=6) if asked.nbytes(c) <= asked.budget]
-        best = min(asked.damage(c, kv_budget.OUTPUT_ERROR) for c in choices)
+        best = min(asked.damage(c, cache_units.OUTPUT_ERROR) for c in choices)
         assert best * (1 - 1e-9) <= found.damage <= 1.02 * best
         assert found.bound <= best * (1 + 1e-9)
 
@@ -70,24 +71,24 @@ def test_the_published_greedy() -> None:
             i, b = max(gains, key=lambda pair: gains[pair])
             left -= 10 * (b - at[i])
             at[i] = b
-        asked = Problem(kv_budget.units(measured, OFFERED), 60 + room)
-        choice = kv_budget.raised(asked)
+        asked = Problem(cache_units.kind_units(measured, OFFERED), 60 + room)
+        choice = cache_units.raise_bits(asked)
         assert [asked.units[i].entries[j].bits for i, j in enumerate(choice)] == at, room
 
 
 def test_a_budget_below_the_fewest_bits() -> None:
-    for solver in (lambda asked: solve(asked, damages_of(asked, kv_budget.OUTPUT_ERROR)), kv_budget.raised):
+    for solver in (lambda asked: solve(asked, damages_of(asked, cache_units.OUTPUT_ERROR)), cache_units.raise_bits):
         with pytest.raises(BudgetError, match=r"smallest .*take 2250 bytes.*than the budget of 2249"):
-            solver(Problem(kv_budget.units(units(), OFFERED), 2249))
+            solver(Problem(cache_units.kind_units(units(), OFFERED), 2249))
 
 
 def test_what_is_chosen_is_what_the_cache_gets() -> None:
     text = "kv_cache: {method: kivi, bits: 3, layers: [LAYERS]}"
     for said in ("{match: 1, keys: {residual_length: 64}}", "{match: 0-1, keys: {residual_length: 64}}"):
         recipe = _recipe(text.replace("LAYERS", said))
-        chosen = kv_budget.chosen_options(kv_budget.units(units(2), OFFERED), (0, 3, 2, 1))
+        chosen = cache_units.chosen_options(cache_units.kind_units(units(2), OFFERED), (0, 3, 2, 1))
         assert chosen == {0: {"keys": "bits=2", "values": "bits=8"}, 1: {"keys": "bits=4", "values": "bits=3"}}
-        found = kv_budget.laid_out(recipe, chosen, 2, OFFERED)
+        found = cache_options.lay_out(recipe, chosen, 2, OFFERED)
         settings = found.by_layer(2)
         assert [[layer[kind].config.bits for kind in KINDS] for layer in settings] == [[2, 8], [4, 3]]
         assert settings[1]["keys"].policy.residual_length == 64
@@ -96,7 +97,7 @@ def test_what_is_chosen_is_what_the_cache_gets() -> None:
     uniform = {layer: {"keys": "bits=2", "values": "bits=4"} for layer in range(4)}
     rules = "{match: 3, group_size: 16}, {match: 2-3, group_size: 64}, {match: '1', sink: 2, keys: {method: lloyd}}"
     recipe = _recipe(text.replace("LAYERS", rules))
-    before, alike = recipe.by_layer(4), kv_budget.laid_out(recipe, uniform, 4, OFFERED)
+    before, alike = recipe.by_layer(4), cache_options.lay_out(recipe, uniform, 4, OFFERED)
     after = alike.by_layer(4)
     assert [rule.match for rule in alike.layers] == [(0,), (1,), (2, 3)]
     for old, new in zip(before, after, strict=True):
@@ -127,9 +128,9 @@ def test_measured_bytes_are_those_of_the_whole_context(method: str) -> None:
     recipe = {**RECIPE, **CODECS[method], "method": method, "skip_layers": [0]}
     if method in ("lloyd", "pca"):
         del recipe["group_size"]
-    candidates = kv_options.offered(model, cache_settings(recipe), OFFERED[:2], tokens[:, :120])
+    candidates = cache_costs.calibrate_options(model, cache_settings(recipe), OFFERED[:2], tokens[:, :120])
     for context in (100, 150, 199):
-        sizes = kv_sizes.sized(model, tokens[:1, :120], candidates, context)
+        sizes = cache_costs.measure_sizes(model, tokens[:1, :120], candidates, context)
         for size, candidate in zip(sizes, candidates, strict=True):
             cache = candidate.cache(model.config)
             for start in range(0, context, 16):
@@ -141,7 +142,7 @@ def test_measured_bytes_are_those_of_the_whole_context(method: str) -> None:
                 assert layer == 1 and nbytes == own.total + own.static
                 assert size.elements[layer, kind] == 2 * 16 * context
     with pytest.raises(CalibrationError, match="30 tokens are too few"):
-        kv_sizes.sized(model, tokens[:1, :30], candidates, 100)
+        cache_costs.measure_sizes(model, tokens[:1, :30], candidates, 100)
 
 
 def test_bytes_of_what_compiled_readers_keep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +152,8 @@ def test_bytes_of_what_compiled_readers_keep(monkeypatch: pytest.MonkeyPatch) ->
     generation.switch(model)
     tokens = torch.randint(0, 250, (8, 200), generator=torch.Generator().manual_seed(0))
     recipe = cache_settings({"method": "pca", "residual_length": 16, "flush": 16, "sink": 2})
-    (candidate,) = kv_options.offered(model, recipe, OFFERED[:1], tokens[:, :120])
-    (size,) = kv_sizes.sized(model, tokens[:1, :100], [candidate], 198)
+    (candidate,) = cache_costs.calibrate_options(model, recipe, OFFERED[:1], tokens[:, :120])
+    (size,) = cache_costs.measure_sizes(model, tokens[:1, :100], [candidate], 198)
     monkeypatch.setattr(kv_contract, "SMALL", 0)
     cache = replace(candidate, path="fused").cache(model.config)
     for start in range(0, 198, 16):
@@ -165,9 +166,9 @@ def test_measured_errors_and_divergences() -> None:
     model = build("llama")
     hooks.attach(model)
     windows = torch.randint(0, 250, (2, 160), generator=torch.Generator().manual_seed(0))
-    candidates = kv_options.offered(model, cache_settings(RECIPE), OFFERED[:2], windows)
-    sizes = kv_sizes.sized(model, windows[:1], candidates, 1000)
-    costs = kv_options.measure(model, windows, candidates, sizes, lambda done: None)
+    candidates = cache_costs.calibrate_options(model, cache_settings(RECIPE), OFFERED[:2], windows)
+    sizes = cache_costs.measure_sizes(model, windows[:1], candidates, 1000)
+    costs = cache_costs.measure_codes(model, windows, candidates, sizes, lambda done: None)
     assert [(unit.layer, unit.kind) for unit in costs.units] == list(product(range(2), KINDS))
     start = min(80, 2 + 16 + 4 * 16)
     assert costs.fixed_nbytes == 0 and costs.tokens == 2 * (159 - start)

@@ -8,18 +8,21 @@ What the paper leaves open, and how it is here: a block's score is that of its u
 to the earlier block. `fill` hands what is left to the next blocks in order, unit by unit, where the paper stops.
 
 Not done: options between the two; the score says nothing of how much an option hurts, so it cannot price three. A
-knapsack with measured damages does better; this is the fallback where nothing can be measured.
+knapsack with measured damages does better; this is the fallback where nothing can be measured. KL of
+layerwise-zd at 3.184 bits is 0.0186, of mixed3bit at 3.122 bits 0.0077 (bundled model, 16,352 tokens).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from compress.allocate import uniform_options
-from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem
+from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem, entries_at, option_named
 from compress.errors import BudgetError, RecipeError
+
+if TYPE_CHECKING:
+    from compress.allocate.sensitivity import Measurements
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,21 @@ class Config:
     fill: bool = True  # spend the bytes that are left on units of the next blocks
 
 
+def _measure_lim(store: Measurements) -> None:
+    from compress.papers.allocate import block_scores
+
+    block_scores.measure_lim(store)
+
+
+def _measure_zd(store: Measurements) -> None:
+    from compress.papers.allocate import block_scores
+
+    block_scores.measure_zd(store)
+
+
+METRICS = {"lim": _measure_lim, "zd": _measure_zd}  # beside those of compress/allocate/metrics.py
+
+
 def needs(config: Config) -> frozenset[str]:
     """Return the score of the units."""
     return frozenset({config.score})
@@ -38,9 +56,9 @@ def needs(config: Config) -> frozenset[str]:
 
 def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None = None) -> Allocated:
     problem.check()
-    low = uniform_options.named(problem.units, "low", config.low, 0)
-    high = uniform_options.named(problem.units, "high", config.high, -1)
-    chosen, raised = uniform_options.at(problem.units, low), uniform_options.at(problem.units, high)
+    low = option_named(problem.units, "low", config.low, 0)
+    high = option_named(problem.units, "high", config.high, -1)
+    chosen, raised = entries_at(problem.units, low), entries_at(problem.units, high)
     takes = [u.entries[j].nbytes - u.entries[i].nbytes for u, i, j in zip(problem.units, chosen, raised, strict=True)]
     if high == low or sum(takes) < 0:
         raise RecipeError(f"allocate: high {high!r} is not larger than low {low!r}")

@@ -14,8 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from compress import recipe
-from compress.allocate import kv_budget, kv_options, kv_session, kv_share, kv_tokens
-from compress.allocate.kv_budget import CacheCosts, CacheOffer, CacheOption, LayerCosts, TensorCosts
+from compress.allocate import cache_costs, cache_options, cache_store, cache_units
+from compress.allocate.cache_options import CacheOption
+from compress.allocate.cache_units import CacheCosts, CacheOffer, LayerCosts, TensorCosts
+from compress.allocate.problem import Problem
 from compress.cli import tables
 from compress.errors import RecipeError
 from compress.evaluate.cache_scores import Candidate
@@ -73,8 +75,8 @@ def test_no_choice_within_the_budget_has_less_damage(seed: int) -> None:
     costs = {(unit.layer, unit.kind): unit for unit in offer.costs.units}
     alike = [pair for pair in product(range(4), repeat=2) if pair[0] // 2 == pair[1] // 2]
     for room in (70 + 600, 1200, 2000, 3000, 10**5):
-        nbytes, choice = kv_budget.divided(offer, (), room)
-        found = kv_budget.described(offer, choice)
+        nbytes, choice = cache_units.divide(offer, (), room)
+        found = cache_units.describe(offer, choice)
         assert nbytes == found["nbytes"] <= room
         best = min(
             sum(
@@ -107,12 +109,12 @@ def prepared(
 ) -> Any:
     """A pico model, its options and their costs on these windows, which calibrate, too."""
     model = pico()
-    options = kv_budget.options(settings, (), listed)
-    asked = kv_tokens.Asked(settings, options, context)
-    caches = kv_options.offered(model, settings, options, tokens)
-    sizes = kv_tokens.sized(model, tokens[:1], caches, asked)
-    costs = kv_options.measure(model, tokens, caches, sizes, lambda n: None, batch)
-    forgotten = kv_tokens.measure(model, tokens, asked, sizes, lambda n: None, batch)
+    options = cache_options.options(settings, (), listed)
+    asked = cache_costs.OfferedCache(settings, options, context)
+    caches = cache_costs.calibrate_options(model, settings, options, tokens)
+    sizes = cache_costs.measure_option_sizes(model, tokens[:1], caches, asked)
+    costs = cache_costs.measure_codes(model, tokens, caches, sizes, lambda n: None, batch)
+    forgotten = cache_costs.measure_evictions(model, tokens, asked, sizes, lambda n: None, batch)
     costs = CacheCosts(costs.units, costs.fixed_nbytes, costs.tokens, costs.window, forgotten)
     return model, CacheOffer(options, costs, context, 2), caches
 
@@ -123,7 +125,7 @@ def random_text(rows: int = 2, tokens: int = CONTEXT) -> Tensor:
 
 def applied(settings: dict[str, Any], listed: list[dict[str, Any]], offer: CacheOffer, choice: Any) -> CacheSettings:
     loaded = words(settings, listed)
-    found = kv_share.applied(loaded, loaded.allocate, kv_budget.described(offer, choice)).kv_cache
+    found = cache_options.apply_choice(loaded, loaded.allocate, cache_units.describe(offer, choice)).kv_cache
     assert found is not None
     return found
 
@@ -170,15 +172,15 @@ def test_bytes_are_those_of_a_cache_that_is_filled(name: str) -> None:
     for context in (CONTEXT, 150) if name in ("codes", "before the rotary embedding") else (CONTEXT,):
         model, offer, caches = prepared(random_text(1, 180), settings, listed, context)
         seen = set()
-        smallest = kv_budget.Problem(offer.units, 0).least + offer.costs.fixed_nbytes
-        largest = kv_budget.Problem(offer.units, 0).most + offer.costs.fixed_nbytes
+        smallest = Problem(offer.units, 0).least + offer.costs.fixed_nbytes
+        largest = Problem(offer.units, 0).most + offer.costs.fixed_nbytes
         for part in (0.0, 0.5, 1.0):
-            nbytes, choice = kv_budget.divided(offer, (), int(smallest + part * (largest - smallest)))
+            nbytes, choice = cache_units.divide(offer, (), int(smallest + part * (largest - smallest)))
             found = applied(plain, listed, offer, choice)
             taken, stored = held(model, found, context, caches[0].static)
             assert taken == nbytes
             of_units = [stored[of.layer] for of in offer.costs.forgotten]
-            said = kv_budget.described(offer, choice)["tokens stored"]
+            said = cache_units.describe(offer, choice)["tokens stored"]
             assert said == pytest.approx(sum(of_units) / len(of_units) / context)
             seen.add(tuple(stored))
         assert len(seen) > 1
@@ -191,8 +193,8 @@ def test_tokens_or_bits_as_the_text_asks(text: str) -> None:
     tokens = torch.full((2, CONTEXT), 7) if same else random_text()
     listed: list[dict[str, Any]] = [{"bits": 2}, {"bits": 8, "evict": {"keep": 0.1}}]
     _, offer, _ = prepared(tokens, cache_settings({**RECIPE, "sink": 0}), listed, CONTEXT)
-    _, choice = kv_budget.divided(offer, (), 10**6)
-    chosen = {name for kinds in kv_budget.described(offer, choice)["layers"].values() for name in kinds.values()}
+    _, choice = cache_units.divide(offer, (), 10**6)
+    chosen = {name for kinds in cache_units.describe(offer, choice)["layers"].values() for name in kinds.values()}
     assert chosen == ({"bits=8, tokens=0.1"} if same else {"bits=2"})
     for of in offer.costs.forgotten:
         assert of.kls[0] == of.errors[0] == 0 and of.stored[0] == 1
@@ -204,7 +206,7 @@ def test_batches_of_windows_do_not_matter() -> None:
     for first, second in zip(one.costs.forgotten, both.costs.forgotten, strict=True):
         assert first.kls == pytest.approx(second.kls, rel=1e-4) and first.stored == second.stored
     for room in (26_000, 32_000, 44_000):
-        assert kv_budget.divided(one, (), room) == kv_budget.divided(both, (), room)
+        assert cache_units.divide(one, (), room) == cache_units.divide(both, (), room)
 
 
 def test_the_other_estimator_counts_tokens_too() -> None:
@@ -213,20 +215,21 @@ def test_the_other_estimator_counts_tokens_too() -> None:
     for unit in offer.units:
         of = next(of for of in offer.costs.forgotten if of.layer == unit.block)
         for entry in unit.entries:
-            k, v = ([o.name for o in offer.options].index(name) for name in entry.option.split(kv_budget.BESIDE))
+            names = [option.name for option in offer.options]
+            k, v = map(names.index, entry.option.split(cache_units.PAIR_SEPARATOR))
             keys, values = (kinds[unit.block, kind] for kind in KINDS)
             errors = keys.errors[k] + values.errors[v] + of.errors[k]
-            assert entry.damage[kv_budget.OUTPUT_ERROR] == pytest.approx(errors) and of.errors[k] == of.errors[v]
+            assert entry.damage[cache_units.OUTPUT_ERROR] == pytest.approx(errors) and of.errors[k] == of.errors[v]
             assert entry.nbytes == keys.nbytes[k] + values.nbytes[v]
-    assert kv_budget.divided(offer, (), 30_000, "output_error")[0] <= 30_000
+    assert cache_units.divide(offer, (), 30_000, "output_error")[0] <= 30_000
 
 
 def test_one_share_of_all_options_leaves_keys_and_values_apart() -> None:
     plain = {**BASE, "evict": {**SNAP, "keep": 0.5}}
     _, offer, _ = prepared(random_text(), cache_settings(plain), [{"bits": 2}, {"bits": 8}], CONTEXT)
     assert [unit.name for unit in offer.units] == [f"kv_cache.layers.{i}.{kind}" for i in range(2) for kind in KINDS]
-    nbytes, choice = kv_budget.divided(offer, (), 10**6)
-    facts = kv_budget.described(offer, choice)
+    nbytes, choice = cache_units.divide(offer, (), 10**6)
+    facts = cache_units.describe(offer, choice)
     lost = sum(of.kls[0] for of in offer.costs.forgotten)
     assert lost > 0
     assert facts["divergence"] == pytest.approx(lost + sum(unit.kls[1] for unit in offer.costs.units))
@@ -235,14 +238,14 @@ def test_one_share_of_all_options_leaves_keys_and_values_apart() -> None:
 
 def test_shares_become_settings() -> None:
     settings = cache_settings(RECIPE)
-    by_layer = kv_tokens.chosen(settings, {0: 0.5, 1: None, 2: 0.25}, 4)
+    by_layer = cache_options.eviction_by_layer(settings, {0: 0.5, 1: None, 2: 0.25}, 4)
     assert by_layer is not None and by_layer.budget.keep is None
     assert by_layer.budget.keep_by_layer == (0.5, 1.0, 0.25, 1.0) and by_layer.config == settings.evict.config
-    alike = kv_tokens.chosen(settings, {0: 0.5, 2: 0.5}, 4)
+    alike = cache_options.eviction_by_layer(settings, {0: 0.5, 2: 0.5}, 4)
     assert alike is not None and alike.budget.keep == 0.5 and not alike.budget.keep_by_layer
-    assert kv_tokens.chosen(settings, {0: 1.0, 1: None}, 2) is None
-    assert kv_tokens.chosen(settings, {0: None, 1: None}, 2) is settings.evict
-    assert kv_tokens.chosen(cache_settings(BASE), {0: None}, 2) is None
+    assert cache_options.eviction_by_layer(settings, {0: 1.0, 1: None}, 2) is None
+    assert cache_options.eviction_by_layer(settings, {0: None, 1: None}, 2) is settings.evict
+    assert cache_options.eviction_by_layer(cache_settings(BASE), {0: None}, 2) is None
 
 
 @pytest.mark.parametrize(
@@ -276,18 +279,18 @@ def test_evictions_whose_bytes_are_not_known(evict: dict[str, Any], message: str
     own = {key: value for key, value in {**SNAP, **evict}.items() if value is not None}
     settings, model = cache_settings({**BASE, "evict": own}), build("llama")
     with pytest.raises(RecipeError, match=message) as error:
-        kv_options.check(model.config, settings, kv_budget.options(settings, (), LISTED), CONTEXT)
+        cache_options.check(model.config, settings, cache_options.options(settings, (), LISTED), CONTEXT)
     assert "\n" not in str(error.value)
 
 
 def test_options_that_do_not_fit_are_known_before_any_work() -> None:
     settings, model = cache_settings(RECIPE), build("llama")
     before = {"method": "lloyd", "rope": "pre", "bits": 4}
-    options = kv_budget.options(settings, (), [{"bits": 2}, {**before, "evict": {"keep": 0.5}}])
+    options = cache_options.options(settings, (), [{"bits": 2}, {**before, "evict": {"keep": 0.5}}])
     with pytest.raises(RecipeError, match=r"the option .*tokens=0.5.*kv_cache.evict.heads: shared"):
-        kv_options.check(model.config, settings, options, CONTEXT)
-    options = kv_budget.options(settings, (), [{"bits": 2, "evict": {"keep": 0.5}}, before])
-    assert kv_options.check(model.config, settings, options, CONTEXT) == 2  # where it is stored whole
+        cache_options.check(model.config, settings, options, CONTEXT)
+    options = cache_options.options(settings, (), [{"bits": 2, "evict": {"keep": 0.5}}, before])
+    assert cache_options.check(model.config, settings, options, CONTEXT) == 2  # where it is stored whole
 
 
 def asked(model: Path, folder: Path, name: str) -> list[str]:
@@ -310,7 +313,8 @@ def test_from_the_command_line(tmp_path: Path) -> None:
         out = tmp_path / f"out-{name}"
         line = ["quantize", *asked(model, tmp_path, name), "--target", f"{size + 32_000}B", "--out", str(out)]
         if name == "broken":
-            killed = "import os; from compress.allocate import kv_tokens; kv_tokens.measure = lambda *_: os._exit(9)"
+            killed = "import os; from compress.allocate import cache_costs as costs; "
+            killed += "costs.measure_evictions = lambda *_: os._exit(9)"
             assert cli(*line, prepare=killed).code == 9
         done = cli(*line)
         assert done.code == 0, done.err
@@ -337,7 +341,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     assert sum(stored) / 2 == pytest.approx(cache["tokens stored"]) and min(stored) < 1
     read = recipe.load(str(out / "recipe.yaml"))
     assert read.kv_cache == loaded.kv_cache.settings or read.kv_cache.evict == loaded.kv_cache.settings.evict
-    assert "evict" in dump(words(RECIPE, LISTED)) and kv_session.COSTS["forgotten"]
+    assert "evict" in dump(words(RECIPE, LISTED)) and cache_store.COSTS_LAYOUT["forgotten"]
     line[-3] = f"{size + 5_000}B"
     done = cli(*line[:-1], str(tmp_path / "none"))
     assert done.code == 1 and "raise the target, shorten the context" in one_line(done)

@@ -12,10 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compress import recipe
-from compress.allocate import kv_budget, kv_measure, kv_options, kv_sizes
-from compress.allocate.kv_budget import CacheOffer
+from compress.allocate import cache_costs, cache_options, cache_store, cache_units
+from compress.allocate.cache_units import CacheOffer
 from compress.cli import tables
 from compress.errors import RecipeError
+from compress.importers import open_checkpoint
 from compress.kv import generation, hooks
 from compress.kv.settings import KINDS, cache_settings
 from compress.recipe.read import dump
@@ -42,53 +43,54 @@ LISTED: list[dict[str, Any]] = [{"bits": 2}, {"method": "lloyd", "bits": 3}, {"b
 )
 def test_windows_are_as_long_as_the_context(samples: int, seq_len: int, context: int, window: int) -> None:
     tokens = torch.zeros(samples, seq_len, dtype=torch.long)
-    assert kv_measure.window_length(tokens, context) == window
+    assert cache_store.window_length(tokens, context) == window
 
 
 def test_errors_are_measured_at_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of text that does not calibrate, in order, and the facts say at how many tokens."""
     loaded = recipe.load("kv4", ["kv_cache.residual_length=16", "kv_cache.flush=8", "kv_cache.sink=2"])
     job = Job(str(save_pico("llama", tmp_path / "m")), loaded, tmp_path / "out")
-    options = kv_budget.options(cache_settings(loaded.kv_cache or {}), (2, 4))
+    options = cache_options.options(cache_settings(loaded.kv_cache or {}), (2, 4))
     tokens = torch.randint(0, 250, (8, 60), generator=torch.Generator().manual_seed(0))
     seen = []
-    real = kv_options.measure
+    real = cache_costs.measure_codes
     monkeypatch.setattr(
-        kv_options, "measure", lambda model, windows, *rest: seen.append(windows) or real(model, windows, *rest)
+        cache_costs, "measure_codes", lambda model, windows, *rest: seen.append(windows) or real(model, windows, *rest)
     )
+    checkpoint = open_checkpoint(Path(job.model))
     for context, shape in ((60, (4, 60)), (100, (2, 100)), (250, (1, 240))):
-        costs = kv_measure.costs(job, options, context, tokens, lambda *a: None)
+        costs = cache_store.measure_costs(job, checkpoint, options, context, tokens, lambda *a: None)
         assert seen[-1].shape == shape and costs.window == shape[1]
         assert torch.equal(seen[-1].flatten(), tokens[4:].flatten()[: seen[-1].numel()])
         offer = CacheOffer(options, costs, context, 2)
-        _, choice = kv_budget.divided(offer, (), 10**6)
-        said = tables.cache_line(kv_budget.described(offer, choice))
+        _, choice = cache_units.divide(offer, (), 10**6)
+        said = tables.cache_line(cache_units.describe(offer, choice))
         assert ("errors measured at 240 tokens" in said) == (context == 250)
         assert f"cache of {context} tokens" in said and "bytes a token, calibrated tensors included" in said
 
 
 def test_any_settings_are_options() -> None:
     settings = cache_settings(RECIPE)
-    options = kv_budget.options(settings, (), LISTED)
+    options = cache_options.options(settings, (), LISTED)
     assert [option.name for option in options] == ["bits=2", "method=lloyd, bits=3", "bits=4, residual_length=32"]
     model = build("llama")
     hooks.attach(model)
     generation.switch(model)
     tokens = torch.randint(0, 250, (4, 150), generator=torch.Generator().manual_seed(0))
-    caches = kv_options.offered(model, settings, options, tokens)
-    sizes = kv_sizes.sized(model, tokens[:1], caches, 150)
-    costs = kv_options.measure(model, tokens[:1], caches, sizes, lambda n: None)
+    caches = cache_costs.calibrate_options(model, settings, options, tokens)
+    sizes = cache_costs.measure_sizes(model, tokens[:1], caches, 150)
+    costs = cache_costs.measure_codes(model, tokens[:1], caches, sizes, lambda n: None)
     offer = CacheOffer(options, costs, 150, 2)
     for unit, cost in zip(offer.units, costs.units, strict=True):
         by_name = {entry.option: entry for entry in unit.entries}
         for i, option in enumerate(options):
             entry = by_name[option.name]
             assert entry.nbytes == cost.nbytes[i] and entry.bits == pytest.approx(8 * cost.nbytes[i] / cost.numel)
-            assert entry.damage[kv_budget.DIVERGENCE] == cost.kls[i]
+            assert entry.damage[cache_units.DIVERGENCE] == cost.kls[i]
     for choice in product(range(3), repeat=2):
         by_layer = {0: {"keys": options[choice[0]].name, "values": options[choice[1]].name}}
         by_layer[1] = {"keys": options[1].name, "values": options[0].name}
-        found = kv_budget.laid_out(settings, by_layer, 2, options).by_layer(2)
+        found = cache_options.lay_out(settings, by_layer, 2, options).by_layer(2)
         for layer, kinds in by_layer.items():
             for kind in KINDS:
                 given = dict(next(option.settings for option in options if option.name == kinds[kind]))

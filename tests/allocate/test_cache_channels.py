@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from compress.allocate import kv_budget, kv_options, kv_tokens
-from compress.allocate.kv_budget import CacheOffer
+from compress.allocate import cache_costs, cache_options, cache_units
+from compress.allocate.cache_units import CacheOffer
+from compress.allocate.problem import Problem
 from compress.calib.kv import calibrate
 from compress.errors import RecipeError
 from compress.evaluate.cache_scores import Candidate
@@ -53,29 +54,31 @@ def test_a_budget_gives_layers_different_channels(method: str) -> None:
     hooks.attach(model)
     generation.switch(model)
     tokens = torch.randint(0, 250, (4, MEASURED), generator=torch.Generator().manual_seed(0))
-    options = kv_budget.options(settings, (), listed)
-    assert kv_options.check(model.config, settings, options, CONTEXT) == 2
-    asked = kv_tokens.Asked(settings, options, CONTEXT)
-    caches = kv_options.offered(model, settings, options, tokens[:3])
-    sizes = kv_tokens.sized(model, tokens[3:], caches, asked)
-    costs = kv_options.measure(model, tokens[3:], caches, sizes, lambda n: None)
+    options = cache_options.options(settings, (), listed)
+    assert cache_options.check(model.config, settings, options, CONTEXT) == 2
+    asked = cache_costs.OfferedCache(settings, options, CONTEXT)
+    caches = cache_costs.calibrate_options(model, settings, options, tokens[:3])
+    sizes = cache_costs.measure_option_sizes(model, tokens[3:], caches, asked)
+    costs = cache_costs.measure_codes(model, tokens[3:], caches, sizes, lambda n: None)
     few, many = (sum(unit.kls[i] for unit in costs.units) for i in (0, 1 if method != "key_pairs" else 2))
     assert few > many > 0
     # made up, so that all options are best somewhere
     ranked = [
-        kv_budget.TensorCosts(u.layer, u.kind, u.numel, u.nbytes, u.errors, tuple((i + 1) / n**2 for n in u.nbytes))
+        cache_units.TensorCosts(u.layer, u.kind, u.numel, u.nbytes, u.errors, tuple((i + 1) / n**2 for n in u.nbytes))
         for i, u in enumerate(costs.units)
     ]
-    kept = kv_tokens.measure(model, tokens[3:], asked, sizes, lambda n: None)
-    offer = CacheOffer(options, kv_budget.CacheCosts(tuple(ranked), costs.fixed_nbytes, 1, MEASURED, kept), CONTEXT, 2)
-    empty, seen = kv_budget.Problem(offer.units, 0), set()
+    kept = cache_costs.measure_evictions(model, tokens[3:], asked, sizes, lambda n: None)
+    offer = CacheOffer(
+        options, cache_units.CacheCosts(tuple(ranked), costs.fixed_nbytes, 1, MEASURED, kept), CONTEXT, 2
+    )
+    empty, seen = Problem(offer.units, 0), set()
     for part in (0.0, 0.4, 0.8):
         room = int(empty.least + part * (empty.most - empty.least)) + costs.fixed_nbytes
-        nbytes, choice = kv_budget.divided(offer, (), room)
-        by_layer = kv_budget.chosen_options(offer.units, choice)
-        laid = kv_budget.laid_out(settings, by_layer, 2, options)
+        nbytes, choice = cache_units.divide(offer, (), room)
+        by_layer = cache_units.chosen_options(offer.units, choice)
+        laid = cache_options.lay_out(settings, by_layer, 2, options)
         shares = {i: {o.name: o.keep for o in options}[kinds["keys"]] for i, kinds in by_layer.items()}
-        evict = kv_tokens.chosen(settings, shares, 2)
+        evict = cache_options.eviction_by_layer(settings, shares, 2)
         static = calibrate(model, coded_layers(model.config, laid), tokens[:3])[0]
         cache = Candidate("", cache_settings({**laid.plain(), **_section(evict)}), static, "fused").cache(model.config)
         with torch.no_grad():
@@ -97,12 +100,12 @@ def test_layers_share_out_channels_alone() -> None:
     """One budget of channels for all layers would change what a layer stores with the choice of another."""
     kivi = cache_settings({key: value for key, value in RECIPE.items() if key != "evict"})
     for method, ranks in (("cskv", "even"), ("matryoshka", "layer")):
-        own, fewer = kv_budget.options(kivi, (), [{"method": method}, {"method": method, "keep": 0.25}])
+        own, fewer = cache_options.options(kivi, (), [{"method": method}, {"method": method, "keep": 0.25}])
         assert own.settings["ranks"] == fewer.settings["ranks"] == ranks and own.name == f"method={method}"
         with pytest.raises(RecipeError, match=f"divides channels among layers.*set ranks: {ranks}"):
-            kv_budget.options(kivi, (), [{"bits": 2}, {"method": method, "ranks": "model"}])
-        whole = kv_budget.options(kivi, (), [{"bits": 2}, {"method": method, "ranks": "even"}])[1]
+            cache_options.options(kivi, (), [{"bits": 2}, {"method": method, "ranks": "model"}])
+        whole = cache_options.options(kivi, (), [{"bits": 2}, {"method": method, "ranks": "even"}])[1]
         assert whole.settings == {"method": method, "ranks": "even"}
         section = cache_settings({"method": method, "keep": 0.5})
-        assert kv_budget.options(section, (), [{}, {"keep": 0.25}])[1].settings == {"keep": 0.25, "ranks": ranks}
-        assert "ranks" not in kv_budget.options(section, ())[0].settings  # bits leave the ranks as they are
+        assert cache_options.options(section, (), [{}, {"keep": 0.25}])[1].settings == {"keep": 0.25, "ranks": ranks}
+        assert "ranks" not in cache_options.options(section, ())[0].settings  # bits leave the ranks as they are

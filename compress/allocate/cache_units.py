@@ -1,6 +1,6 @@
-"""Choose how the keys and the values of each layer are stored, within a budget of bytes.
+"""Make units of an allocation from the keys and the values of a cache, beside those of weights.
 
-Each tensor kind of each layer is a unit of an allocation (compress/allocate/problem.py) with an entry for each option:
+Each tensor kind of each layer is a unit of the problem (compress/allocate/problem.py) with an entry for each option:
 its bytes at a context length, and its damage, the increase of a loss. Three estimators of that:
 
     kl_one_at_a_time   nats a token, as those of weights are: KL(exact || cache) with this kind coded by this option in
@@ -9,49 +9,38 @@ its bytes at a context length, and its damage, the increase of a loss. Three est
     rule               KV-AdaQuant (arXiv 2502.15075): c 2^(-2 bits), so that one measurement, of the fewest bits, does
 
 The published c are squared norms of W_K and W_V, which say that keys need more bits. That was found with groups along
-channels; keys grouped along tokens can turn it round, so c is the measured error here. `raised` is the published
+channels; keys grouped along tokens can turn it round, so c is the measured error here. `raise_bits` is the published
 greedy: all units at their fewest bits, then again and again the raise of largest gain a bit that still fits. The other
 estimators are summed by the solver of the weights' bits (within a bound of the optimum).
 
-Where options say how many tokens stay (compress/allocate/kv_tokens.py), the unit is a layer: its entries are all pairs
+Where options say how many tokens stay, the unit is a layer: its entries are all pairs
 of an option for keys and one for values that keep the same share, and their damage that of both and of the tokens that
 are forgotten.
 
 Errors of layers, kinds and tokens are taken to add up; damage to what later layers see of earlier ones' errors is in
-`kl_one_at_a_time` only. compress/allocate/kv_share.py puts this beside the weights: one budget for both.
+`kl_one_at_a_time` only. compress/allocate/cache_share.py divides one target between both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, Final
 
-from compress import plugins
-from compress.allocate.problem import KL_ONE_AT_A_TIME, Choice, Entry, Problem, Unit
+from compress.allocate.cache_options import CacheOption
+from compress.allocate.problem import KL_ONE_AT_A_TIME, Choice, Problem, Unit, UnitEntry
 from compress.allocate.solver import damages_of, solve
-from compress.errors import BudgetError, RecipeError
-from compress.kv.settings import KINDS, CacheSettings, Coding, LayerRule
+from compress.errors import BudgetError
+from compress.kv.settings import KINDS
 from compress.process_memory import show
 from compress.recipe.schema import CacheEstimator
 
 DIVERGENCE: Final = KL_ONE_AT_A_TIME
 OUTPUT_ERROR: Final = "output_error"
 RULE: Final = "rule"
-PREFIX = "kv_cache.layers."  # of the units' names: kv_cache.layers.3.keys
-BESIDE = " | "  # between the options of a layer's keys and values, in the name of an entry for both
-BITS = (1, 2, 3, 4, 6, 8)  # offered where a recipe lists none
-
-
-@dataclass(frozen=True)
-class CacheOption:
-    """Settings laid over the recipe for the keys or the values of a layer."""
-
-    name: str
-    bits: float | None  # nominal, of a code; None: options differ in more than that
-    settings: Mapping[str, Any]
-    keep: float | None = None  # share of the prompt's tokens that stays; None: as the recipe says
+UNIT_PREFIX = "kv_cache.layers."  # a unit is kv_cache.layers.3.keys
+PAIR_SEPARATOR = " | "  # stands between the options of a layer's keys and values, in the name of an entry for both
 
 
 @dataclass(frozen=True)
@@ -101,8 +90,8 @@ class CacheOffer:
     def units(self) -> tuple[Unit, ...]:
         """The units that an allocation chooses for."""
         if self.shares_tokens:
-            return pairs(self.costs, self.options)
-        return units(self.costs.units, self.options)
+            return layer_units(self.costs, self.options)
+        return kind_units(self.costs.units, self.options)
 
     @property
     def shares_tokens(self) -> bool:
@@ -110,62 +99,7 @@ class CacheOffer:
         return any(option.keep is not None for option in self.options)
 
 
-def options(
-    settings: CacheSettings, bits: Sequence[float] = (), listed: Sequence[Mapping[str, Any]] = ()
-) -> tuple[CacheOption, ...]:
-    """Return an option for each of these bits, by default for those that the recipe's methods take.
-
-    listed: settings of the cache, one option each, in their place.
-    Raises RecipeError for bits that a method does not take, or that leave no choice.
-    """
-    if listed:
-        return tuple(_listed(settings, each) for each in listed)
-    if bits and len(set(bits)) < max(2, len(bits)):
-        raise RecipeError(f"allocate.cache_bits: {list(bits)} are not two or more different numbers; offer others")
-    offered = []
-    for number in (int(b) if float(b).is_integer() else b for b in bits or BITS):
-        try:
-            for side in (settings.keys, settings.values):
-                replace(side.config, bits=number)
-        except (TypeError, ValueError) as error:  # no such setting, or not this number
-            if bits:
-                raise RecipeError(f"allocate.cache_bits: {number:g} bits: {error}; offer others") from error
-            continue
-        offered.append(CacheOption(f"bits={number:g}", number, {"bits": number}))
-    if len(offered) < 2:
-        methods = " and ".join(dict.fromkeys((settings.keys.method, settings.values.method)))
-        raise RecipeError(f"kv_cache: {methods} has no bits to choose; use a method that has, such as kivi")
-    return tuple(offered)
-
-
-def _listed(settings: CacheSettings, given: Mapping[str, Any]) -> CacheOption:
-    """Return the option of one entry of `cache_options`.
-
-    A codec that shares out channels among all layers does so within each layer here, because layers get options of
-    their own; RecipeError where the entry says otherwise.
-    """
-    own = {key: value for key, value in given.items() if key != "evict"}
-    keep = given["evict"]["keep"] if "evict" in given else None
-    named = [f"{key}={value}" for key, value in own.items()]
-    named += [] if keep is None else [f"tokens={keep:g}"]
-    changes = [shared_out(settings.of(kind).over(own)) for kind in KINDS]
-    for key in changes[0]:
-        if key in own:
-            raise RecipeError(
-                f"allocate.cache_options: {key}: {own[key]} divides channels among layers, and so does the target; "
-                f"set {key}: {changes[0][key]}"
-            )
-    alone = changes[0] if changes[0] == changes[1] else {}
-    return CacheOption(", ".join(named) or "as it is", None, {**own, **alone}, keep)
-
-
-def shared_out(coding: Coding) -> dict[str, str]:
-    """Return the settings to change so that what a layer stores does not depend on the other layers."""
-    alone: Mapping[str, tuple[str, str]] = getattr(plugins.load("kv", coding.method), "ALONE", {})
-    return {key: own for key, (shared, own) in alone.items() if getattr(coding.config, key) == shared}
-
-
-def units(costs: Sequence[TensorCosts], options: Sequence[CacheOption]) -> tuple[Unit, ...]:
+def kind_units(costs: Sequence[TensorCosts], options: Sequence[CacheOption]) -> tuple[Unit, ...]:
     """Return the units that an allocation chooses for, each with an entry for each option."""
     made = []
     for unit in costs:
@@ -173,16 +107,16 @@ def units(costs: Sequence[TensorCosts], options: Sequence[CacheOption]) -> tuple
         fewest = min(range(len(options)), key=lambda i: bits[i])
         constant = unit.errors[fewest] * 4 ** bits[fewest]
         entries = [
-            Entry(option.name, nbytes, b, {DIVERGENCE: kl, OUTPUT_ERROR: error, RULE: constant * 4**-b})
+            UnitEntry(option.name, nbytes, b, {DIVERGENCE: kl, OUTPUT_ERROR: error, RULE: constant * 4**-b})
             for option, b, nbytes, error, kl in zip(options, bits, unit.nbytes, unit.errors, unit.kls, strict=True)
         ]
         order = sorted(entries, key=lambda entry: (entry.nbytes, entry.option))
-        name = f"{PREFIX}{unit.layer}.{unit.kind}"
+        name = f"{UNIT_PREFIX}{unit.layer}.{unit.kind}"
         made.append(Unit(name, (name,), unit.layer, unit.numel, tuple(order)))
     return tuple(made)
 
 
-def pairs(costs: CacheCosts, options: Sequence[CacheOption]) -> tuple[Unit, ...]:
+def layer_units(costs: CacheCosts, options: Sequence[CacheOption]) -> tuple[Unit, ...]:
     """Return a unit for each layer, with an entry for each pair of options that keep the same share of tokens."""
     by_place = {(unit.layer, unit.kind): unit for unit in costs.units}
     alike = [(k, v) for k, v in product(range(len(options)), repeat=2) if options[k].keep == options[v].keep]
@@ -196,15 +130,15 @@ def pairs(costs: CacheCosts, options: Sequence[CacheOption]) -> tuple[Unit, ...]
                 DIVERGENCE: keys.kls[k] + values.kls[v] + of.kls[k],
                 OUTPUT_ERROR: keys.errors[k] + values.errors[v] + of.errors[k],
             }
-            name = f"{options[k].name}{BESIDE}{options[v].name}"
-            entries.append(Entry(name, nbytes, 8 * nbytes / numel, damage))
+            name = f"{options[k].name}{PAIR_SEPARATOR}{options[v].name}"
+            entries.append(UnitEntry(name, nbytes, 8 * nbytes / numel, damage))
         order = sorted(entries, key=lambda entry: (entry.nbytes, entry.option))
-        names = tuple(f"{PREFIX}{of.layer}.{kind}" for kind in KINDS)
-        made.append(Unit(f"{PREFIX}{of.layer}", names, of.layer, numel, tuple(order)))
+        names = tuple(f"{UNIT_PREFIX}{of.layer}.{kind}" for kind in KINDS)
+        made.append(Unit(f"{UNIT_PREFIX}{of.layer}", names, of.layer, numel, tuple(order)))
     return tuple(made)
 
 
-def raised(problem: Problem, estimator: str = RULE) -> Choice:
+def raise_bits(problem: Problem, estimator: str = RULE) -> Choice:
     """Return the choice of KV-AdaQuant's greedy; entries with more bits are those with more bytes."""
     problem.check()
     at = [min(range(len(unit.entries)), key=lambda i: unit.entries[i].bits) for unit in problem.units]
@@ -222,7 +156,7 @@ def raised(problem: Problem, estimator: str = RULE) -> Choice:
         at[-best[1]] = -best[2]
 
 
-def joined(offer: CacheOffer, weights: Sequence[Unit], room: int) -> Problem:
+def join(offer: CacheOffer, weights: Sequence[Unit], room: int) -> Problem:
     """Return the problem of these weights and the cache together, in `room` bytes, what no option changes taken off.
 
     Raises BudgetError where the smallest options do not fit.
@@ -238,7 +172,7 @@ def joined(offer: CacheOffer, weights: Sequence[Unit], room: int) -> Problem:
     return together
 
 
-def divided(
+def divide(
     offer: CacheOffer, weights: Sequence[Unit], room: int, estimator: CacheEstimator = DIVERGENCE
 ) -> tuple[int, Choice]:
     """Return the bytes of the cache, everything included, and its choice; `room` bytes are for it and these weights.
@@ -246,18 +180,18 @@ def divided(
     The cache's share is decided by divergences; with another estimator it is spent anew among layers and kinds. Raises
     BudgetError where the smallest options do not fit.
     """
-    together = joined(offer, weights, room)
+    together = join(offer, weights, room)
     units, fixed = offer.units, offer.costs.fixed_nbytes
     choice = solve(together, damages_of(together, DIVERGENCE)).choice[len(weights) :]
     share = Problem(units, Problem(units, 0).nbytes(choice))
     if estimator == RULE:
-        choice = raised(share)
+        choice = raise_bits(share)
     elif estimator == OUTPUT_ERROR:
         choice = solve(share, damages_of(share, OUTPUT_ERROR)).choice
     return share.nbytes(choice) + fixed, choice
 
 
-def described(offer: CacheOffer, choice: Choice) -> dict[str, Any]:
+def describe(offer: CacheOffer, choice: Choice) -> dict[str, Any]:
     """Return the facts of a choice, as JSON values."""
     chosen = [unit.entries[i] for unit, i in zip(offer.units, choice, strict=True)]
     by_layer = chosen_options(offer.units, choice)
@@ -290,36 +224,8 @@ def chosen_options(units: Sequence[Unit], choice: Choice) -> dict[int, dict[str,
     by_layer: dict[int, dict[str, str]] = {}
     for unit, index in zip(units, choice, strict=True):
         option = unit.entries[index].option
-        for member, name in zip(unit.members, option.split(BESIDE) if len(unit.members) > 1 else [option], strict=True):
-            layer, kind = member.removeprefix(PREFIX).split(".")
+        names = option.split(PAIR_SEPARATOR) if len(unit.members) > 1 else [option]
+        for member, name in zip(unit.members, names, strict=True):
+            layer, kind = member.removeprefix(UNIT_PREFIX).split(".")
             by_layer.setdefault(int(layer), {})[kind] = name
     return by_layer
-
-
-def laid_out(
-    settings: CacheSettings,
-    options_by_layer: Mapping[int, Mapping[str, str]],
-    layers: int,
-    options: Sequence[CacheOption],
-) -> CacheSettings:
-    """Return the settings with the chosen option of each of the model's layers in place of the rules.
-
-    A rule says what differs from the settings' keys and values; layers that got the same share one.
-    """
-    named = {option.name: option for option in options}
-    codings = settings.by_layer(layers)
-    alike: list[tuple[dict[str, Any], list[int]]] = []
-    for layer, kinds in options_by_layer.items():
-        said = {}
-        for kind, option in kinds.items():
-            own = codings[layer][kind].over(named[option].settings).plain()
-            common = settings.of(kind).plain()
-            differs = {key: value for key, value in own.items() if value != common.get(key)}
-            said[kind] = own if "method" in differs else differs
-        same = [numbers for other, numbers in alike if other == said]
-        if same:
-            same[0].append(layer)
-        else:
-            alike.append((said, [layer]))
-    rules = [LayerRule(tuple(numbers), said) for said, numbers in alike if any(said.values())]
-    return replace(settings, layers=tuple(rules))

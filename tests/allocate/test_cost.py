@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from compress import recipe
-from compress.allocate import estimator_cost, forecast, metrics, prepare_options, quantizing_time, session
-from compress.allocate.estimator_cost import BEST_FIRST, Speed
+from compress.allocate import cost, decide, forecast, joint_kl, metrics, prepare_options, session, variants
+from compress.allocate.joint_kl import TokenSeconds
 from compress.allocate.prepare_options import Options
-from compress.allocate.quantizing_time import QuantizingTime
+from compress.allocate.problem import BEST_FIRST
+from compress.allocate.quantize_options import QuantizingTime
 from compress.errors import BudgetError
 from compress.progress import duration, parse_duration, silent
 from compress.run.job import Job
@@ -49,55 +50,55 @@ def opened(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Options:
 @pytest.mark.parametrize("estimator", ["kl_one_at_a_time", "noise"])
 def test_passes_are_counted_as_they_are_computed(estimator: str, model: Path, tmp_path: Path) -> None:
     overrides = ("allocate.samples=2", f"allocate.estimator={estimator}")
-    with session.session(asked(model, tmp_path, *overrides), silent) as store:
+    with session.open_measurements(asked(model, tmp_path, *overrides), silent) as store:
         metrics.table(store, frozenset({estimator}))
-        forwards = store.kept(estimator)["forwards"]
-        counted = estimator_cost.work(store.opened, estimator, 2).block_tokens / len(store.skeleton.blocks)
+        forwards = store.read_unfinished(estimator)["forwards"]
+        counted = cost.count_passes(store.opened, estimator, 2).block_tokens / len(store.skeleton.blocks)
     assert counted == pytest.approx(forwards)
 
 
 def test_cheaper_estimators_take_less(opened: Options) -> None:
-    known = Speed(1e-3, 1e-3)
-    seconds = [known.seconds(estimator_cost.work(opened, name, 32)) for name in BEST_FIRST]
+    known = TokenSeconds(1e-3, 1e-3)
+    seconds = [known.seconds(cost.count_passes(opened, name, 32)) for name in BEST_FIRST]
     assert seconds == sorted(seconds, reverse=True) and seconds[-1] == 0
-    two = [known.seconds(estimator_cost.work(opened, name, 32), processes=2) for name in BEST_FIRST]
+    two = [known.seconds(cost.count_passes(opened, name, 32), processes=2) for name in BEST_FIRST]
     assert two == [each / 2 for each in seconds]
 
 
 def test_heads_are_timed_by_what_compares_variants(opened: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[float] = []
-    real = estimator_cost.divergence
-    monkeypatch.setattr(estimator_cost, "divergence", lambda *given: compared.append(real(*given)) or compared[-1])
-    assert estimator_cost.speed(opened).head > 0
+    real = joint_kl.divergence
+    monkeypatch.setattr(joint_kl, "divergence", lambda *given: compared.append(real(*given)) or compared[-1])
+    assert cost.time_passes(opened).head > 0
     assert len(compared) == 2 and max(map(abs, compared)) < 1e-3  # once untimed; a model against itself
 
 
 def test_the_best_that_fits_is_chosen(opened: Options) -> None:
-    known = Speed(1e-3, 1e-3)
-    every = list(estimator_cost.costs(opened, known, 32))
-    assert [cost.samples for cost in every if cost.estimator == BEST_FIRST[0]] == [32, 16, 8]
-    for left in [cost.seconds for cost in every]:
-        found, said = estimator_cost.best(opened, known, 32, left)
-        assert found == next(cost for cost in every if cost.seconds <= left)
+    known = TokenSeconds(1e-3, 1e-3)
+    every = list(cost.rank_estimators(opened, known, 32))
+    assert [each.samples for each in every if each.estimator == BEST_FIRST[0]] == [32, 16, 8]
+    for left in [each.seconds for each in every]:
+        found, said = cost.best_estimator(opened, known, 32, left)
+        assert found == next(each for each in every if each.seconds <= left)
         assert found.estimator in said and ("does not fit" in said) == (found != every[0])
-    assert estimator_cost.best(opened, known, 32, 0.0)[0].seconds == 0
+    assert cost.best_estimator(opened, known, 32, 0.0)[0].seconds == 0
 
 
 def test_auto_is_chosen_once_and_told(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    monkeypatch.setattr(estimator_cost, "note", notes.append)
+    monkeypatch.setattr(cost, "note", notes.append)
     job = asked(model, tmp_path, "allocate.samples=16", "calibration.num_samples=16", budget=3600.0)
-    slow = Speed(10.0, 0.0)
-    monkeypatch.setattr(estimator_cost, "speed", lambda _: slow)
-    with session.session(job, silent) as store:
+    slow = TokenSeconds(10.0, 0.0)
+    monkeypatch.setattr(cost, "time_passes", lambda _: slow)
+    with session.open_measurements(job, silent) as store:
         first = store.opened.allocation
-        kept = json.loads((store.database.folder / estimator_cost.FILE).read_text())
+        kept = json.loads((store.database.folder / cost.FILE).read_text())
     assert first.config.estimator == kept["estimator"] != BEST_FIRST[0]
     assert len(notes) == 1 and f"{BEST_FIRST[0]} on 16 samples" in notes[0]
-    monkeypatch.setattr(estimator_cost, "speed", lambda _: Speed(0.0, 0.0))  # now everything would fit
-    with session.session(job, silent) as store:
+    monkeypatch.setattr(cost, "time_passes", lambda _: TokenSeconds(0.0, 0.0))  # now everything would fit
+    with session.open_measurements(job, silent) as store:
         assert store.opened.allocation == first
-    with session.session(dataclasses.replace(job, budget=None), silent) as store:
+    with session.open_measurements(dataclasses.replace(job, budget=None), silent) as store:
         assert store.opened.allocation.config.estimator == BEST_FIRST[0]
     assert len(notes) == 1  # the best one without a budget goes without saying
 
@@ -105,47 +106,47 @@ def test_auto_is_chosen_once_and_told(model: Path, tmp_path: Path, monkeypatch: 
 def test_an_estimator_that_does_not_fit_is_refused_before_anything_is_measured(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimator_cost, "speed", lambda _: Speed(1.0, 1.0))
+    monkeypatch.setattr(cost, "time_passes", lambda _: TokenSeconds(1.0, 1.0))
     job = asked(model, tmp_path, "allocate.estimator=noise", budget=60.0)
     with pytest.raises(
         BudgetError, match=r"noise of the recipe takes about .* h, more than --budget 60\.0 s; raise it"
     ):
-        session.measured(job, silent)
-    assert not prepare_options.folder_of(job).exists()
-    session.measured(dataclasses.replace(asked(model, tmp_path, "allocate.estimator=weight"), budget=60.0), silent)
+        decide.measure(job, silent)
+    assert not variants.folder_of(job).exists()
+    decide.measure(dataclasses.replace(asked(model, tmp_path, "allocate.estimator=weight"), budget=60.0), silent)
 
 
 def test_a_plan_says_what_measuring_takes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = forecast.decided(asked(model, tmp_path), silent)
+    found = forecast.forecast(asked(model, tmp_path), silent)
     assert isinstance(found, forecast.Unmeasured)
     assert found.seconds > 0 and found.estimator.startswith("damages are measured by kl_one_at_a_time on 32 samples (")
-    explicit = forecast.decided(asked(model, tmp_path, "allocate.estimator=gradient"), silent)
+    explicit = forecast.forecast(asked(model, tmp_path, "allocate.estimator=gradient"), silent)
     assert isinstance(explicit, forecast.Unmeasured) and "gradient on 32 samples" in explicit.estimator
-    monkeypatch.setattr(quantizing_time, "predict", lambda _: QuantizingTime(0.0, 0.0, 2))
-    short = forecast.decided(asked(model, tmp_path, "allocate.estimator=gradient", budget=1e-6), silent)
+    monkeypatch.setattr(cost, "time_quantizing", lambda _: QuantizingTime(0.0, 0.0, 2))
+    short = forecast.forecast(asked(model, tmp_path, "allocate.estimator=gradient", budget=1e-6), silent)
     assert isinstance(short, forecast.Unmeasured) and short.estimator.endswith("more than --budget 0.0 s, refused")
 
 
 def test_quantizing_that_does_not_fit_is_refused_with_what_would(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantizing_time, "predict", lambda _: QuantizingTime(60.0, 30.0, 2))
+    monkeypatch.setattr(cost, "time_quantizing", lambda _: QuantizingTime(60.0, 30.0, 2))
     said = (
         "quantizing at all 3 options, and once more at what is chosen, takes about 11.3 min, more than --budget "
         "5.0 min; raise it, offer fewer options, or use less calibration text: --set calibration.num_samples=8"
     )
     job = asked(model, tmp_path, budget=300.0)
     with pytest.raises(BudgetError) as refused:
-        session.measured(job, silent)
-    assert str(refused.value) == said and not prepare_options.folder_of(job).exists()
-    planned = forecast.decided(job, silent)
+        decide.measure(job, silent)
+    assert str(refused.value) == said and not variants.folder_of(job).exists()
+    planned = forecast.forecast(job, silent)
     assert isinstance(planned, forecast.Unmeasured) and planned.estimator == f"refused: {said}"
     with pytest.raises(BudgetError, match=r"more than --budget 4\.0 min; raise it, offer fewer options$"):
-        session.measured(dataclasses.replace(job, budget=240.0), silent)
+        decide.measure(dataclasses.replace(job, budget=240.0), silent)
     fits = asked(model, tmp_path, "calibration.num_samples=8", "allocate.estimator=weight", budget=300.0)
-    session.measured(fits, silent)
-    monkeypatch.setattr(quantizing_time, "predict", lambda _: pytest.fail("what is quantized is not timed"))
-    session.measured(fits, silent)
+    decide.measure(fits, silent)
+    monkeypatch.setattr(cost, "time_quantizing", lambda _: pytest.fail("what is quantized is not timed"))
+    decide.measure(fits, silent)
 
 
 def test_samples_within_a_time() -> None:

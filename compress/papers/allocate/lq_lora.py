@@ -7,8 +7,10 @@ Differences from the released code: HiGHS instead of Gurobi, stopped after 60 se
 the recipe instead of 432 settings of one codebook; costs are divided by the cost of the greedy's choice, where the code
 scales their norm to 1000, which says the same to the solver and does not depend on options that no one would take.
 
-Not done: the low-rank part that is taken off a weight before its error is measured. Plain weight errors compare badly
-between matrices: large ones dominate, whatever goes through them.
+A low-rank part that is taken off a weight before its error is measured is that of the option: {bits: 3, lowrank: {rank:
+8}}. Plain weight errors compare badly between matrices: large ones dominate, whatever goes through them. KL
+of the knapsack on `weight` is 1.00 to 1.07 of that of uniform models of the same bytes, on `fisher` 0.72 to 0.78, on
+`kl_one_at_a_time` 0.64 to 0.69 (bundled model, docs/results/allocation.md).
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem
-from compress.allocate.solver import Limits, damages_of, solve
+from compress.allocate.solver import SolverLimits, damages_of, solve
 
 
 @dataclass(frozen=True)
-class Config(Limits):
+class Config(SolverLimits):
     estimator: Literal["weight", "fisher"] = "weight"  # damage that is added up: squared weight error, or that weighted
     # by the Fisher information
 
@@ -34,4 +36,4 @@ def needs(config: Config) -> frozenset[str]:
 def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None = None) -> Allocated:
     problem.check()
     damages = damages_of(problem, config.estimator)
-    return solve(problem, damages, "milp", limits=config).allocated()
+    return solve(problem, damages, "milp", limits=config).to_allocated()
