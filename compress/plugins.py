@@ -1,6 +1,7 @@
 """Find weight methods, transforms, allocators, formats, cache codecs and tasks by file names; there is no registry.
 
-A plugin is one file `compress/<package of its kind>/<name>.py` that defines the names which `KINDS` lists for its kind.
+A plugin is one file `compress/<package of its kind>/<name>.py`, or `<name>/__init__.py` in a folder with its own
+modules, that defines the names which `KINDS` lists for its kind.
 Published methods that are not on the frontier lie in `compress/papers/<folder of their kind>/`. They are found in the
 same way, behind the others.
 
@@ -240,10 +241,11 @@ def _files(kind: str) -> dict[str, Path]:
 
 
 def _files_of(package: str) -> dict[str, Path]:
-    """Return the files of a package of compress, by name."""
+    """Return the files of a package of compress by name; a folder's is its __init__.py."""
     spec = importlib.util.find_spec(f"compress.{package}")  # imports the packages above it only
-    folders = spec.submodule_search_locations if spec else None
-    return {path.stem: path for folder in folders or () for path in Path(folder).glob("[!_]*.py")}
+    folders = [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]
+    packages = {path.parent.name: path for folder in folders for path in folder.glob("[!_]*/__init__.py")}
+    return packages | {path.stem: path for folder in folders for path in folder.glob("[!_]*.py")}
 
 
 def parse(path: Path) -> ast.Module:

@@ -1,4 +1,7 @@
-"""Unpack codes of 1 to 8 bits that lie one after another in words, the lowest bits of a word first."""
+"""Unpack codes: integers of 1 to 8 bits in words, the lowest bits of a word first, and e2m1 numbers of 4 bits.
+
+An e2m1 number is a sign, two bits of exponent and one of mantissa. Two lie in a byte, the low half first.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
-def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
+
+def unpack_codes(words: Tensor, bits: int, count: int) -> Tensor:
     """Return the first `count` codes uint8 [..., count] of integers [..., words]; a code may lie in two words."""
     octets = words.contiguous().view(torch.uint8)
     octets = pad(octets, (0, -octets.shape[-1] % bits)).unflatten(-1, (-1, bits))  # eight codes in `bits` bytes
@@ -19,3 +24,10 @@ def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
             code = code | octets[..., octet + 1] << (8 - shift)
         codes[..., index] = code & ((1 << bits) - 1)
     return codes.flatten(-2)[..., :count]
+
+
+def unpack_e2m1(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the numbers [..., 2 n] in a packed uint8 tensor [..., n]."""
+    levels = torch.tensor(E2M1_NUMBERS, dtype=dtype)
+    table = torch.stack([levels.repeat(16), levels.repeat_interleave(16)], -1)  # [byte, half]
+    return table[packed.int()].flatten(-2)

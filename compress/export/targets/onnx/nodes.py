@@ -5,42 +5,119 @@
 A packed linear is a MatMulNBits node, packed embeddings are a GatherBlockQuantized node. Both read the same codes where
 the table is tied to the output head. Experts are computed one after the other, each for the tokens that are routed to
 it.
+
+Plain integers are laid out as ONNX Runtime multiplies with them (MatMulNBits) and looks them up (GatherBlockQuantized):
+
+    codes       uint8 [rows, blocks, block * bits / 8]   2, 4 or 8 bits each, one after the other, the lowest bits first
+    scales      float32 or float16 [rows, blocks]        w = scale * (code - zero)
+    zeros       uint8 [rows, ceil(blocks * bits / 8)]    packed like codes; left out where all are 2 ** (bits - 1)
+    row_zeros   uint8 [rows, blocks, 1]                  the same, one a byte, as lookups read them
+
+Codes of 3, 5, 6 and 7 bits take the next wider form. Scales of groups that are larger than a block are repeated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.errors import ExportError
-from compress.export import onnx_codes
-from compress.export.convert import Export, dense
+from compress.export.convert import Export, dense_tensor
 from compress.export.convert import cast as checked
-from compress.export.onnx_codes import Form
-from compress.export.weights import EMBEDDINGS, HEAD, Packed
+from compress.export.weights import EMBEDDINGS, HEAD, ExportWeight, IntWeight, StoredWeight
 from compress.model import stored_weights
 from compress.model.skeleton import Skeleton
 from compress.runtime.embedding import PackedEmbedding
 from compress.runtime.experts import Experts
 from compress.runtime.linear import PackedLinear
 
+WIDTHS = (2, 4, 8)  # bits of a stored code
+BLOCKS = (256, 128, 64, 32, 16)  # columns that share a scale
+SCALE = 4  # bytes that a scale is taken to cost, whatever its type: blocks do not depend on it
 INT8_INPUTS = 4  # accuracy_level of a product whose inputs ONNX Runtime rounds to 8 bits, in blocks, on a CPU
 Maker = Callable[[], Tensor]
 Makers = dict[str, Maker]
 Tensors = Mapping[str, nn.Parameter]  # by the names of onnx_codes.py
 
 
-class Product(nn.Module):
+class Form(NamedTuple):
+    """How the integers of a weight are stored."""
+
+    bits: int  # of a code: one of WIDTHS
+    block: int  # columns that share a scale: one of BLOCKS
+    blocks: int  # of a row; the last one may be padded
+    has_zeros: bool
+
+    @property
+    def row(self) -> int:
+        """Bytes of the codes and scales of a row."""
+        return self.blocks * (self.block * self.bits // 8 + SCALE)
+
+
+def form_of(weight: ExportWeight) -> Form | None:
+    """Return the form of the fewest bytes that holds a weight of plain integers; None if its groups fit no block."""
+    params, columns = weight.stored.params, weight.shape[1]
+    group = params.group(columns)
+    bits = next(width for width in WIDTHS if width >= params.bits)
+    blocks = [block for block in BLOCKS if group % block == 0 or group >= columns]
+    forms = [Form(bits, block, -(-columns // block), not params.symmetric) for block in blocks]
+    return min(forms, key=lambda form: form.row, default=None)
+
+
+def specs(form: Form, weight: ExportWeight, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return name -> shape and type of what is stored for a weight: zero points as its products and lookups read them.
+
+    dtype: of the scales.
+    """
+    rows = weight.shape[0]
+    stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "codes": ((rows, form.blocks, form.block * form.bits // 8), torch.uint8),
+        "scales": ((rows, form.blocks), dtype),
+    }
+    if form.has_zeros and weight.roles != (EMBEDDINGS,):
+        stored["zeros"] = (rows, -(-form.blocks * form.bits // 8)), torch.uint8
+    if form.has_zeros and EMBEDDINGS in weight.roles:
+        stored["row_zeros"] = (rows, form.blocks, 1), torch.uint8
+    return stored
+
+
+def tensor(weight: IntWeight, form: Form, name: str, dtype: torch.dtype) -> Tensor:
+    """Return one of the tensors of `specs`; ExportError for scales that `dtype` does not hold."""
+    group = torch.arange(form.blocks) * form.block // weight.group_size  # of each block
+    if name == "codes":
+        middle = 0 if form.has_zeros else (1 << (form.bits - 1)) - (1 << (weight.bits - 1))
+        padding = form.blocks * form.block - weight.shape[1]
+        codes = torch.nn.functional.pad(weight.codes + middle, (0, padding))
+        return _pack_blocks(codes, form.bits).view(weight.shape[0], form.blocks, -1)
+    if name == "scales":
+        return weight.scales_in(dtype)[:, group]
+    zeros = weight.full_zeros()[:, group]
+    return _pack_blocks(zeros, form.bits) if name == "zeros" else zeros[:, :, None]
+
+
+def _pack_blocks(codes: Tensor, bits: int) -> Tensor:
+    """Return codes uint8 [rows, n] as bytes [rows, ceil(n * bits / 8)], the lowest bits first."""
+    each = 8 // bits
+    split = torch.nn.functional.pad(codes, (0, -codes.shape[1] % each)).unflatten(1, (-1, each))
+    packed = split[:, :, 0].clone()
+    for index in range(1, each):
+        packed |= split[:, :, index] << (bits * index)
+    return packed
+
+
+class MatMulNBits(nn.Module):
     """Multiply x [..., in] with a packed weight [out, in]; int8: with x rounded to 8 bits, in any case."""
 
     zeros: nn.Parameter | None
 
-    def __init__(self, form: Form, weight: Packed, tensors: Tensors, bias: nn.Parameter | None, int8: bool) -> None:
+    def __init__(
+        self, form: Form, weight: StoredWeight, tensors: Tensors, bias: nn.Parameter | None, int8: bool
+    ) -> None:
         super().__init__()
         self.codes, self.scales, self.zeros = tensors["codes"], tensors["scales"], tensors.get("zeros")
         self.bias = bias
@@ -61,12 +138,12 @@ class Product(nn.Module):
         )
 
 
-class Lookup(nn.Module):
+class GatherBlockQuantized(nn.Module):
     """Look rows up in a packed table [tokens, columns]."""
 
     zeros: nn.Parameter | None
 
-    def __init__(self, form: Form, weight: Packed, tensors: Tensors) -> None:
+    def __init__(self, form: Form, weight: StoredWeight, tensors: Tensors) -> None:
         super().__init__()
         self.codes, self.scales, self.zeros = tensors["codes"], tensors["scales"], tensors.get("row_zeros")
         self.form, self.columns = form, weight.shape[1]
@@ -148,7 +225,7 @@ class _Replaced:
 
     def linear(self, path: str, module: PackedLinear) -> nn.Module:
         if path in self.held:
-            return Product(*self._codes(path), module.bias, self.int8_inputs)
+            return MatMulNBits(*self._codes(path), module.bias, self.int8_inputs)
         linear = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
         linear.weight = self._dense(path, HEAD)
         linear.register_parameter("bias", module.bias)
@@ -156,7 +233,7 @@ class _Replaced:
 
     def embedding(self, path: str, module: PackedEmbedding) -> nn.Module:
         if path in self.held:
-            rows: nn.Module = Lookup(*self._codes(path))
+            rows: nn.Module = GatherBlockQuantized(*self._codes(path))
         else:
             rows = nn.Embedding(*module.shape, device="meta")
             rows.weight = self._dense(path, EMBEDDINGS)
@@ -180,12 +257,12 @@ class _Replaced:
         every = model.named_parameters(remove_duplicate=False)
         return {name: self._makers[id(parameter)] for name, parameter in every}
 
-    def _codes(self, path: str) -> tuple[Form, Packed, Tensors]:
+    def _codes(self, path: str) -> tuple[Form, StoredWeight, Tensors]:
         weight = self.held[path]
-        form = onnx_codes.form_of(weight)
+        form = form_of(weight)
         assert form is not None, "the target has refused it"
         tensors: dict[str, nn.Parameter] = {}
-        for name, (shape, dtype) in onnx_codes.specs(form, weight, self.dtype).items():
+        for name, (shape, dtype) in specs(form, weight, self.dtype).items():
             make = partial(_part, weight, form, name, self.dtype)
             key = weight.module, name
             if key not in self._shared:
@@ -198,7 +275,7 @@ class _Replaced:
         table = self.tables[path]
         key = table.module, "" if table.is_one_table else role
         if key not in self._shared:
-            stored = dense(table, f"{table.name}.weight", self.dtype, role)
+            stored = dense_tensor(table, f"{table.name}.weight", self.dtype, role)
             self._shared[key] = self._stand_in(table.shape, self.dtype, stored.read)
         return self._shared[key]
 
@@ -209,8 +286,8 @@ class _Replaced:
         return parameter
 
 
-def _part(weight: Packed, form: Form, name: str, dtype: torch.dtype) -> Tensor:
-    return onnx_codes.tensor(weight.integers(), form, name, dtype)
+def _part(weight: StoredWeight, form: Form, name: str, dtype: torch.dtype) -> Tensor:
+    return tensor(weight.integers(), form, name, dtype)
 
 
 def _plain(skeleton: Skeleton, converted: set[str], names: list[str], shape: torch.Size, dtype: torch.dtype) -> Maker:

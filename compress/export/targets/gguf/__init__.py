@@ -14,25 +14,25 @@ from typing import Any
 import numpy as np
 
 from compress.errors import ExportError
-from compress.export import gguf_model, gguf_tensors, gguf_vocabulary
 from compress.export.convert import Export
-from compress.export.gguf_data import TOOL
-from compress.export.gguf_tensors import BLOCK
 from compress.export.place import MARK
-from compress.export.weights import Weight
+from compress.export.targets.gguf import architecture, tensors, vocabulary
+from compress.export.targets.gguf.architecture import TOOL
+from compress.export.targets.gguf.tensors import BLOCK
+from compress.export.weights import ExportWeight
 from compress.formats.kquant import SUPER_BLOCK
 
 SUFFIX = ".gguf"
 TABLE = "token_embd.weight"
 
 
-def refuses(weight: Weight) -> str | None:
+def refuses(weight: ExportWeight) -> str | None:
     """Return why no block type holds the weight in every bit, and what would have to be chosen; None if one does."""
-    if weight.stored.format == gguf_tensors.K_QUANT:
+    if weight.stored.format == tensors.K_QUANT:
         return _refuses_k(weight)
     if (reason := weight.not_integers()) is not None:
         return reason
-    if gguf_tensors.type_of(weight) is None:
+    if tensors.type_of(weight) is None:
         return "asymmetric codes of 8 bits have no GGUF type; set symmetric: true, or bits: 7"
     group_size, columns = weight.stored.params.group_size, weight.shape[1]
     if columns % BLOCK:
@@ -42,7 +42,7 @@ def refuses(weight: Weight) -> str | None:
     return None
 
 
-def _refuses_k(weight: Weight) -> str | None:
+def _refuses_k(weight: ExportWeight) -> str | None:
     """The same of a weight on the grid of a K type."""
     if weight.shape[1] % SUPER_BLOCK:
         return (
@@ -64,8 +64,8 @@ def check(export: Export) -> None:
     except ImportError as error:
         raise ExportError("to write GGUF files install the package gguf: pip install 'compress-llm[gguf]'") from error
     config = export.source.skeleton.model.config
-    gguf_tensors.check_experts([w for w in export.held if w.is_expert], gguf_model.describe(config))
-    gguf_vocabulary.metadata(export.source.directory, config.get_text_config().vocab_size)
+    tensors.check_experts([w for w in export.held if w.is_expert], architecture.describe(config))
+    vocabulary.metadata(export.source.directory, config.get_text_config().vocab_size)
 
 
 def write(export: Export, out: Path) -> None:
@@ -73,12 +73,12 @@ def write(export: Export, out: Path) -> None:
     import gguf
 
     directory = export.source.directory
-    model = gguf_model.describe(export.source.skeleton.model.config)
+    model = architecture.describe(export.source.skeleton.model.config)
     export.notes.extend(model.notes)
     if any(weight.stored.activations is not None for weight in export.held):
         export.notes.append(f"inputs of linears are quantized as {TOOL} does it: 8 bits, in blocks")
-    entries = gguf_tensors.entries(export, model)
-    keys = {**MARK, **model.metadata, **gguf_vocabulary.metadata(directory, entries[TABLE].shape[0])}
+    entries = tensors.entries(export, model)
+    keys = {**MARK, **model.metadata, **vocabulary.metadata(directory, entries[TABLE].shape[0])}
     writer = gguf.GGUFWriter(out, model.architecture)
     writer.add_name(directory.resolve().name)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

@@ -27,7 +27,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from compress.errors import ExportError, first_line
 from compress.export.convert import Export
-from compress.export.onnx_modules import Maker, stand_ins
+from compress.export.targets.onnx.nodes import Maker, stand_ins
 from compress.model.cache_pass import CachedHeads, cached_layers
 from compress.runtime import expert_layouts
 from compress.runtime.expert_layouts import SORTED, Layout
@@ -39,7 +39,7 @@ BATCH, SEQUENCE, PAST = 2, 4, 3  # sizes of the inputs that are traced, all of w
 KEPT = ("key", "value")
 
 
-class Step(nn.Module):
+class DecodeStep(nn.Module):
     """Read tokens after those whose keys and values are given."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -101,7 +101,7 @@ def write(export: Export, out: Path, heads: list[CachedHeads]) -> None:
     model, makers = stand_ins(export)
     model.set_attn_implementation("eager")  # plain operations, which every version of ONNX has
     with _quiet():
-        program = _traced(model, heads, export.dtype)
+        program = _trace(model, heads, export.dtype)
         for name, value in program.model.graph.initializers.items():
             if name.removeprefix("model.") in makers:
                 value.const_value = None  # zeros are not to be computed with
@@ -111,10 +111,10 @@ def write(export: Export, out: Path, heads: list[CachedHeads]) -> None:
             value.const_value = _lazy(name, value, makers[name.removeprefix("model.")])
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # where in the sources of this machine it comes from
-    onnx_ir.save(program.model, out / FILE, external_data=DATA, callback=_reported(export))
+    onnx_ir.save(program.model, out / FILE, external_data=DATA, callback=_progress_callback(export))
 
 
-def _traced(model: PreTrainedModel, heads: list[CachedHeads], dtype: torch.dtype) -> Any:
+def _trace(model: PreTrainedModel, heads: list[CachedHeads], dtype: torch.dtype) -> Any:
     """Return the ONNX program of one step; ExportError if there is none for sequences of all lengths."""
     ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
     mask = torch.ones(BATCH, PAST + SEQUENCE, dtype=torch.long)
@@ -122,7 +122,7 @@ def _traced(model: PreTrainedModel, heads: list[CachedHeads], dtype: torch.dtype
     sequence, total, cached = {0: "batch", 1: "sequence"}, {0: "batch", 1: "total"}, {0: "batch", 2: "past"}
     arguments: tuple[Any, ...] = (ids, mask, past)
     shapes: tuple[Any, ...] = (sequence, total, [(cached, cached)] * len(heads))
-    names = ["input_ids", "attention_mask", *_cached("past_key_values", len(heads))]
+    names = ["input_ids", "attention_mask", *_cache_names("past_key_values", len(heads))]
     if has_positions(model):
         arguments += (torch.arange(PAST, PAST + SEQUENCE).repeat(BATCH, 1),)
         shapes += (sequence,)
@@ -130,14 +130,14 @@ def _traced(model: PreTrainedModel, heads: list[CachedHeads], dtype: torch.dtype
     try:
         with torch.no_grad():
             return torch.onnx.export(
-                Step(model).eval(),
+                DecodeStep(model).eval(),
                 arguments,
                 dynamic_shapes=shapes,
                 dynamo=True,
                 optimize=False,
                 verbose=False,
                 input_names=names,
-                output_names=["logits", *_cached("present", len(heads))],
+                output_names=["logits", *_cache_names("present", len(heads))],
             )
     except torch.onnx.OnnxExporterError as error:
         raise ExportError(
@@ -155,7 +155,7 @@ def has_positions(model: PreTrainedModel) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def _cached(name: str, layers: int) -> list[str]:
+def _cache_names(name: str, layers: int) -> list[str]:
     return [f"{name}.{layer}.{kept}" for layer in range(layers) for kept in KEPT]
 
 
@@ -166,7 +166,7 @@ def _lazy(name: str, value: Any, maker: Maker) -> Any:
     return onnx_ir.LazyTensor(lambda: onnx_ir.tensor(maker().numpy(), name=name), value.dtype, value.shape, name=name)
 
 
-def _reported(export: Export) -> Any:
+def _progress_callback(export: Export) -> Any:
     def report(tensor: Any, written: Any) -> None:
         export.progress(f"writing {tensor.name}", written.index, written.total)
 

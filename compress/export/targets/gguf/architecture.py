@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+import yaml
 from torch import Tensor
 
 from compress.errors import ExportError, shown
-from compress.export.gguf_data import DATA, TOOL
-from compress.importers.gguf_settings import (
+from compress.importers.gguf_header import (
     FACTOR,
     KIND,
     ORIGINAL_LENGTH,
@@ -24,6 +25,8 @@ from compress.importers.gguf_settings import (
     Bands,
 )
 
+DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("gguf.yaml").read_text(encoding="utf-8"))
+TOOL: str = DATA["tool"]  # the name of llama.cpp in messages
 CONTEXT = "context_length"
 SLIDING, FULL = "sliding_attention", "full_attention"  # layer_types of a configuration
 STRETCHES = {"linear": (FACTOR,), "yarn": (FACTOR, ORIGINAL_LENGTH)}  # rope_type -> keys beside its name
@@ -52,13 +55,13 @@ class Model:
         """
         stem, dot, suffix = name.rpartition(".")
         expert = EXPERT.search(stem)
-        found = self.names(EXPERT.sub("", stem)) if suffix in ("weight", "bias") else None
-        if found is None:
+        gguf_name = self.names(EXPERT.sub("", stem)) if suffix in ("weight", "bias") else None
+        if gguf_name is None:
             raise ExportError(
                 f"{TOOL} has no tensor for {shown(name)} in models of architecture {self.architecture}; export to "
                 "another target"
             )
-        return f"{found}{dot}{suffix}", int(expert[1]) if expert else None
+        return f"{gguf_name}{dot}{suffix}", int(expert[1]) if expert else None
 
     def rows(self, name: str, count: int) -> Tensor | None:
         """Return which rows of the model's tensor are those of the tensor `name` in the file; None: all in order."""
@@ -82,10 +85,10 @@ def describe(config: transformers.PretrainedConfig) -> Model:
     facts = known[config.model_type]
     for setting, value in facts["requires"].items():
         if (own := getattr(config, setting, value)) != value:
-            raise _refused(f"{setting} is {shown(own)}, {TOOL} computes with {shown(value)}")
+            raise _refusal(f"{setting} is {shown(own)}, {TOOL} computes with {shown(value)}")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if getattr(config, "query_pre_attn_scalar", head) != head:
-        raise _refused(f"query_pre_attn_scalar is not the size of a head, by which {TOOL} scales")
+        raise _refusal(f"query_pre_attn_scalar is not the size of a head, by which {TOOL} scales")
     values = {key: getattr(config, name, None) for key, name in SETTINGS.items()}
     values |= _windows(config, bool(facts.get("windows")))
     stretch, divisors = _positions(config, head)
@@ -109,7 +112,7 @@ def describe(config: transformers.PretrainedConfig) -> Model:
     )
 
 
-def _refused(reason: str) -> ExportError:
+def _refusal(reason: str) -> ExportError:
     return ExportError(f"the model cannot be written as GGUF: {reason}; export to another target")
 
 
@@ -122,7 +125,7 @@ def _windows(config: transformers.PretrainedConfig, is_known: bool) -> dict[str,
     if not is_known:
         return {CONTEXT: min(window, config.max_position_embeddings)}
     if kinds is None or kinds != ([SLIDING, FULL] * len(kinds))[: len(kinds)]:
-        raise _refused("its layers do not alternate between a window and all tokens")
+        raise _refusal("its layers do not alternate between a window and all tokens")
     return {WINDOW: window}
 
 
@@ -133,12 +136,12 @@ def _positions(config: transformers.PretrainedConfig, head: int) -> tuple[dict[s
     rotated = int(head * facts.get("partial_rotary_factor", 1.0))
     keys: dict[str, Any] = {THETA: theta, ROTATED: rotated}
     if unknown := sorted(map(str, facts.keys() - ROPE_SETTINGS)):
-        raise _refused(f"rope_parameters has {', '.join(unknown)}, for which it has no key here")
+        raise _refusal(f"rope_parameters has {', '.join(unknown)}, for which it has no key here")
     if kind == "default":
         return keys, ()
     if kind == DATA["stretched"]:
         return keys, tuple(Bands(*(facts[name] for name in Bands._fields)).divisors(theta, rotated // 2))
     if kind not in STRETCHES:
-        raise _refused(f"positions are stretched in a way ({shown(kind)}) that is not written")
+        raise _refusal(f"positions are stretched in a way ({shown(kind)}) that is not written")
     added = {key: facts.get(STRETCH_SETTINGS[key]) for key in STRETCHES[kind]}
     return {**keys, KIND: kind, **added, FACTOR: float(facts["factor"])}, ()

@@ -16,7 +16,7 @@ from typing import Any
 import transformers
 
 from compress.errors import ExportError
-from compress.export.gguf_data import DATA, TOOL
+from compress.export.targets.gguf.architecture import DATA, TOOL
 from compress.model.load import load_tokenizer
 from compress.storage.checkpoint import read_json
 
@@ -36,26 +36,26 @@ def metadata(directory: Path, rows: int) -> dict[str, Any]:
     tokenizer = load_tokenizer(directory)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise _refused(directory, f"it is a {type(tokenizer).__name__} without a tokenizer.json")
+        raise _refusal(directory, f"it is a {type(tokenizer).__name__} without a tokenizer.json")
     facts = json.loads(backend.to_str())
     model, added = facts["model"], {each["content"]: each for each in facts["added_tokens"]}
     if model["type"] != "BPE" or not model["merges"]:
-        raise _refused(directory, f"it is of the kind {model['type']}, or has no merges")
+        raise _refusal(directory, f"it is of the kind {model['type']}, or has no merges")
     tokens = _tokens(directory, backend.get_vocab(with_added_tokens=True), rows)
     types = [_type(token, added, model) for token in tokens]
     merges = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ")) for merge in model["merges"]]
     if model.get("byte_fallback"):
-        found = _sentencepiece(directory, facts, tokens, merges)
-        tokens = [_spelled(token) if kind == OWN else token for token, kind in zip(tokens, types, strict=True)]
+        keys = _sentencepiece(directory, facts, tokens, merges)
+        tokens = [_restore_spaces(token) if kind == OWN else token for token, kind in zip(tokens, types, strict=True)]
     else:
-        found = _byte_level(directory, facts, merges)
-    found |= {"ggml.tokens": tokens, "ggml.token_type": types, **_ends(directory, tokenizer)}
+        keys = _byte_level(directory, facts, merges)
+    keys |= {"ggml.tokens": tokens, "ggml.token_type": types, **_ends(directory, tokenizer)}
     if isinstance(tokenizer.chat_template, str):
-        found["chat_template"] = tokenizer.chat_template
-    return {f"tokenizer.{key}": value for key, value in found.items()}
+        keys["chat_template"] = tokenizer.chat_template
+    return {f"tokenizer.{key}": value for key, value in keys.items()}
 
 
-def _refused(directory: Path, reason: str) -> ExportError:
+def _refusal(directory: Path, reason: str) -> ExportError:
     return ExportError(
         f"the tokenizer of {directory} cannot be described to {TOOL}: {reason}; export to a target that reads "
         "tokenizer.json, such as mlx"
@@ -65,7 +65,7 @@ def _refused(directory: Path, reason: str) -> ExportError:
 def _tokens(directory: Path, vocabulary: Mapping[str, int], rows: int) -> list[str]:
     """Return the tokens in the order of their ids, [PADn] for rows of the table that no token has."""
     if max(vocabulary.values()) >= rows:
-        raise _refused(directory, f"it has {max(vocabulary.values()) + 1} tokens, the table of embeddings {rows} rows")
+        raise _refusal(directory, f"it has {max(vocabulary.values()) + 1} tokens, the table of embeddings {rows} rows")
     tokens = [f"[PAD{index}]" for index in range(rows)]
     for token, index in vocabulary.items():
         tokens[index] = token
@@ -94,9 +94,9 @@ def _byte_level(directory: Path, facts: Mapping[str, Any], merges: Sequence[tupl
         if each["text"] == split and each.get("ignore_merges", False) == ignores
     ]
     if not names:
-        raise _refused(directory, f"it splits text in a way that {TOOL} has no name for, or that is not known here")
+        raise _refusal(directory, f"it splits text in a way that {TOOL} has no name for, or that is not known here")
     if facts["normalizer"] not in (None, {"type": "NFC"}):  # most text is in that form already
-        raise _refused(directory, f"it changes text first ({facts['normalizer'].get('type')})")
+        raise _refusal(directory, f"it changes text first ({facts['normalizer'].get('type')})")
     return {
         "ggml.model": DATA["vocabularies"]["byte_level"],
         "ggml.pre": names[0],
@@ -139,7 +139,7 @@ def _sentencepiece(
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     )
     if order != sorted(order) or not whole:
-        raise _refused(directory, f"its merges do not follow from one score for each token, as {TOOL} has them")
+        raise _refusal(directory, f"its merges do not follow from one score for each token, as {TOOL} has them")
     return {
         "ggml.model": DATA["vocabularies"]["sentencepiece"],
         "ggml.scores": [float(-places.get(token, len(places))) for token in tokens],
@@ -160,23 +160,23 @@ def _has_prefix(directory: Path, facts: Mapping[str, Any]) -> bool:
     is_whole = split and split["type"] == "Split" and split["pattern"] == {"String": " "}
     if kinds == ["Replace"] and steps[-1] == spaces and is_whole and split["behavior"] == "MergedWithPrevious":
         return False  # nothing is left to split: there are no spaces any more
-    raise _refused(directory, "it changes or splits text in another way than vocabularies of sentencepiece do")
+    raise _refusal(directory, "it changes or splits text in another way than vocabularies of sentencepiece do")
 
 
-def _spelled(token: str) -> str:
+def _restore_spaces(token: str) -> str:
     """Return a token that is matched in the text as it stands, with spaces as they stand there."""
     return token.replace(SPACE, " ")
 
 
 def _ends(directory: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the tokens that begin and end a text, and whether they are put there."""
-    found: dict[str, Any] = {f"ggml.{key}": getattr(tokenizer, name, None) for key, name in IDS.items()}
-    found = {key: value for key, value in found.items() if value is not None}
+    keys: dict[str, Any] = {f"ggml.{key}": getattr(tokenizer, name, None) for key, name in IDS.items()}
+    keys = {key: value for key, value in keys.items() if value is not None}
     ids = tokenizer("a")["input_ids"]
-    found["ggml.add_bos_token"] = tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
-    found["ggml.add_eos_token"] = tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id
+    keys["ggml.add_bos_token"] = tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
+    keys["ggml.add_eos_token"] = tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id
     settings = read_json(directory / GENERATION) if (directory / GENERATION).is_file() else {}
     ends = settings.get("eos_token_id")
     if others := [end for end in ends if end != tokenizer.eos_token_id] if isinstance(ends, list) else []:
-        found["ggml.eot_token_id"] = others[0]
-    return found
+        keys["ggml.eot_token_id"] = others[0]
+    return keys

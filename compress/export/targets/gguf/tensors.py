@@ -16,23 +16,23 @@ from torch import Tensor
 
 from compress.errors import ExportError
 from compress.export.convert import Export, cast
-from compress.export.gguf_model import Model
-from compress.export.signed import scales_of, signed, width
-from compress.export.weights import Packed, Weight
+from compress.export.integers import repeated_scales, signed_bits, signed_codes
+from compress.export.targets.gguf.architecture import Model
+from compress.export.weights import ExportWeight, StoredWeight
 from compress.formats import kquant
 from compress.importers import gguf_blocks
-from compress.importers.gguf_settings import FREQUENCIES
+from compress.importers.gguf_header import FREQUENCIES
 from compress.storage.checkpoint import Readable
 
 BLOCK = 32  # weights of a block
 K_QUANT = "kquant"  # the format that has the grids of K types
 CHUNK = 1 << 24  # codes that are packed at a time
 PLAIN = {dtype: number for number, dtype in gguf_blocks.PLAIN.items()}
-IN_FULL = ("_norm.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias")  # in float32
+FLOAT32_ENDINGS = ("_norm.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias")
 
 
 @dataclass
-class Entry:
+class GgufEntry:
     """A tensor of the file."""
 
     type: int  # its number in GGUF
@@ -54,46 +54,48 @@ class Entry:
         return torch.cat(read) if len(read) > 1 else read[0]
 
 
-def type_of(weight: Weight) -> int | None:
+def type_of(weight: ExportWeight) -> int | None:
     """Return the K type of a weight, or the narrowest type for its signed integers, None if there is none."""
     if weight.stored.format == K_QUANT:
         return gguf_blocks.k_type(weight.stored.params.type)
-    return next((number for number, bits in gguf_blocks.SIGNED.items() if bits >= width(weight)), None)
+    return next((number for number, bits in gguf_blocks.SIGNED.items() if bits >= signed_bits(weight)), None)
 
 
-def entries(export: Export, model: Model) -> dict[str, Entry]:
+def entries(export: Export, model: Model) -> dict[str, GgufEntry]:
     """Return the tensors of the file by name; ExportError for one that the model has in no such file."""
-    found: dict[str, dict[int | None, Readable | Packed]] = {}
-    named: dict[str, Readable | Packed] = {
+    sources: dict[str, dict[int | None, Readable | StoredWeight]] = {}
+    named: dict[str, Readable | StoredWeight] = {
         **export.plain(),
         **{f"{weight.name}.weight": weight for weight in export.held},
     }
     for name, tensor in named.items():
         place, expert = model.place(name)
-        found.setdefault(place, {})[expert] = tensor
-    made = {name: _entry(export, model, name, parts) for name, parts in found.items()}
+        sources.setdefault(place, {})[expert] = tensor
+    made = {name: _entry(export, model, name, parts) for name, parts in sources.items()}
     if model.divisors:
-        made[FREQUENCIES] = Entry(PLAIN[torch.float32], (len(model.divisors),), [partial(torch.tensor, model.divisors)])
+        made[FREQUENCIES] = GgufEntry(
+            PLAIN[torch.float32], (len(model.divisors),), [partial(torch.tensor, model.divisors)]
+        )
     return made
 
 
-def _entry(export: Export, model: Model, name: str, parts: dict[int | None, Readable | Packed]) -> Entry:
+def _entry(export: Export, model: Model, name: str, parts: dict[int | None, Readable | StoredWeight]) -> GgufEntry:
     """Return the tensor that is made of a weight, or of those of all experts of a layer."""
     ordered = [parts[expert] for expert in sorted(parts, key=lambda expert: expert or 0)]
-    packed = [part for part in ordered if isinstance(part, Packed)]
+    packed = [part for part in ordered if isinstance(part, StoredWeight)]
     if not packed:
-        made = _plain(export, model, name, [part for part in ordered if not isinstance(part, Packed)])
+        made = _plain_entry(export, model, name, [part for part in ordered if not isinstance(part, StoredWeight)])
     elif len(packed) == len(ordered):
-        made = _packed(model, name, packed)
+        made = _packed_entry(model, name, packed)
     else:
         raise ExportError(
             f"{name} is one tensor of all experts of a layer, and {len(ordered) - len(packed)} of them are not "
             "quantized; quantize all, or none"
         )
-    return made if None in parts else Entry(made.type, (len(ordered), *made.shape), made.parts)
+    return made if None in parts else GgufEntry(made.type, (len(ordered), *made.shape), made.parts)
 
 
-def check_experts(weights: Iterable[Weight], model: Model) -> None:
+def check_experts(weights: Iterable[ExportWeight], model: Model) -> None:
     """Raise ExportError where the experts of a tensor are of a K type, and not all of the same."""
     types: dict[str, tuple[str, int | None]] = {}
     for weight in weights:
@@ -106,16 +108,16 @@ def check_experts(weights: Iterable[Weight], model: Model) -> None:
             )
 
 
-def _packed(model: Model, name: str, weights: list[Packed]) -> Entry:
+def _packed_entry(model: Model, name: str, weights: list[StoredWeight]) -> GgufEntry:
     kind = max(number for weight in weights if (number := type_of(weight)) is not None)
     order = model.rows(name, weights[0].shape[0])
-    return Entry(kind, weights[0].shape, [partial(_blocks, weight, kind, order) for weight in weights])
+    return GgufEntry(kind, weights[0].shape, [partial(_blocks, weight, kind, order) for weight in weights])
 
 
-def _plain(export: Export, model: Model, name: str, tensors: list[Readable]) -> Entry:
+def _plain_entry(export: Export, model: Model, name: str, tensors: list[Readable]) -> GgufEntry:
     shape = tensors[0].shape if len(tensors[0].shape) == 1 or tensors[0].shape[0] > 1 else tensors[0].shape[1:]
     dtype = export.dtype if export.is_chosen else tensors[0].dtype
-    if len(shape) == 1 or name.endswith(IN_FULL):
+    if len(shape) == 1 or name.endswith(FLOAT32_ENDINGS):
         dtype = torch.float32
     if dtype not in PLAIN:
         raise ExportError(f"{tensors[0].name} is stored as {dtype}, which GGUF files do not have; set --dtype bfloat16")
@@ -127,21 +129,21 @@ def _plain(export: Export, model: Model, name: str, tensors: list[Readable]) -> 
         values = values if order is None else values[order]
         return values + offset if offset else values
 
-    return Entry(PLAIN[dtype], shape, [partial(read, stored) for stored in tensors])
+    return GgufEntry(PLAIN[dtype], shape, [partial(read, stored) for stored in tensors])
 
 
-def _blocks(weight: Packed, kind: int, order: Tensor | None) -> Tensor:
+def _blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tensor:
     """Return a weight as blocks, uint8 [rows, bytes of a row], rows in the given order."""
     if weight.stored.format == K_QUANT:
         return _k_blocks(weight, kind, order)
     integers = weight.integers()
-    scales = scales_of(integers, BLOCK, torch.float16)
+    scales = repeated_scales(integers, BLOCK, torch.float16)
     rows = torch.arange(integers.shape[0]) if order is None else order
     parts = rows.split(max(1, CHUNK // integers.shape[1]))
-    return torch.cat([gguf_blocks.pack(signed(integers, part), scales[part], kind) for part in parts])
+    return torch.cat([gguf_blocks.pack(signed_codes(integers, part), scales[part], kind) for part in parts])
 
 
-def _k_blocks(weight: Packed, kind: int, order: Tensor | None) -> Tensor:
+def _k_blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tensor:
     codes, scales = kquant.unpack(weight.read().tensors, weight.stored.params, weight.shape)
     rows = torch.arange(weight.shape[0]) if order is None else order
     parts = rows.split(max(1, CHUNK // weight.shape[1]))
