@@ -29,10 +29,9 @@ from compress.export.weights import EMBEDDINGS, HEAD, StoredWeight
 from compress.model.skeleton import Skeleton
 from compress.runtime import embedding, linears
 from compress.runtime.embedding import PackedEmbedding
-from compress.runtime.expert_layouts import Layout
+from compress.runtime.expert_layouts import ExpertLayout
 from compress.runtime.experts import Experts, is_supported, layout_of
-from compress.runtime.linear import PackedLinear
-from compress.runtime.packed import PackedModule
+from compress.runtime.linear import PackedLinear, PackedModule
 from compress.storage.checkpoint import Readable, open_checkpoint
 
 FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -74,7 +73,7 @@ def _reverse_renamings(model: PreTrainedModel) -> list[WeightRenaming]:
     return [entry for entry in reverse if isinstance(entry, WeightRenaming)]
 
 
-def _templates(model: PreTrainedModel, path: str, layout: Layout) -> dict[str, str]:
+def _templates(model: PreTrainedModel, path: str, layout: ExpertLayout) -> dict[str, str]:
     """Return projection -> name with {} for the number of the expert; {} if no expert has a tensor of its own.
 
     transformers takes apart small stand-ins of the fused parameters, whose numbers tell what has gone where.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from compress import formats
 from compress.errors import CheckpointError
 from compress.formats import cuts
-from compress.runtime.linear import CACHE, Beside, PackedLinear
+from compress.runtime.linear import CACHE, FusedLinears, PackedLinear
 from compress.types import PackedWeight, Stored
 
 PLAIN_KEY = "weight"  # the tensor of a linear that is not packed
@@ -137,7 +137,7 @@ class LinearShard(nn.Module):
 class FusedShards(nn.ModuleList):
     """The linears of the checkpoint that an engine has fused into one layer, in the order of its outputs."""
 
-    _beside: Beside | None = None
+    _beside: FusedLinears | None = None
 
     def __iter__(self) -> Iterator[LinearShard]:
         return cast(Iterator[LinearShard], super().__iter__())
@@ -147,7 +147,7 @@ class FusedShards(nn.ModuleList):
         linears = linears_of(self)
         bare = [each for each in linears if isinstance(each, PackedLinear) and each.is_bare]
         if len(bare) == len(linears) and all(shard.whole_because is None for shard in self):
-            self._beside = Beside(bare)
+            self._beside = FusedLinears(bare)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs [..., rows] of all shards for inputs x [..., columns] of this rank, behind each other."""

@@ -63,8 +63,8 @@ def layer_of(weight: PackedWeight, activations: Activations, bias: bool = False)
     return PackedLinear.from_packed(packed, random(weight.shape[0], seed=1) if bias else None)
 
 
-def product_of(weight: PackedWeight, activations: Activations) -> integer.Product:
-    return integer.Product(weight.format, weight.params, weight.shape, activations)
+def product_of(weight: PackedWeight, activations: Activations) -> integer.IntegerProduct:
+    return integer.IntegerProduct(weight.format, weight.params, weight.shape, activations)
 
 
 def reference(layer: PackedLinear, x: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def test_the_products_of_a_gpu_are_padded(tokens: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "_int_mm", lambda a, b: (seen.append((*a.shape, b.shape[1])), int_mm(a, b))[1])
     codes = torch.randint(-8, 8, (37, 51), dtype=torch.int8)
     q = torch.randint(-127, 128, (tokens, 51), dtype=torch.int8)
-    sums = integer._on_gpu(q, integer._pad(codes, integer.MULTIPLE))
+    sums = integer._on_gpu(q, integer._pad(codes, integer.PADDED_MULTIPLE))
     ((rows, columns, outputs),) = seen
     assert rows > 16 and columns % 16 == outputs % 16 == rows % 16 == 0
     assert torch.equal(sums[:, :37].double(), q.double() @ codes.double().T)

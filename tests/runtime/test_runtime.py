@@ -226,7 +226,7 @@ def test_the_type_of_the_outputs_is_that_of_the_inputs(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the type of the bias: in a model that is cast part by part it may be another."""
-    monkeypatch.setattr(linear, "_traced", lambda: kind == "traced")
+    monkeypatch.setattr(linear, "_is_traced", lambda: kind == "traced")
     weight = round_to_nearest(random(64, 128) * 0.1, 4, 64)
     if kind == "quantized":
         weight = PackedWeight(Stored("int", weight.params, activations=Activations()), weight.tensors, weight.shape)

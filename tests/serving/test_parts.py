@@ -78,8 +78,8 @@ def test_parts_of_a_fused_layer(ops: WeightTransforms, monkeypatch: pytest.Monke
     expected = own(x)
     own.finish()
     calls = []
-    product = runtime_linear.Beside.product
-    monkeypatch.setattr(runtime_linear.Beside, "product", lambda *args: calls.append(args) or product(*args))
+    product = runtime_linear.FusedLinears.product
+    monkeypatch.setattr(runtime_linear.FusedLinears, "product", lambda *args: calls.append(args) or product(*args))
     assert torch.equal(own(x), expected) and len(calls) == (0 if ops else 1)
     assert torch.allclose(own(x.float()), expected.float(), atol=0.1)
 

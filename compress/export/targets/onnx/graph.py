@@ -30,7 +30,7 @@ from compress.export.convert import Export
 from compress.export.targets.onnx.nodes import Maker, stand_ins
 from compress.model.cache_pass import CachedHeads, cached_layers
 from compress.runtime import expert_layouts
-from compress.runtime.expert_layouts import SORTED, Layout
+from compress.runtime.expert_layouts import SORTED, ExpertLayout
 from compress.runtime.experts import Experts
 
 FILE = "model.onnx"
@@ -85,7 +85,7 @@ def check(export: Export) -> None:
         layout = module.layout if isinstance(module, Experts) else expert_layouts.describe(module)
         if layout is None:
             continue
-        if not isinstance(layout, Layout) or layout.call == SORTED:
+        if not isinstance(layout, ExpertLayout) or layout.call == SORTED:
             raise ExportError(f"the experts of {name} cannot be traced as a graph; export to dense")
         if name not in packed:
             raise ExportError(f"the ONNX target writes no plain experts, as those of {name} are; quantize them, too")
