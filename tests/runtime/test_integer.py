@@ -22,7 +22,7 @@ from compress.kernels import dispatch, llvm
 from compress.runtime import activation_quant as inputs
 from compress.runtime import integer
 from compress.runtime.activation_quant import quantize
-from compress.runtime.linear import CACHE, CACHE_LIMIT, PackedLinear, set_cache_limit
+from compress.runtime.linear import CACHE, CACHE_LIMIT_NBYTES, PackedLinear, set_cache_limit
 from compress.types import Activations, PackedWeight, Stored
 from pico import round_to_nearest
 
@@ -35,9 +35,9 @@ needs_bytes = pytest.mark.skipif(not integer._cpu_is_exact(), reason="int8 produ
 
 @pytest.fixture(autouse=True)
 def empty_cache() -> Iterator[None]:
-    set_cache_limit(CACHE_LIMIT)
+    set_cache_limit(CACHE_LIMIT_NBYTES)
     yield
-    set_cache_limit(CACHE_LIMIT)
+    set_cache_limit(CACHE_LIMIT_NBYTES)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -359,7 +359,7 @@ def test_codes_are_kept_in_the_cache(bits: int, group: int, kept: int, monkeypat
     assert CACHE.nbytes == kept and len(count) == (1 if kept else 0)
     set_cache_limit(0)
     assert torch.equal(layer(x), first) and torch.equal(second, first)
-    set_cache_limit(CACHE_LIMIT)
+    set_cache_limit(CACHE_LIMIT_NBYTES)
     layer(x)
     with torch.no_grad():
         layer.get_parameter("scales").mul_(2)
