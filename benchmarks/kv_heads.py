@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from compress.model.load import load_model, load_tokenizer
 from compress.numerics import kl
-from compress.transform import kv_heads
-from compress.transform.kv_heads import HeadMoments, Layout, Merge, Shared
+from compress.papers.transform import kv_heads
+from compress.papers.transform.kv_heads import HeadMoments, Layout, Merge, Shared
 
 Edit = Callable[[int, Any, HeadMoments, Tensor], None]  # layer, its attention, moments, those of keys before RoPE
 

@@ -2,7 +2,7 @@
 
 `group: 2` makes one key/value head of each two, so that the cache and what attention reads of it are half as large. The
 result is a plain checkpoint whose configuration names fewer heads: every program that knows the model runs it. How
-heads are merged, and what may be folded behind a rotary embedding, is derived in compress/transform/kv_heads.py.
+heads are merged, and what may be folded behind a rotary embedding, is derived in compress/papers/transform/kv_heads.py.
 
 The paper takes the leading singular vectors of calibration caches, for keys too; behind rotary positions these cannot
 be folded, and what the paper does there is not known to us. Here the keys' vectors are restricted to those that commute
@@ -12,8 +12,8 @@ merged, the paper leaves to their order. Here heads that lose little change plac
 (arXiv 2305.13245), to be compared with.
 
 Merging is no transform that keeps the function, and without training it costs much. `heal` trains each block's
-attention behind the merged blocks before it, against what the original model gives (compress/tune/dense.py). The paper
-fine-tunes the whole model. `tune: end_to_end` of a recipe that also quantizes goes on from there against the original
+attention behind the merged blocks before it, against what the original model gives (papers/tune/dense.py). The paper fine-tunes
+the whole model. `tune: end_to_end` of a recipe that also quantizes goes on from there against the original
 model; `blockwise` and target correction only make up for rounding: their target is the merged model.
 
 A pass over `samples` of the calibration text collects the moments, block by block, before anything is quantized. It
@@ -40,8 +40,8 @@ from compress.importers.source import Decoded
 from compress.model.edits import EditContext
 from compress.model.graph import Attention, trace
 from compress.model.skeleton import Skeleton
+from compress.papers.transform import kv_head_pass
 from compress.storage.checkpoint import Readable
-from compress.transform import kv_head_pass
 from compress.types import NO_TRANSFORMS, WeightTransforms
 
 SCOPE = "model"

@@ -17,11 +17,11 @@ from compress import api, recipe
 from compress.errors import RecipeError, UnsupportedModelError
 from compress.model.edits import EditContext
 from compress.model.skeleton import Skeleton
+from compress.papers.transform import merge_kv_heads
+from compress.papers.transform.merge_kv_heads import Config
 from compress.run import verify
 from compress.run.job import Job
 from compress.storage.checkpoint import open_checkpoint
-from compress.transform import merge_kv_heads
-from compress.transform.merge_kv_heads import Config
 from pico import build, save
 from runs import TEXT, cli, contents, interrupt, report_of
 
@@ -125,12 +125,12 @@ def test_a_killed_run_goes_on_behind_the_last_merged_block(trained: tuple[Path, 
     model, expected = trained
     asked = job(model, tmp_path / "out", HEAL)
     words = ("transform", str(model), "--recipe", str(tmp_path / "out.yaml"), "--out", str(asked.out), "--calib")
-    kill = interrupt("compress.transform.kv_head_pass", "write_shard", 2)
+    kill = interrupt("compress.papers.transform.kv_head_pass", "write_shard", 2)
     assert cli(*words, str(TEXT), prepare=kill).code == -signal.SIGKILL
     first = tmp_path / "out.partial" / "kv-heads" / "00000.safetensors"
     written = first.stat().st_mtime_ns
     once = """
-import compress.tune.dense as module
+import compress.papers.tune.dense as module
 real, calls = module.train, []
 def train(*args):
     calls.append(1)

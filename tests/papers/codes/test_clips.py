@@ -12,8 +12,8 @@ from compress import formats
 from compress.formats import int as int_format
 from compress.formats import lowrank
 from compress.model.blockwise import BlockArgs
+from compress.papers.codes import clips
 from compress.tune.blockwise import BlockTuning, Config
-from compress.tune.codes import clips
 from compress.tune.descend import WARM_UP, descend
 from compress.tune.trained import Rates
 from compress.types import LowRank, PackedWeight

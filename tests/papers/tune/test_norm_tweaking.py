@@ -11,9 +11,10 @@ from torch import nn
 
 from compress import api, recipe
 from compress.errors import RecipeError
-from compress.tune import held_block, norm_tweaking
+from compress.papers.tune import norm_tweaking
+from compress.papers.tune.norm_tweaking import Config, distance, norms, workspace
+from compress.tune import held_block
 from compress.tune.held_block import Sizes
-from compress.tune.norm_tweaking import Config, distance, norms, workspace
 from pico import save_pico
 from runs import GPTQ, contents, job, report_of, stored_tensors
 from small_block import SmallBlock, batches, held_error, killed_behind_a_block, plain_copy, quantized

@@ -46,10 +46,10 @@ from torch import Tensor, nn
 from compress.errors import UnsupportedModelError
 from compress.model.blockwise import BlockInputs, run_block
 from compress.model.graph import Attention, Site, Sites
-from compress.transform import qk_pairs
+from compress.papers.transform import qk_pairs
+from compress.papers.transform.qk_pairs import ScoreChannels
+from compress.papers.tune import channel_scales
 from compress.transform.bases import value_rows
-from compress.transform.qk_pairs import ScoreChannels
-from compress.tune import channel_scales
 from compress.types import Scheme
 
 SCOPE = "block"

@@ -14,8 +14,9 @@ from compress import api, formats, recipe
 from compress.errors import RecipeError
 from compress.formats import int as int_format
 from compress.model.blockwise import BlockArgs
-from compress.tune import adaquant, held_block
-from compress.tune.adaquant import Config, Held, Inputs, Linear, Moments, Sums, fit, workspace
+from compress.papers.tune import adaquant
+from compress.papers.tune.adaquant import Config, Held, Inputs, Linear, Moments, Sums, fit, workspace
+from compress.tune import held_block
 from compress.tune.codes import fixed, straight_through
 from compress.tune.held_block import Sizes
 from compress.tune.trained import Rates, Trained

@@ -22,16 +22,16 @@ from compress.model.blockwise import FULL, QUANTIZED, HiddenStates, ModelArgs
 from compress.model.edits import EditContext
 from compress.model.graph import Attention
 from compress.model.skeleton import Skeleton
+from compress.papers.transform import kv_heads, qk_pairs
+from compress.papers.transform.kv_heads import HeadMoments, HeadWeights, Layout
+from compress.papers.transform.qk_pairs import ScoreChannels
+from compress.papers.tune import dense
 from compress.storage.checkpoint import StoredTensor, read_header, write_shard
 from compress.storage.files import make_folder
-from compress.transform import kv_heads, qk_pairs
 from compress.transform.bases import value_rows
-from compress.transform.kv_heads import HeadMoments, HeadWeights, Layout
-from compress.transform.qk_pairs import ScoreChannels
-from compress.tune import dense
 
 if TYPE_CHECKING:
-    from compress.transform.merge_kv_heads import Config
+    from compress.papers.transform.merge_kv_heads import Config
 
 FOLDER = "kv-heads"  # of a run's own files
 FACTS = "facts"  # float64 [5] beside the weights of a block: share of keys and values lost, heads moved, errors

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.transform import kv_heads
-from compress.transform.kv_heads import HeadMoments, HeadWeights, Layout, Merge, Shared
+from compress.papers.transform import kv_heads
+from compress.papers.transform.kv_heads import HeadMoments, HeadWeights, Layout, Merge, Shared
 
 HEADS, REPEATS, SIZE, HIDDEN, TOKENS = 4, 2, 6, 10, 50
 HALVES = Layout(

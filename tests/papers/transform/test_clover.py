@@ -17,11 +17,11 @@ from compress.errors import UnsupportedModelError
 from compress.model import graph as structure
 from compress.model.blockwise import BlockArgs
 from compress.model.skeleton import Skeleton
+from compress.papers.transform import clover, qk_pairs
+from compress.papers.tune import channel_scales
 from compress.recipe import load
 from compress.storage.checkpoint import open_checkpoint
-from compress.transform import clover, qk_pairs
 from compress.transform.bases import value_rows
-from compress.tune import channel_scales
 from pico import PICO, save_pico
 from runs import Setup, job, report_of
 

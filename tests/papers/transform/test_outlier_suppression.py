@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from blocks import SITES, Case, difference, nearest, outputs, per_token, rounded_outputs, vectors
+from compress.papers.transform import outlier_suppression
+from compress.papers.transform.outlier_suppression import Change, Config, scales, substitutes
 from compress.quant import rtn, vptq
-from compress.transform import outlier_suppression
-from compress.transform.outlier_suppression import Change, Config, scales, substitutes
 from compress.transform.search import substituted, trials
 from compress.types import Activations, Scheme
 from problems import random
