@@ -49,9 +49,10 @@ from compress.model.blockwise import BlockArgs
 from compress.model.graph import Attention, Block, Graph, norm_kind, trace
 from compress.model.lm_head import edited_by
 from compress.model.skeleton import Skeleton
+from compress.papers.transform import learned_rotation, rotation_search
 from compress.quant.incoherence import derived_seed
 from compress.storage.checkpoint import Readable, read_header, write_shard
-from compress.transform import rotation_search, spin, widened
+from compress.transform import widened
 from compress.transform.bases import Basis, Orthogonal, value_rows
 from compress.types import WeightTransforms
 
@@ -158,7 +159,7 @@ class Rotation:
         self.draw(best)
         matrices: dict[str, Tensor] = {}
         if config.learn:
-            matrices, note = spin.learn(self, bench)
+            matrices, note = learned_rotation.learn(self, bench)
             notes.append(note)
         text = torch.frombuffer(bytearray(json.dumps(notes).encode()), dtype=torch.uint8)
         write_shard(kept, {"number": torch.tensor([best]), "notes": text, **matrices})

@@ -43,9 +43,9 @@ from compress.model import blockwise, lm_head
 from compress.model.blockwise import BlockArgs
 from compress.model.edits import EditContext
 from compress.numerics import kl
-from compress.transform import rotation_search
+from compress.papers.transform import rotation_search
+from compress.papers.transform.rotation_search import Rounding
 from compress.transform.bases import SearchedRotation, value_rows
-from compress.transform.rotation_search import Rounding
 from compress.transform.search import fake_weight
 
 RATE = 1.5  # of the first step, in units of the gradient; it falls to 0 along a cosine

@@ -17,10 +17,11 @@ from compress.errors import BudgetError, CalibrationError, CompressError, Recipe
 from compress.model import blockwise, edits
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
+from compress.papers.transform import learned_rotation, rotation_search
 from compress.quant import gptq
 from compress.run import plan
 from compress.storage.checkpoint import open_checkpoint
-from compress.transform import rotate, rotation_search, spin
+from compress.transform import rotate
 from compress.transform.bases import Basis, Orthogonal
 from pico import build
 from problems import random
@@ -66,7 +67,7 @@ def test_steps_stay_orthogonal_and_find_a_rotation() -> None:
         loss = (matrix @ a - target @ a).square().mean()
         loss.backward()
         losses.append(loss.item())
-        spin.cayley_step(matrix, 1.5 * (1 - step / 300))
+        learned_rotation.cayley_step(matrix, 1.5 * (1 - step / 300))
         assert matrix.grad is None and departure(matrix.detach()) < 1e-5
     assert losses[0] > 1 and losses[-1] < 1e-6
     assert all(after < before for before, after in zip(losses, losses[1:100], strict=False))
@@ -77,7 +78,7 @@ def test_a_small_step_is_the_gradient_on_the_manifold() -> None:
     matrix, weight = nn.Parameter(orthogonal(8, 3)), random(8, 8, seed=4)
     (matrix * weight).sum().backward()
     before = matrix.detach().clone()
-    spin.cayley_step(matrix, 1e-3)
+    learned_rotation.cayley_step(matrix, 1e-3)
     moved = ((matrix.detach() - before) / 1e-3).double()
     x, g = before.double(), weight.double()
     u = g @ x.T - x @ g.T  # the canonical gradient is u X, of the released step half of it on each side
@@ -90,7 +91,7 @@ def test_the_vector_of_ones_is_left_alone() -> None:
     start = matrix.detach().clone()
     for seed in range(20):
         (matrix * random(16, 16, seed=seed)).sum().backward()
-        spin.cayley_step(matrix, 1.5, keep_mean=True)
+        learned_rotation.cayley_step(matrix, 1.5, keep_mean=True)
     assert torch.allclose(matrix @ ones, ones, atol=1e-5) and departure(matrix.detach()) < 1e-5
     assert (matrix - start).norm() > 1
 
@@ -98,13 +99,13 @@ def test_the_vector_of_ones_is_left_alone() -> None:
 def test_without_a_gradient_nothing_moves() -> None:
     matrix = nn.Parameter(orthogonal(8, 0))
     before = matrix.detach().clone()
-    spin.cayley_step(matrix, 1.5)
+    learned_rotation.cayley_step(matrix, 1.5)
     assert torch.equal(matrix, before)
 
 
 def test_the_nearest_orthogonal_matrix() -> None:
     exact = orthogonal(24, 5).double()
-    found = spin.orthogonal((exact + 1e-4 * random(24, 24).double()).float())
+    found = learned_rotation.orthogonal((exact + 1e-4 * random(24, 24).double()).float())
     u, _, vh = torch.linalg.svd((exact + 1e-4 * random(24, 24).double()).float().double())
     assert found.dtype == torch.float64 and departure(found) < 1e-13
     assert torch.allclose(found, u @ vh, atol=1e-12)
@@ -133,10 +134,10 @@ def test_rounding_in_a_basis_is_the_rotated_model_rounded(
     layers = rotation_search.roundings(given.plan, 0, CPU)
     (expected,) = rotation_search.search(rotation, given._replace(batch=1), layers)
     rotation.draw(0)
-    parameters = spin._parameters(rotation, CPU)
+    parameters = learned_rotation._parameters(rotation, CPU)
     with (
-        spin._loaded(rotation, TOKENS, given) as model,
-        spin._turned(rotation, parameters, layers, model),
+        learned_rotation._loaded(rotation, TOKENS, given) as model,
+        learned_rotation._turned(rotation, parameters, layers, model),
     ):
         found = model.divergence(range(4)).mean().item()
     assert found == pytest.approx(expected, rel=0.05) and expected > 0.01
@@ -149,7 +150,7 @@ def test_the_original_is_the_original(pico_dir: Callable[..., Path], tmp_path: P
     rotation, given = bench(pico_dir("llama"), tmp_path, INPUTS, rotate.Config(learn=1))
     rotation.begin(CPU)
     source: Any = AutoModelForCausalLM.from_pretrained(pico_dir("llama"))
-    with torch.no_grad(), spin._loaded(rotation, TOKENS, given) as model:
+    with torch.no_grad(), learned_rotation._loaded(rotation, TOKENS, given) as model:
         behind = model.stream.read(1, 1, blockwise.FULL)
         assert torch.allclose(model.logits(behind), source(TOKENS).logits[1], atol=1e-5)
         assert model.divergence(range(4)).max() < 1e-9
@@ -162,9 +163,12 @@ def test_gradients_through_checkpoints_and_parts(
     rotation, given = bench(pico_dir("llama"), tmp_path, INPUTS, rotate.Config(learn=1))
     rotation.begin(CPU)
     layers = rotation_search.roundings(given.plan, 0, CPU)
-    parameters = spin._parameters(rotation, CPU)
+    parameters = learned_rotation._parameters(rotation, CPU)
     found: list[dict[str, Tensor]] = []
-    with spin._loaded(rotation, TOKENS, given) as model, spin._turned(rotation, parameters, layers, model):
+    with (
+        learned_rotation._loaded(rotation, TOKENS, given) as model,
+        learned_rotation._turned(rotation, parameters, layers, model),
+    ):
         for size, shares in ((1 << 20, (1.0,)), (4 * 264 * 5, (1.0,)), (1 << 20, (0.25, 0.75))):
             monkeypatch.setattr(kl, "LOGITS_NBYTES", size)
             for share in shares:
@@ -188,7 +192,7 @@ def test_the_same_function_in_a_learned_basis(
     name: str, pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Merged and loaded by transformers alone; the basis has been learned, not just drawn."""
-    monkeypatch.setattr(spin, "is_better", lambda *_: True)
+    monkeypatch.setattr(learned_rotation, "is_better", lambda *_: True)
     sizes = ("calibration.num_samples=2", "calibration.seq_len=24")
     for steps in (5, 0):
         setup = INPUTS.set(f"transform=[{{method: rotate, learn: {steps}}}]", *sizes)
@@ -218,7 +222,7 @@ def test_learning_finds_a_basis_without_outliers(tmp_path: Path, monkeypatch: py
     rotation, given = bench(tmp_path / "model", tmp_path / "work", setup, rotate.Config(learn=10))
     rotation.begin(CPU)
     rotation.use(Orthogonal(), {0: Orthogonal(), 1: Orthogonal()})
-    matrices, note = spin.learn(rotation, given)
+    matrices, note = learned_rotation.learn(rotation, given)
     before, after = (float(word) for word in note.split("KL ")[1].split(" on ")[0].split(" -> "))
     assert after < 0.8 * before
     assert matrices.keys() == {"residual", "0", "1"} and all(departure(m) < 1e-12 for m in matrices.values())
@@ -231,13 +235,13 @@ def test_learning_finds_a_basis_without_outliers(tmp_path: Path, monkeypatch: py
 
 def test_what_is_learned_is_what_is_drawn(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     rotation, _ = bench(pico_dir("llama"), tmp_path, INPUTS, rotate.Config(learn=2, residual=False))
-    assert spin._parameters(rotation, CPU).keys() == {"0", "1"}
+    assert learned_rotation._parameters(rotation, CPU).keys() == {"0", "1"}
 
 
 def test_what_is_not_better_is_not_used(
     pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spin, "RATE", 0.0)
+    monkeypatch.setattr(learned_rotation, "RATE", 0.0)
     rotation, given = bench(pico_dir("llama"), tmp_path, INPUTS, rotate.Config(learn=1))
     (note,) = rotation.choose(given)
     assert note.endswith("they are not clearly better, and not used")
@@ -248,7 +252,7 @@ def test_what_is_not_better_is_not_used(
 def test_a_resumed_run_has_the_learned_rotation(
     pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spin, "is_better", lambda *_: True)
+    monkeypatch.setattr(learned_rotation, "is_better", lambda *_: True)
     setup = GPTQ.set("activations={bits: 3}", "transform=[{method: rotate, seeds: 2, learn: 4}]")
     api.quantize(job(pico_dir("llama"), setup, tmp_path / "whole"))
     notes = report_of(tmp_path / "whole")["notes"]["transform"]
@@ -265,7 +269,7 @@ def test_a_resumed_run_has_the_learned_rotation(
         context.setattr(gptq, "quantize", fails)
         with pytest.raises(KeyboardInterrupt):
             api.quantize(job(pico_dir("llama"), setup, tmp_path / "out"))
-    monkeypatch.setattr(spin, "learn", lambda *_: pytest.fail("it is known already"))
+    monkeypatch.setattr(learned_rotation, "learn", lambda *_: pytest.fail("it is known already"))
     report = api.quantize(job(pico_dir("llama"), setup, tmp_path / "out"))
     assert report["resumed_blocks"] == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -297,7 +301,9 @@ def test_refusals(
 
 def test_what_counts_as_better() -> None:
     before = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    assert spin.is_better(before, before - torch.tensor([0.1, 0.2, 0.1, 0.2]))
-    assert not spin.is_better(before, before - torch.tensor([0.9, -0.4, 0.5, -0.3]))
-    assert not spin.is_better(before, before) and not spin.is_better(before, before + 0.1)
-    assert spin.is_better(before[:1], before[:1] - 0.1) and not spin.is_better(before, before * torch.nan)
+    assert learned_rotation.is_better(before, before - torch.tensor([0.1, 0.2, 0.1, 0.2]))
+    assert not learned_rotation.is_better(before, before - torch.tensor([0.9, -0.4, 0.5, -0.3]))
+    assert not learned_rotation.is_better(before, before) and not learned_rotation.is_better(before, before + 0.1)
+    assert learned_rotation.is_better(before[:1], before[:1] - 0.1) and not learned_rotation.is_better(
+        before, before * torch.nan
+    )

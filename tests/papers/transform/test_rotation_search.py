@@ -16,11 +16,12 @@ from compress import api
 from compress.model import block_calls, blockwise, edits, lm_head
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
+from compress.papers.transform import rotation_search
 from compress.quant import gptq
 from compress.run import plan
 from compress.runtime import activation_quant
 from compress.storage.checkpoint import open_checkpoint
-from compress.transform import rotate, rotation_search
+from compress.transform import rotate
 from compress.transform.bases import Basis, Orthogonal
 from compress.transform.search import fake_weight
 from pico import save_pico
