@@ -67,6 +67,8 @@ KINDS = {
 SETTABLE = tuple(kind for kind in KINDS if kind not in ("codes", "importers", "export", "task"))  # in recipes
 # (kind, former name) -> the present name of a plugin, for recipes and checkpoints of earlier versions
 ALIASES = {("quant", "cut"): "structured", ("formats", "cut"): "structured"}
+# (kind, name) -> keys that another plugin has taken over, and which: the same file with more in it
+MOVED_KEYS = {("transform", "rotate"): (frozenset({"seeds", "search_samples", "learn"}), "spin")}
 _FOLDERS = {
     "allocate": "allocate.methods",
     "kv": "kv.codecs",
@@ -126,9 +128,10 @@ def load(kind: str, name: str) -> ModuleType:
     return module
 
 
-def current(kind: str, name: str) -> str:
-    """Return the present name of a plugin that may have been renamed; any other name as it is."""
-    return ALIASES.get((kind, name), name)
+def current(kind: str, name: str, keys: Iterable[str] = ()) -> str:
+    """Return the present name of a plugin that was renamed, or of the one that has some of these keys now."""
+    moved, successor = MOVED_KEYS.get((kind, name), (frozenset(), ""))
+    return ALIASES.get((kind, name), successor if moved.intersection(keys) else name)
 
 
 def constant(kind: str, name: str, attribute: str) -> Any:

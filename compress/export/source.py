@@ -14,7 +14,7 @@ transformers' own renaming.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -203,3 +203,18 @@ def _dropped_notes(section: Mapping[str, Any]) -> list[str]:
     if section.get("experts"):
         lines.append("all experts that a token is routed to are computed: the pruning of experts is left out")
     return lines
+
+
+def fused_experts(source: PackedSource, path: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor of the experts in the module `path`, biases included; the block is loaded for that."""
+    skeleton = source.skeleton
+    index = next(i for i in range(len(skeleton.blocks)) if path.startswith(skeleton.block_prefix(i)))
+    block = skeleton.load_block(index, torch.device("cpu"))
+    experts = block.get_submodule(path.removeprefix(skeleton.block_prefix(index)))
+    assert isinstance(experts, Experts)
+    module = experts.fuse(dtype)
+    skeleton.free()
+    parameters = {f"{path}.{name}": parameter.detach() for name, parameter in module.named_parameters()}
+    for name, tensor in revert_weight_conversion(skeleton.model, parameters).items():
+        if name not in source.plain:  # a norm beside the experts is no weight of theirs
+            yield name, tensor.contiguous()

@@ -1,17 +1,12 @@
-"""Define the bases that a model can be rotated into, and what a search among rotations needs to know of one."""
+"""Define the bases that a model can be rotated into, and find the rows of a linear that make its values."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from compress.formats import transforms
-from compress.model.edits import Edits
-from compress.model.graph import Attention, Graph
-from compress.model.skeleton import Skeleton
+from compress.model.graph import Attention
 from compress.numerics import hadamard
 
 
@@ -66,43 +61,6 @@ class Basis(Orthogonal):
             return x
         normal = self.normal.to(x)
         return x - 2 * (x @ normal)[..., None] * normal
-
-
-class SearchSettings(Protocol):
-    """The part of the transform's `Config` that the search reads."""
-
-    @property
-    def seeds(self) -> int: ...
-
-    @property
-    def search_samples(self) -> int: ...
-
-    @property
-    def learn(self) -> int: ...
-
-
-class SearchedRotation(Edits, Protocol):
-    """A rotation of a model (`rotate.Rotation`) whose bases can be exchanged."""
-
-    skeleton: Skeleton
-    graph: Graph
-    seed: int
-    width: int  # of the residual stream
-    keep_mean: bool  # whether the vector of ones must stay in its place
-    basis: Orthogonal | None  # of the residual stream
-    values: Mapping[int, Orthogonal]  # block -> of each head's values
-
-    @property
-    def config(self) -> SearchSettings: ...
-
-    def draw(self, number: int) -> None:
-        """Take the random rotation of this number."""
-
-    def use(self, residual: Orthogonal | None, values: Mapping[int, Orthogonal]) -> None:
-        """Take these bases: of the residual stream, and of the values of each block."""
-
-    def use_identity(self) -> None:
-        """Only move the norms' weights into their readers."""
 
 
 def value_rows(attention: Attention) -> Tensor:

@@ -8,16 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
-
 from compress.export import directory
 from compress.export.convert import Export, dense_tensor
 from compress.export.directory import Named
-from compress.export.source import PackedSource
+from compress.export.source import fused_experts
 from compress.export.weights import ExportWeight, StoredWeight
-from compress.runtime.experts import Experts
 
 SUFFIX = ""
 
@@ -61,19 +56,4 @@ def _tensors(export: Export) -> Iterator[Named]:
             yield name, dense_tensor(weight, name, export.dtype)
         elif path not in written:
             written.add(path)
-            yield from _fused_experts(export.source, path, export.dtype)
-
-
-def _fused_experts(source: PackedSource, path: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of the experts in the module `path`, biases included; the block is loaded for that."""
-    skeleton = source.skeleton
-    index = next(i for i in range(len(skeleton.blocks)) if path.startswith(skeleton.block_prefix(i)))
-    block = skeleton.load_block(index, torch.device("cpu"))
-    experts = block.get_submodule(path.removeprefix(skeleton.block_prefix(index)))
-    assert isinstance(experts, Experts)
-    module = experts.fuse(dtype)
-    skeleton.free()
-    parameters = {f"{path}.{name}": parameter.detach() for name, parameter in module.named_parameters()}
-    for name, tensor in revert_weight_conversion(skeleton.model, parameters).items():
-        if name not in source.plain:  # a norm beside the experts is no weight of theirs
-            yield name, tensor.contiguous()
+            yield from fused_experts(export.source, path, export.dtype)

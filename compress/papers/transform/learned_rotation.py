@@ -44,8 +44,8 @@ from compress.model.blockwise import BlockArgs
 from compress.model.edits import EditContext
 from compress.numerics import kl
 from compress.papers.transform import rotation_search
-from compress.papers.transform.rotation_search import Rounding
-from compress.transform.bases import SearchedRotation, value_rows
+from compress.papers.transform.rotation_search import Rounding, SearchedRotation
+from compress.transform.bases import value_rows
 from compress.transform.search import fake_weight
 
 RATE = 1.5  # of the first step, in units of the gradient; it falls to 0 along a cosine
@@ -66,7 +66,7 @@ def learn(rotation: SearchedRotation, bench: EditContext) -> tuple[dict[str, Ten
     layers = rotation_search.roundings(bench.plan, rotation.seed, bench.device, _rounds_without_data)
     if not layers:
         raise RecipeError(
-            "rotate: the recipe rounds no inputs, and no weights without data: there is nothing to learn a rotation "
+            "spin: the recipe rounds no inputs, and no weights without data: there is nothing to learn a rotation "
             "from; set `learn: 0`"
         )
     _check_memory(rotation, bench)
@@ -130,7 +130,7 @@ def _check_memory(rotation: SearchedRotation, bench: EditContext) -> None:
     if need > free:
         raise BudgetError(
             f"learning rotations takes the whole model and its gradients, {process_memory.show(need)} of memory, and "
-            f"{process_memory.show(free)} are free; set `learn: 0` (and `seeds: 8`) for rotate, or raise the limit"
+            f"{process_memory.show(free)} are free; set `learn: 0` (and `seeds: 8`) for spin, or raise the limit"
         )
 
 

@@ -12,8 +12,8 @@ merged, the paper leaves to their order. Here heads that lose little change plac
 (arXiv 2305.13245), to be compared with.
 
 Merging is no transform that keeps the function, and without training it costs much. `heal` trains each block's
-attention behind the merged blocks before it, against what the original model gives (papers/tune/dense.py). The paper fine-tunes
-the whole model. `tune: end_to_end` of a recipe that also quantizes goes on from there against the original
+attention behind the merged blocks before it, against what the original model gives (papers/tune/dense.py). The paper
+fine-tunes the whole model. `tune: end_to_end` of a recipe that also quantizes goes on from there against the original
 model; `blockwise` and target correction only make up for rounding: their target is the merged model.
 
 A pass over `samples` of the calibration text collects the moments, block by block, before anything is quantized. It

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +23,53 @@ from torch import Tensor, nn
 from compress.formats import transforms
 from compress.model import blockwise
 from compress.model.blockwise import run_block
-from compress.model.edits import EditContext
+from compress.model.edits import EditContext, Edits
+from compress.model.graph import Graph
 from compress.model.lm_head import edited_by, logits_of
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.quant import grid, incoherence
 from compress.runtime import activation_quant
-from compress.transform.bases import SearchedRotation
+from compress.transform.bases import Orthogonal
 from compress.transform.search import fake_weight
 from compress.types import NO_TRANSFORMS, Activations, Plan, Scheme, WeightTransforms
+
+
+class SearchSettings(Protocol):
+    """The part of the transform's `Config` that the search reads."""
+
+    @property
+    def seeds(self) -> int: ...
+
+    @property
+    def search_samples(self) -> int: ...
+
+    @property
+    def learn(self) -> int: ...
+
+
+class SearchedRotation(Edits, Protocol):
+    """A rotation of a model (compress/transform/rotate.py) whose bases can be exchanged."""
+
+    skeleton: Skeleton
+    graph: Graph
+    seed: int
+    width: int  # of the residual stream
+    keep_mean: bool  # whether the vector of ones must stay in its place
+    basis: Orthogonal | None  # of the residual stream
+    values: Mapping[int, Orthogonal]  # block -> of each head's values
+
+    @property
+    def config(self) -> SearchSettings: ...
+
+    def draw(self, number: int) -> None:
+        """Take the random rotation of this number."""
+
+    def use(self, residual: Orthogonal | None, values: Mapping[int, Orthogonal]) -> None:
+        """Take these bases: of the residual stream, and of the values of each block."""
+
+    def use_identity(self) -> None:
+        """Only move the norms' weights into their readers."""
 
 
 class Rounding(NamedTuple):

@@ -13,16 +13,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from compress import api
-from compress.model import block_calls, blockwise, edits, lm_head
+from compress.model import blockwise, edits
 from compress.model.skeleton import Skeleton
-from compress.numerics import kl
-from compress.papers.transform import rotation_search
+from compress.papers.transform import rotation_search, spin
 from compress.quant import gptq
 from compress.run import plan
 from compress.runtime import activation_quant
 from compress.storage.checkpoint import open_checkpoint
-from compress.transform import rotate
-from compress.transform.bases import Basis, Orthogonal
+from compress.transform.bases import Basis
 from compress.transform.search import fake_weight
 from pico import save_pico
 from runs import GPTQ, RTN, Setup, contents, job, report_of
@@ -33,11 +31,11 @@ CPU = torch.device("cpu")
 
 
 def bench(
-    model: Path, folder: Path, setup: Setup, config: rotate.Config, pack: bool = True
-) -> tuple[rotate.Rotation, edits.EditContext]:
+    model: Path, folder: Path, setup: Setup, config: spin.Config, pack: bool = True
+) -> tuple[spin.ChosenRotation, edits.EditContext]:
     """The rotation of a checkpoint, and what it is tried out with."""
     skeleton = Skeleton(open_checkpoint(model))
-    rotation = rotate.apply(skeleton, config, 0)
+    rotation = spin.apply(skeleton, config, 0)
     skeleton.edits = rotation
     made = plan.make(setup.load(), skeleton, pack)
     folder.mkdir(exist_ok=True)
@@ -45,7 +43,7 @@ def bench(
 
 
 def scores(model: Path, folder: Path, setup: Setup, seeds: int, pack: bool = True) -> list[float]:
-    rotation, given = bench(model, folder, setup, rotate.Config(seeds=seeds), pack)
+    rotation, given = bench(model, folder, setup, spin.Config(seeds=seeds), pack)
     rotation.begin(CPU)
     layers = rotation_search.roundings(given.plan, 0, CPU)
     return rotation_search.search(rotation, given, layers)
@@ -97,45 +95,6 @@ def _last_norm(decoder: Any) -> Any:
     return decoder.norm if hasattr(decoder, "norm") else decoder.final_layer_norm
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "opt", "gpt_neox", "gemma2", "phi3", "qwen3_moe"])
-@pytest.mark.parametrize("as_tuple", [False, True])
-def test_logits_of_every_family(
-    name: str, as_tuple: bool, pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Scaled or capped as the model does it, a few positions at a time, whatever its blocks return."""
-    monkeypatch.setattr(kl, "LOGITS_NBYTES", 4 * 264 * 7)
-    skeleton = Skeleton(open_checkpoint(pico_dir(name)))
-    model: Any = AutoModelForCausalLM.from_pretrained(pico_dir(name))
-    stream = blockwise.HiddenStates(3, None)
-    with torch.no_grad():
-        expected = model(TOKENS).logits
-        calls = blockwise.record_inputs(skeleton, TOKENS, 3, stream, CPU)
-        states = stream.read(0, 3)
-        for index in range(len(skeleton.blocks)):
-            block = skeleton.load_block(index, CPU)
-            states = blockwise.run_block(block, calls[index][3], states, "block")
-        skeleton.free()
-        if as_tuple:
-            real = block_calls.StandIn.forward  # a model that wants a tuple takes the first of what it is given
-            monkeypatch.setattr(
-                block_calls.StandIn, "forward", lambda self, *args, **kwargs: real(self, *args, **kwargs)[0]
-            )
-        parts = kl.slices(24, skeleton.vocab_size)
-        assert [part.stop - part.start for part in parts] == [7, 7, 7, 3]
-        with lm_head.logits_of(skeleton, CPU) as logits:
-            for row in range(3):
-                found = torch.cat([logits(states[row : row + 1, part]) for part in parts])
-                assert torch.allclose(found, expected[row], atol=1e-5)
-    assert all(p.is_meta for p in skeleton.model.parameters())
-
-
-def test_divergence_against_the_definition() -> None:
-    p, q = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0)).unbind(0)
-    a, b = p.double().softmax(-1), q.double().softmax(-1)
-    assert torch.allclose(kl.from_logits(p, q).double(), (a * (a / b).log()).sum(-1), atol=1e-6)
-    assert (kl.from_logits(p, p) == 0).all()
-
-
 # ---------------------------------------------------------------- the choice
 
 
@@ -144,7 +103,7 @@ def test_more_candidates_are_never_worse_by_the_same_measure(pico_dir: Callable[
     four = scores(pico_dir("llama"), tmp_path, W4A4, 4)
     assert four[:2] == scores(pico_dir("llama"), tmp_path, W4A4, 2)
     assert len(set(four)) == 4
-    rotation, given = bench(pico_dir("llama"), tmp_path, W4A4, rotate.Config(seeds=4))
+    rotation, given = bench(pico_dir("llama"), tmp_path, W4A4, spin.Config(seeds=4))
     rotation.begin(CPU)
     best, notes = rotation_search.choose(rotation, given)
     assert four[best] == min(four) <= four[0]
@@ -163,33 +122,22 @@ def test_static_scales_and_operations_at_run_time(pico_dir: Callable[..., Path],
 
 
 def test_the_lowest_of_equals(pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rotation, given = bench(pico_dir("llama"), tmp_path, W4A4, rotate.Config(seeds=3))
+    rotation, given = bench(pico_dir("llama"), tmp_path, W4A4, spin.Config(seeds=3))
     monkeypatch.setattr(rotation_search, "search", lambda *_: [0.5, 0.25, 0.25])
     assert rotation_search.choose(rotation, given)[0] == 1
 
 
 def test_where_nothing_can_be_scored_the_first_is_used(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
-    rotation, given = bench(pico_dir("llama"), tmp_path, W4A4, rotate.Config(seeds=3))
+    rotation, given = bench(pico_dir("llama"), tmp_path, W4A4, spin.Config(seeds=3))
     first = rotation.basis
     assert isinstance(first, Basis)
     (note,) = rotation.choose(given._replace(tokens=None))
     assert note == "there is no calibration text: the first of 3 rotations is used, none has been tried"
     assert isinstance(rotation.basis, Basis) and torch.equal(rotation.basis.signs, first.signs)
     vectors = Setup("vq2bit")
-    rotation, given = bench(pico_dir("llama"), tmp_path / "other", vectors, rotate.Config(seeds=2))
+    rotation, given = bench(pico_dir("llama"), tmp_path / "other", vectors, spin.Config(seeds=2))
     (note,) = rotation.choose(given)
     assert note.startswith("the recipe rounds nothing on integer grids: the first of 2")
-
-
-@pytest.mark.parametrize("keep_mean", [False, True])
-def test_bases_and_their_inverses(keep_mean: bool) -> None:
-    x = torch.randn(5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    basis = Basis(24, 7, keep_mean)
-    assert torch.allclose(basis.transpose(basis.forward(x)), x, atol=1e-12)
-    same = Orthogonal(basis.dense(24))
-    assert torch.allclose(same.forward(x), basis.forward(x), atol=1e-12)
-    assert torch.allclose(same.transpose(x), basis.transpose(x), atol=1e-12)
-    assert torch.equal(Orthogonal().forward(x), x) and torch.equal(Orthogonal().transpose(x), x)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +151,7 @@ def test_bases_and_their_inverses(keep_mean: bool) -> None:
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        rotate.Config(**settings)
+        spin.Config(**settings)
 
 
 # ---------------------------------------------------------------- in a run
@@ -212,7 +160,7 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
 def test_a_run_reports_the_choice_and_a_resumed_one_takes_it_over(
     pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup = GPTQ.set("activations={bits: 4}", "transform=[{method: rotate, seeds: 3, search_samples: 2}]")
+    setup = GPTQ.set("activations={bits: 4}", "transform=[{method: spin, seeds: 3, search_samples: 2}]")
     api.quantize(job(pico_dir("llama"), setup, tmp_path / "whole"))
     (note,) = report_of(tmp_path / "whole")["notes"]["transform"]
     assert "of 0 to 2 is used" in note
@@ -240,7 +188,7 @@ def test_methods_without_data_read_what_the_search_needs(tmp_path: Path) -> None
     model = save_pico("llama", tmp_path / "model")
     one = api.quantize(job(model, W4A4.set("transform=[{method: rotate}]"), tmp_path / "one"))
     assert one["calibration"] is None and "transform" not in one["notes"]
-    setup = W4A4.set("transform=[{method: rotate, seeds: 2, search_samples: 3}]", "calibration.seq_len=16")
+    setup = W4A4.set("transform=[{method: spin, seeds: 2, search_samples: 3}]", "calibration.seq_len=16")
     two = api.quantize(job(model, setup, tmp_path / "two"))
     assert two["calibration"]["num_samples"] == 3
     assert "on 3 samples" in two["notes"]["transform"][0]

@@ -17,11 +17,10 @@ from compress.errors import BudgetError, CalibrationError, CompressError, Recipe
 from compress.model import blockwise, edits
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
-from compress.papers.transform import learned_rotation, rotation_search
+from compress.papers.transform import learned_rotation, rotation_search, spin
 from compress.quant import gptq
 from compress.run import plan
 from compress.storage.checkpoint import open_checkpoint
-from compress.transform import rotate
 from compress.transform.bases import Basis, Orthogonal
 from pico import build
 from problems import random
@@ -33,11 +32,11 @@ CPU = torch.device("cpu")
 
 
 def bench(
-    model: Path, folder: Path, setup: Setup, config: rotate.Config, pack: bool = True
-) -> tuple[rotate.Rotation, edits.EditContext]:
+    model: Path, folder: Path, setup: Setup, config: spin.Config, pack: bool = True
+) -> tuple[spin.ChosenRotation, edits.EditContext]:
     """The rotation of a checkpoint, and what it is learned with."""
     skeleton = Skeleton(open_checkpoint(model))
-    rotation = rotate.apply(skeleton, config, 0)
+    rotation = spin.apply(skeleton, config, 0)
     skeleton.edits = rotation
     made = plan.make(setup.load(), skeleton, pack)
     folder.mkdir(exist_ok=True)
@@ -129,7 +128,7 @@ def test_rounding_in_a_basis_is_the_rotated_model_rounded(
 ) -> None:
     """Nothing is merged here, all is there: both must give the same KL but for numbers that fall to the other side."""
     setup = RTN.set("activations={bits: 5, clip: 0.9}", *changes)
-    rotation, given = bench(pico_dir(name), tmp_path, setup, rotate.Config(learn=1))
+    rotation, given = bench(pico_dir(name), tmp_path, setup, spin.Config(learn=1))
     rotation.begin(CPU)
     layers = rotation_search.roundings(given.plan, 0, CPU)
     (expected,) = rotation_search.search(rotation, given._replace(batch=1), layers)
@@ -147,7 +146,7 @@ def test_rounding_in_a_basis_is_the_rotated_model_rounded(
 
 def test_the_original_is_the_original(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     """What the loss compares with is what transformers computes; without rounding the loss is 0."""
-    rotation, given = bench(pico_dir("llama"), tmp_path, INPUTS, rotate.Config(learn=1))
+    rotation, given = bench(pico_dir("llama"), tmp_path, INPUTS, spin.Config(learn=1))
     rotation.begin(CPU)
     source: Any = AutoModelForCausalLM.from_pretrained(pico_dir("llama"))
     with torch.no_grad(), learned_rotation._loaded(rotation, TOKENS, given) as model:
@@ -160,7 +159,7 @@ def test_gradients_through_checkpoints_and_parts(
     pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same whether logits are made at once or in parts; the losses of samples add up."""
-    rotation, given = bench(pico_dir("llama"), tmp_path, INPUTS, rotate.Config(learn=1))
+    rotation, given = bench(pico_dir("llama"), tmp_path, INPUTS, spin.Config(learn=1))
     rotation.begin(CPU)
     layers = rotation_search.roundings(given.plan, 0, CPU)
     parameters = learned_rotation._parameters(rotation, CPU)
@@ -195,7 +194,7 @@ def test_the_same_function_in_a_learned_basis(
     monkeypatch.setattr(learned_rotation, "is_better", lambda *_: True)
     sizes = ("calibration.num_samples=2", "calibration.seq_len=24")
     for steps in (5, 0):
-        setup = INPUTS.set(f"transform=[{{method: rotate, learn: {steps}}}]", *sizes)
+        setup = INPUTS.set(f"transform=[{{method: spin, learn: {steps}}}]", *sizes)
         asked = dataclasses.replace(job(pico_dir(name), setup, tmp_path / str(steps)), pack=False)
         report = api.quantize(asked)
         notes = [note for note in report["notes"].get("transform", []) if "unties" not in note]
@@ -219,7 +218,7 @@ def test_learning_finds_a_basis_without_outliers(tmp_path: Path, monkeypatch: py
         source.get_input_embeddings().weight[:, [5, 40]] *= 12
     source.save_pretrained(tmp_path / "model")
     setup = RTN.set("bits=8", "activations={bits: 4}")
-    rotation, given = bench(tmp_path / "model", tmp_path / "work", setup, rotate.Config(learn=10))
+    rotation, given = bench(tmp_path / "model", tmp_path / "work", setup, spin.Config(learn=10))
     rotation.begin(CPU)
     rotation.use(Orthogonal(), {0: Orthogonal(), 1: Orthogonal()})
     matrices, note = learned_rotation.learn(rotation, given)
@@ -234,7 +233,7 @@ def test_learning_finds_a_basis_without_outliers(tmp_path: Path, monkeypatch: py
 
 
 def test_what_is_learned_is_what_is_drawn(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
-    rotation, _ = bench(pico_dir("llama"), tmp_path, INPUTS, rotate.Config(learn=2, residual=False))
+    rotation, _ = bench(pico_dir("llama"), tmp_path, INPUTS, spin.Config(learn=2, residual=False))
     assert learned_rotation._parameters(rotation, CPU).keys() == {"0", "1"}
 
 
@@ -242,7 +241,7 @@ def test_what_is_not_better_is_not_used(
     pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learned_rotation, "RATE", 0.0)
-    rotation, given = bench(pico_dir("llama"), tmp_path, INPUTS, rotate.Config(learn=1))
+    rotation, given = bench(pico_dir("llama"), tmp_path, INPUTS, spin.Config(learn=1))
     (note,) = rotation.choose(given)
     assert note.endswith("they are not clearly better, and not used")
     assert isinstance(rotation.basis, Basis)
@@ -253,7 +252,7 @@ def test_a_resumed_run_has_the_learned_rotation(
     pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learned_rotation, "is_better", lambda *_: True)
-    setup = GPTQ.set("activations={bits: 3}", "transform=[{method: rotate, seeds: 2, learn: 4}]")
+    setup = GPTQ.set("activations={bits: 3}", "transform=[{method: spin, seeds: 2, learn: 4}]")
     api.quantize(job(pico_dir("llama"), setup, tmp_path / "whole"))
     notes = report_of(tmp_path / "whole")["notes"]["transform"]
     assert len(notes) == 2 and "of 0 to 1 is used" in notes[0] and "not used" not in notes[1]
@@ -293,7 +292,7 @@ def test_refusals(
     tmp_path: Path,
 ) -> None:
     """In one line, before anything is learned."""
-    rotation, given = bench(pico_dir("llama"), tmp_path, setup, rotate.Config(learn=5))
+    rotation, given = bench(pico_dir("llama"), tmp_path, setup, spin.Config(learn=5))
     with pytest.raises(error, match=message) as caught:
         rotation.choose(given._replace(**changes))
     assert "\n" not in str(caught.value)

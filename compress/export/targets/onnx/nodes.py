@@ -42,7 +42,7 @@ SCALE = 4  # bytes that a scale is taken to cost, whatever its type: blocks do n
 INT8_INPUTS = 4  # accuracy_level of a product whose inputs ONNX Runtime rounds to 8 bits, in blocks, on a CPU
 Maker = Callable[[], Tensor]
 Makers = dict[str, Maker]
-Tensors = Mapping[str, nn.Parameter]  # by the names of onnx_codes.py
+Tensors = Mapping[str, nn.Parameter]  # by the names that this file's docstring lists
 
 
 class Form(NamedTuple):
