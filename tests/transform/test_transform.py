@@ -134,7 +134,7 @@ def test_rotate_must_come_first(first: str, pico_dir: Callable[..., Path], tmp_p
     [
         (
             "[{method: spun}]",
-            "unknown transform plugin 'spun'; known: awq, rotate, smooth, clover, merge_kv_heads, outlier_suppression, ",
+            "unknown transform plugin 'spun'; known: awq, rotate, smooth, clover, merge_kv_heads, outlier_suppression",
         ),
         (
             "[{residual: false}]",

@@ -36,10 +36,10 @@ from compress.tune.codes.latent import Latent
 from compress.tune.trained import Rates, Trained
 from compress.types import PackedWeight
 
-BYTES = 16 + 4 * 4  # of a weight, beside what `fixed` takes: what is rounded, its target, what a step keeps
-RATE = 0.5  # of `codes_rate`, unless the settings say otherwise
-MOST = 1.5  # of a clip factor
-BEGIN = -math.log(MOST - 1)  # MOST * sigmoid(BEGIN) = 1
+BYTES = 16 + 4 * 4  # [bytes] for each weight, beside what `fixed` takes: what is rounded, its target, what a step keeps
+RATE = 0.5  # default of `codes_rate`
+MAX_CLIP_FACTOR = 1.5
+BEGIN = -math.log(MAX_CLIP_FACTOR - 1)  # MOST * sigmoid(BEGIN) = 1
 FACTORS = 4.0  # times the rate of other numbers, of low-rank factors
 
 
@@ -62,18 +62,18 @@ class Codes(Latent):
         self.trained.update(self.clips)
 
     def _now(self) -> tuple[Tensor, Tensor, Tensor]:
-        ends = {name: MOST * torch.sigmoid(BEGIN + each.value()) for name, each in self.clips.items()}
-        scales, zeros = self.clipped(ends["high"], ends.get("low"))
+        ends = {name: MAX_CLIP_FACTOR * torch.sigmoid(BEGIN + each.value()) for name, each in self.clips.items()}
+        scales, zeros = self.clip_grid(ends["high"], ends.get("low"))
         return self.values / self.safe(scales), scales, zeros
 
     def weight(self) -> Tensor:
         """Return the dense weight [out, in], float32."""
         return self._around(self._dense(*self._now()))
 
-    def rounded(self) -> PackedWeight:
+    def pack(self) -> PackedWeight:
         """Return the packed weight, in the types that are stored."""
-        return self._packed(*self._now())
+        return self._pack_latent(*self._now())
 
-    def changed(self) -> float:
+    def changed_share(self) -> float:
         """Return the share of codes that moved, apart from what a zero point that moved does."""
         return self.shift(self._now()[0])

@@ -22,13 +22,15 @@ from torch import Tensor, nn
 
 from compress.tune.codes import vectors
 from compress.tune.codes.vectors import Vectors
-from compress.tune.trained import Rates, within
+from compress.tune.trained import Rates, strip_surroundings
 from compress.types import PackedWeight
 
-BYTES = 8 + 4 * 4  # of a weight, beside what `fixed` takes: a gradient, and what the choice of entries takes
-RATE = 2.0  # of `codes_rate`, unless the settings say otherwise
+BYTES = (
+    8 + 4 * 4
+)  # [bytes] for each weight, beside what `fixed` takes: a gradient, and what the choice of entries takes
+RATE = 2.0  # default of `codes_rate`
 EVERY = 5  # steps between moves
-SHARE = 0.002  # of the vectors that move at a time, at most
+MAX_MOVED_SHARE = 0.002  # share of the vectors that move at a time
 CONSIDERED = 4  # times as many have their entries scored: those with the largest gradients
 
 
@@ -44,7 +46,7 @@ class Codes(Vectors):
         super().__init__(packed)
         with torch.no_grad():
             start = self.matrix()
-            wanted = within(target, packed)
+            wanted = strip_surroundings(target, packed)
             error = self.vectors(start if wanted is None else wanted - start)
         self.reach = rates.codes_rate * (float(error.square().sum(-1).mean().sqrt()) or 1.0)
         self.probe = nn.Parameter(torch.zeros_like(start))
@@ -59,7 +61,7 @@ class Codes(Vectors):
         if (step + 1) % EVERY or self.probe.grad is None:
             return
         slopes = self.vectors(self.probe.grad).flatten(0, 1)
-        count = max(1, int(SHARE * len(slopes)))
+        count = max(1, int(MAX_MOVED_SHARE * len(slopes)))
         chosen = slopes.square().sum(-1).topk(min(len(slopes), CONSIDERED * count)).indices
         scored = [self._scores(slopes[chosen], chosen, stage) for stage in range(len(self.codes))]
         least, stages = torch.stack([scores for _, scores in scored]).min(0)

@@ -24,9 +24,11 @@ from compress.tune.codes.latent import Latent
 from compress.tune.trained import Rates, Trained
 from compress.types import PackedWeight
 
-BYTES = 16 + 5 * 4  # of a weight, beside what `fixed` takes: a trained number, and what a backward pass keeps
-RATE = 2.0  # of `codes_rate`, unless the settings say otherwise
-MOST = 1.5  # of a clip factor
+BYTES = (
+    16 + 5 * 4
+)  # [bytes] for each weight, beside what `fixed` takes: a trained number, and what a backward pass keeps
+RATE = 2.0  # default of `codes_rate`
+MAX_CLIP_FACTOR = 1.5
 
 
 def serves(packed: PackedWeight) -> bool:
@@ -48,7 +50,7 @@ class Codes(Latent):
 
     def _now(self) -> tuple[Tensor, Tensor, Tensor]:
         ends = {name: each.value() for name, each in self.clips.items()}
-        scales, zeros = self.clipped(ends["beta"], ends.get("alpha"))
+        scales, zeros = self.clip_grid(ends["beta"], ends.get("alpha"))
         return self.values / self.safe(scales) + self.offset.value(), scales, zeros
 
     def weight(self) -> Tensor:
@@ -64,16 +66,16 @@ class Codes(Latent):
                 each.moved.sub_(each.moved.grad.sign_(), alpha=rate)
                 each.moved.grad = None
         for each in self.clips.values():
-            each.moved.clamp_(-1, MOST - 1)
+            each.moved.clamp_(-1, MAX_CLIP_FACTOR - 1)
 
     def parts(self) -> list[Trained]:
         """Return all that moves, by AdamW or not."""
         return [*super().parts(), *self.signed]
 
-    def rounded(self) -> PackedWeight:
+    def pack(self) -> PackedWeight:
         """Return the packed weight, in the types that are stored."""
-        return self._packed(*self._now())
+        return self._pack_latent(*self._now())
 
-    def changed(self) -> float:
+    def changed_share(self) -> float:
         """Return the share of codes that moved, apart from what a zero point that moved does."""
         return self.shift(self._now()[0])

@@ -42,14 +42,15 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from compress.errors import UnsupportedModelError
-from compress.model.blockwise import BlockInputs, run_block
+from compress.model.blockwise import BlockArgs, BlockInputs, call_block, run_block
 from compress.model.graph import Attention, Site, Sites
 from compress.papers.transform import qk_pairs
 from compress.papers.transform.qk_pairs import ScoreChannels
-from compress.papers.tune import channel_scales
 from compress.transform.bases import value_rows
+from compress.tune.descend import match, relative_error
 from compress.types import Scheme
 
 SCOPE = "block"
@@ -86,7 +87,7 @@ class Decomposition(NamedTuple):
 
     zeroed: int
     lost: float  # share of the squared norm of all products
-    groups: list[channel_scales.ScaledRows]  # rows of a linear that one factor may be trained for
+    groups: list[ScaledRows]  # rows of a linear that one factor may be trained for
 
 
 def apply(
@@ -119,7 +120,7 @@ def apply(
     ]
     if config.train and notes:
         groups = [group for _, part, _ in parts for group in part.groups]
-        notes.append(channel_scales.train(block, before, groups, batches, config.train, config.train_rate))
+        notes.append(train(block, before, groups, batches, config.train, config.train_rate))
     return tuple(notes) or ("the products inside attention are decomposed",)
 
 
@@ -143,7 +144,7 @@ def decompose(block: nn.Module, attention: Attention, prune: float = 0.0) -> Dec
     return Decomposition(
         count,
         _share(sizes.square(), kept),
-        [channel_scales.ScaledRows(attention.values, rows[kept.cpu() > 0][:, None])],
+        [ScaledRows(attention.values, rows[kept.cpu() > 0][:, None])],
     )
 
 
@@ -182,7 +183,7 @@ def decompose_keys(
             _put(queries, query_rows.flatten(), torch.zeros_like(_taken(queries, query_rows.flatten())))
     left = [key_rows for (key_rows, _), keep in zip(units, kept.tolist(), strict=True) if keep]
     alike = [[key_rows for key_rows in left if len(key_rows) == count] for count in (1, 2)]
-    groups = [channel_scales.ScaledRows(channels.keys.name, torch.stack(rows)) for rows in alike if rows]
+    groups = [ScaledRows(channels.keys.name, torch.stack(rows)) for rows in alike if rows]
     return Decomposition(int((counts * (1 - kept)).sum()), _share(squares, kept), groups)
 
 
@@ -273,3 +274,63 @@ def _group(columns: Tensor, head: int, repeats: int, size: int) -> Tensor:
     """Return the columns [out, heads * size] that read a head of values: a view [repeats, out, size]."""
     part = columns[:, head * repeats * size : (head + 1) * repeats * size]
     return part.unflatten(1, (repeats, size)).transpose(0, 1)
+
+
+class ScaledRows(NamedTuple):
+    """Rows of a linear that are multiplied together: those of one row of `rows` by one factor."""
+
+    name: str  # path of the linear in the block
+    rows: Tensor  # [factors, rows of each] int64
+
+
+def train(
+    block: nn.Module,
+    before: Mapping[str, Tensor],
+    groups: Sequence[ScaledRows],
+    batches: BlockInputs,
+    steps: int,
+    rate: float,
+) -> str:
+    """Train the factors and multiply them into the block, in place; return a note for the report.
+
+    `before`: those parameters of the block that have been changed, as they were. If the error over all batches does
+    not fall, the block stays as it is.
+    """
+    device = next(block.parameters()).device
+    factors = nn.Parameter(torch.ones(sum(len(group.rows) for group in groups), device=device))
+
+    def run(parameters: dict[str, Tensor], hidden: Tensor, call: BlockArgs) -> Tensor:
+        return call_block(lambda *args, **kwargs: functional_call(block, parameters, args, kwargs), call, hidden)[0]
+
+    def original(hidden: Tensor, call: BlockArgs) -> Tensor:
+        return run(dict(before), hidden, call)
+
+    def scaled(hidden: Tensor, call: BlockArgs) -> Tensor:
+        return run(_scaled(block, groups, factors), hidden, call)
+
+    def present(hidden: Tensor, call: BlockArgs) -> Tensor:
+        return call_block(block, call, hidden)[0]
+
+    first = relative_error(original, present, batches)
+    match([factors], steps, rate, original, scaled, batches)
+    last = relative_error(original, scaled, batches)
+    note = f"{factors.numel()} factors trained for {steps} steps: error of the block {first:.3g} -> {last:.3g}"
+    if not last < first:
+        return f"{note}; no better, so they are left out"
+    with torch.no_grad():
+        for name, tensor in _scaled(block, groups, factors).items():
+            block.get_parameter(name).copy_(tensor)
+    return note
+
+
+def _scaled(block: nn.Module, groups: Sequence[ScaledRows], factors: Tensor) -> dict[str, Tensor]:
+    """Return the parameters of the linears whose rows have factors, times these."""
+    scaled: dict[str, Tensor] = {}
+    for group, chosen in zip(groups, factors.split([len(group.rows) for group in groups]), strict=True):
+        for key, parameter in block.get_submodule(group.name).named_parameters():
+            path = f"{group.name}.{key}"
+            current = scaled.get(path, parameter.detach())
+            scale = torch.ones(len(current), device=current.device)
+            scale = scale.index_put((group.rows.to(current.device),), chosen[:, None].expand(group.rows.shape))
+            scaled[path] = (current * scale.view(-1, *[1] * (current.dim() - 1))).to(parameter.dtype)
+    return scaled

@@ -25,10 +25,12 @@ from compress.model.skeleton import Skeleton
 from compress.papers.transform import kv_heads, qk_pairs
 from compress.papers.transform.kv_heads import HeadMoments, HeadWeights, Layout
 from compress.papers.transform.qk_pairs import ScoreChannels
-from compress.papers.tune import dense
 from compress.storage.checkpoint import StoredTensor, read_header, write_shard
 from compress.storage.files import make_folder
 from compress.transform.bases import value_rows
+from compress.tune.descend import descend, is_checked
+from compress.tune.held_block import Batches, HeldBlock, relative
+from compress.tune.trained import Trained
 
 if TYPE_CHECKING:
     from compress.papers.transform.merge_kv_heads import Config
@@ -217,7 +219,7 @@ class _Block:
             names = [name for name, parameter in block.named_parameters() if parameter.dim() < 3]
         count = -(-self.stream.samples // self.bench.batch)
         how = config.heal, config.heal_rate, config.heal_tokens
-        healed = dense.train(block, names, self._pairs, count, *how)
+        healed = train(block, names, self._pairs, count, *how)
         return healed.parameters, [healed.before, healed.after]
 
     def _named(self, name: str, tensor: Tensor) -> Tensor:
@@ -294,3 +296,60 @@ class _Projections:
                 found[f"{name}.bias"] = whole[:, -1]
         found[f"{self.names[3]}.weight"] = weights.outputs.transpose(0, 1).flatten(1)
         return found
+
+
+HELD_OUT = 8  # batches
+CHECKS = 4  # times that the held-out error is measured
+
+
+class Healed(NamedTuple):
+    """Trained parameters of a block, and its error on batches that were held out, before and after."""
+
+    parameters: dict[str, Tensor]  # path in the block -> values in the type that is stored
+    before: float
+    after: float
+
+
+@torch.no_grad()
+def train(
+    block: nn.Module, names: Sequence[str], batches: Batches, count: int, steps: int, rate: float, tokens: int
+) -> Healed:
+    """Train these parameters of a block, which stays as it is.
+
+    batches: `count` at every call, of hidden states, other arguments and what the block should give. rate: of AdamW, in
+    units of the root mean square of each tensor. tokens: of a step, about. Raises NumericalError for a loss that is not
+    finite.
+    """
+    held = HeldBlock(block, [], batches, count, HELD_OUT, tokens)
+    trained = {name: Trained(held.model.get_parameter(name)) for name in names}
+    stream = held.portions.endless()
+
+    def rounded() -> dict[str, Tensor]:
+        return {name: each.value().to(held.own_type(name)) for name, each in trained.items()}
+
+    def error() -> float:
+        return held.error({name: value.float() for name, value in rounded().items()})
+
+    before = best = error()
+
+    def loss(step: int) -> float:
+        hidden, call, target = next(stream)
+        with torch.enable_grad():
+            now = {name: each.value() for name, each in trained.items()}
+            found = relative(held.run(now, hidden, call), target.float()).mean()
+            found.backward()
+        return found.item()
+
+    def check(step: int) -> None:
+        nonlocal best
+        if not is_checked(step, steps, CHECKS):
+            return
+        if (now := error()) < best:
+            best = now
+            for each in trained.values():
+                each.keep()
+
+    descend([each.moved for each in trained.values()], steps, rate, loss, check)
+    for each in trained.values():
+        each.restore()
+    return Healed(rounded(), before, best)

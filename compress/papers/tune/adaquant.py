@@ -53,10 +53,8 @@ from compress import formats
 from compress.model.block_calls import BlockArgs
 from compress.model.blockwise import attached
 from compress.tune.codes import fixed, straight_through
-from compress.tune.descend import descend, is_checked
-from compress.tune.held_block import HeldBlock, Sizes
-from compress.tune.portions import MOST_HELD, Batch, Batches
-from compress.tune.settings import check_codes_rate, check_descent, check_held_out
+from compress.tune.descend import check_codes_rate, check_descent, check_held_out, descend, is_checked
+from compress.tune.held_block import MAX_HELD_OUT_BATCHES, Batch, Batches, BlockSizes, HeldBlock
 from compress.tune.trained import Rates, Trained, TrainedWeight
 from compress.types import PackedWeight
 
@@ -83,14 +81,16 @@ class Config:
         check_held_out(self.held_out)
 
 
-def workspace(config: Config, sizes: Sizes) -> int:
+def workspace(config: Config, sizes: BlockSizes) -> int:
     """Return the bytes that tuning takes beside the block.
 
     The largest linear is taken to be no larger than the block.
     """
     copies = 4 + 4 + 4 + 4  # the block quantized and not, a weight as it was, and its share of `Sums.cross`
     trained = MASTERS + straight_through.BYTES
-    passes = (2 + 2) * sizes.states + 2 * MOST_HELD * sizes.hidden  # two, what they leave, and what is held out
+    passes = (
+        2 + 2
+    ) * sizes.states + 2 * MAX_HELD_OUT_BATCHES * sizes.hidden  # two, what they leave, and what is held out
     return sizes.numel * (copies + trained + 4 * GRAM) + passes
 
 
@@ -241,7 +241,7 @@ class BlockTuning(HeldBlock):
         """Tune the linears in the order of their calls; return all packed weights, changed biases and a note."""
         full = HeldBlock(self.block, (), self.portions.batches, self.portions.count, self.config.held_out)
         first = best = self.error({})
-        for group in self.called(self.packed):
+        for group in self.call_order(self.packed):
             held = list(self._inputs(group[0], self.portions.held(), full))
             weight = self.block.get_submodule(group[0]).get_parameter("weight")
             moments = Moments(weight.shape[1], weight.device)
@@ -283,7 +283,7 @@ class BlockTuning(HeldBlock):
         starts = (self.model.get_parameter(f"{name}.weight").clone(), sums.bias)
         first = held.error(*starts)
         fit(linear, sums, held, config)
-        made, stored = linear.weight.rounded(), None if bias is None else bias.value().to(self.own_type(path))
+        made, stored = linear.weight.pack(), None if bias is None else bias.value().to(self.own_type(path))
         new = formats.decode(made, torch.float32), None if stored is None else stored.float()
         last, after = held.error(*new), before
         if last < first:
@@ -296,7 +296,7 @@ class BlockTuning(HeldBlock):
             self.packed[name] = made
             if stored is not None:
                 self.biases[path] = stored
-        self.outcomes[name] = Outcome(first, last, linear.weight.changed() if is_better else 0.0)
+        self.outcomes[name] = Outcome(first, last, linear.weight.changed_share() if is_better else 0.0)
         return after
 
     def _place(self, name: str, weight: Tensor, bias: Tensor | None) -> None:

@@ -24,10 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compress.tune.descend import descend, is_checked
-from compress.tune.held_block import HeldBlock, Sizes
-from compress.tune.portions import Batches
-from compress.tune.settings import check_descent, check_held_out
+from compress.tune.descend import check_descent, check_held_out, descend, is_checked
+from compress.tune.held_block import Batches, BlockSizes, HeldBlock
 from compress.types import PackedWeight
 
 SCOPE = "block"
@@ -48,7 +46,7 @@ class Config:
         check_held_out(self.held_out)
 
 
-def workspace(config: Config, sizes: Sizes) -> int:
+def workspace(config: Config, sizes: BlockSizes) -> int:
     """Return the bytes that tweaking takes beside the block."""
     return sizes.numel * (4 + 4) + 2 * STATES * sizes.states
 

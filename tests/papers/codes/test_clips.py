@@ -14,7 +14,7 @@ from compress.formats import lowrank
 from compress.model.blockwise import BlockArgs
 from compress.papers.codes import clips
 from compress.tune.blockwise import BlockTuning, Config
-from compress.tune.descend import WARM_UP, descend
+from compress.tune.descend import WARM_UP_STEPS, descend
 from compress.tune.trained import Rates
 from compress.types import LowRank, PackedWeight
 from pico import round_to_nearest
@@ -46,7 +46,7 @@ def test_the_first_step_sees_the_stored_weight_to_the_bit(symmetric: bool, start
     for packed in (round_to_nearest(weight, 2, GROUP, symmetric), corrected(weight, 3, symmetric)):
         trained = clips.Codes(packed, weight, dataclasses.replace(RATES, start=start))
         assert torch.equal(trained.weight(), formats.decode(packed, torch.float32))
-        rounded = trained.rounded()
+        rounded = trained.pack()
         assert rounded.stored == packed.stored and rounded.tensors.keys() == packed.tensors.keys()
         assert all(torch.equal(tensor, rounded.tensors[key]) for key, tensor in packed.tensors.items())
 
@@ -67,7 +67,7 @@ def test_gradients_are_those_of_the_formula(symmetric: bool) -> None:
     scale0 = scales.double()[..., None]
     zero0 = torch.full_like(scale0, 2 ** (bits - 1)) if zeros is None else zeros.double()[..., None]
     sigmoid = {name: torch.sigmoid(clips.BEGIN + values[name]) for name in trained.clips}
-    factor = {name: clips.MOST * each for name, each in sigmoid.items()}
+    factor = {name: clips.MAX_CLIP_FACTOR * each for name, each in sigmoid.items()}
     high, low = factor["high"], factor.get("low", factor["high"])
     below, above = zero0 * low, (top - zero0) * high
     scale = (scale0 * (below + above) / top).half().double()
@@ -88,7 +88,7 @@ def test_gradients_are_those_of_the_formula(symmetric: bool) -> None:
             "high": by_scale * scale0 * (top - zero0) / top - by_zero * slope * below * (top - zero0),
             "low": by_scale * scale0 * zero0 / top + by_zero * slope * above * zero0,
         }
-    expected = {name: by * clips.MOST * sigmoid[name] * (1 - sigmoid[name]) for name, by in by_end.items()}
+    expected = {name: by * clips.MAX_CLIP_FACTOR * sigmoid[name] * (1 - sigmoid[name]) for name, by in by_end.items()}
     a, b = values["lowrank_a"], values["lowrank_b"]  # [rank, in], [out, rank]
     expected |= {"lowrank_a": b.T @ mixing.double(), "lowrank_b": mixing.double() @ a.T}
     assert expected.keys() == trained.trained.keys()
@@ -119,7 +119,7 @@ def test_a_first_step_moves_against_the_signs_of_gradients() -> None:
     for name, part in plain.trained.items():
         assert part.moved.grad is not None
         clear = part.moved.grad.abs() > 1e-3 * part.moved.grad.abs().max()
-        first = -RATES.rate / WARM_UP * part.moved.grad.sign()
+        first = -RATES.rate / WARM_UP_STEPS * part.moved.grad.sign()
         assert torch.allclose(taken[0][name][clear], first[clear], rtol=1e-3), name
     for each in trained.clips.values():
         assert 0 < each.value().abs().max() <= RATES.codes_rate
@@ -135,9 +135,9 @@ def test_equal_clips_scale_a_range() -> None:
     trained = clips.Codes(packed, weight, RATES)
     for each in trained.clips.values():
         each.moved.data.fill_(0.5 / each.unit)
-    factor = clips.MOST / (1 + (clips.MOST - 1) * torch.tensor(-0.5).exp())
+    factor = clips.MAX_CLIP_FACTOR / (1 + (clips.MAX_CLIP_FACTOR - 1) * torch.tensor(-0.5).exp())
     _, before, zeros = int_format.unpack(packed.tensors, packed.params, SHAPE)
-    _, after, same = int_format.unpack(trained.rounded().tensors, packed.params, SHAPE)
+    _, after, same = int_format.unpack(trained.pack().tensors, packed.params, SHAPE)
     assert zeros is not None and same is not None and torch.equal(zeros, same)
     torch.testing.assert_close(after.float(), before.float() * factor, rtol=1e-3, atol=0)
 

@@ -18,7 +18,6 @@ from compress.model import graph as structure
 from compress.model.blockwise import BlockArgs
 from compress.model.skeleton import Skeleton
 from compress.papers.transform import clover, qk_pairs
-from compress.papers.tune import channel_scales
 from compress.recipe import load
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform.bases import value_rows
@@ -314,8 +313,8 @@ def test_what_is_left_is_trained(pico_dir: Callable[..., Path]) -> None:
 def test_training_that_does_not_help_is_left_out() -> None:
     block, hidden, call = called(PICO["llama"](), "llama")
     before = {"self_attn.v_proj.weight": block.get_parameter("self_attn.v_proj.weight").detach().clone()}
-    group = channel_scales.ScaledRows("self_attn.v_proj", torch.arange(32)[:, None])
-    note = channel_scales.train(
+    group = clover.ScaledRows("self_attn.v_proj", torch.arange(32)[:, None])
+    note = clover.train(
         block, before, [group], lambda: [(hidden, call)], 2, 1.0
     )  # nothing is wrong that could be mended
     assert note.endswith("no better, so they are left out")

@@ -130,7 +130,7 @@ def test_a_killed_run_goes_on_behind_the_last_merged_block(trained: tuple[Path, 
     first = tmp_path / "out.partial" / "kv-heads" / "00000.safetensors"
     written = first.stat().st_mtime_ns
     once = """
-import compress.papers.tune.dense as module
+import compress.papers.transform.kv_head_pass as module
 real, calls = module.train, []
 def train(*args):
     calls.append(1)

@@ -18,7 +18,7 @@ from compress.papers.tune import adaquant
 from compress.papers.tune.adaquant import Config, Held, Inputs, Linear, Moments, Sums, fit, workspace
 from compress.tune import held_block
 from compress.tune.codes import fixed, straight_through
-from compress.tune.held_block import Sizes
+from compress.tune.held_block import BlockSizes
 from compress.tune.trained import Rates, Trained
 from pico import round_to_nearest, save_pico
 from runs import RTN, SMALL, contents, job, report_of, stored_tensors
@@ -111,8 +111,8 @@ def test_codes_move_where_that_is_better() -> None:
     for way in (fixed, straight_through):
         linear = Linear(way.Codes(packed, weight, rates), None)
         fit(linear, sums, held, Config(steps=200, rate=0.005))
-        errors.append(held.error(formats.decode(linear.weight.rounded(), torch.float32), None))
-    assert errors[1] < 0.9 * errors[0] and linear.weight.changed()
+        errors.append(held.error(formats.decode(linear.weight.pack(), torch.float32), None))
+    assert errors[1] < 0.9 * errors[0] and linear.weight.changed_share()
 
 
 def test_the_block_is_better_and_what_is_stored_is_what_was_measured() -> None:
@@ -225,7 +225,7 @@ def test_other_formats_keep_their_codes() -> None:
 
 
 def test_what_it_takes_is_counted() -> None:
-    given = workspace(Config(), Sizes(numel=1000, states=50, hidden=10, batch=4, seq_len=512))
+    given = workspace(Config(), BlockSizes(numel=1000, states=50, hidden=10, batch=4, seq_len=512))
     assert given == 1000 * (16 + 24 + straight_through.BYTES + 16) + 4 * 50 + 4 * 10
 
 

@@ -14,7 +14,7 @@ from compress.errors import RecipeError
 from compress.papers.tune import norm_tweaking
 from compress.papers.tune.norm_tweaking import Config, distance, norms, workspace
 from compress.tune import held_block
-from compress.tune.held_block import Sizes
+from compress.tune.held_block import BlockSizes
 from pico import save_pico
 from runs import GPTQ, contents, job, report_of, stored_tensors
 from small_block import SmallBlock, batches, held_error, killed_behind_a_block, plain_copy, quantized
@@ -133,7 +133,7 @@ def test_norms_are_told_from_linears() -> None:
 
 
 def test_what_it_takes_is_counted() -> None:
-    assert workspace(Config(), Sizes(1000, 50, 20, 4, 512)) == 1000 * 8 + 2 * 4 * 50
+    assert workspace(Config(), BlockSizes(1000, 50, 20, 4, 512)) == 1000 * 8 + 2 * 4 * 50
 
 
 @pytest.mark.parametrize(
