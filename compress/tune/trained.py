@@ -121,7 +121,7 @@ def add_surroundings(matrix: Tensor, packed: PackedWeight, tensors: Mapping[str,
 
 @torch.no_grad()
 def strip_surroundings(weight: Tensor, packed: PackedWeight) -> Tensor | None:
-    """Return the matrix [out, in], float32, that would have to be stored for `weight`; the inverse of `add_surroundings`.
+    """Return the matrix [out, in], float32, that would have to be stored for `weight`: undo `add_surroundings`.
 
     None where a transform around it is not orthogonal.
     """
@@ -159,8 +159,8 @@ class _Turned(torch.autograd.Function):
 
     In every step of tuning the dense weight Out M In is made of the stored matrix M, and its gradient is taken back to
     M. Orthogonal transforms with nothing to train need nothing kept for that. On a CPU the Hadamard transforms are
-    those of compress/kernels/cpu/hadamard.py: PyTorch's own products of small matrices are several times as slow, most of all
-    where the columns of a matrix are transformed (1536 x 576, one thread: 2 ms in place of 8).
+    those of compress/kernels/cpu/hadamard.py: PyTorch's own products of small matrices are several times as slow, most
+    of all where the columns of a matrix are transformed (1536 x 576, one thread: 2 ms in place of 8).
     """
 
     @staticmethod

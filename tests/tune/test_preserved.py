@@ -168,7 +168,7 @@ def test_what_it_takes_is_counted(model: Path) -> None:
     of_block = BlockSizes(1000, 50, 40, 4, 512)
     settings = [Config(codes="clips", between=0, preserve=preserve) for preserve in (0, 0.1)]
     sizes = [blockwise.workspace(config, of_block) for config in settings]
-    assert sizes[1] - sizes[0] == 1000 * blockwise.BYTES
+    assert sizes[1] - sizes[0] == 1000 * blockwise.PRESERVED_NBYTES
     layers = plan.make(GPTQ.load(), Skeleton(open_checkpoint(model))).layers
     assert linear_sizes.gradients(layers, 2, every=False) == 0
     assert linear_sizes.gradients(layers, 2, every=True) == 10 * sum(layer.spec.numel for layer in layers)

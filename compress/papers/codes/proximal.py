@@ -13,6 +13,8 @@ AdamW. `reach` is `codes_rate` times the root mean square of the quantization er
 Differences: the abstract of the paper leaves the form of the weight open; the exponential is ours. The loss is that of
 a block. Rows are not put into an order by their distribution: methods that write the format `codebook` have groups of
 their own. Not done: formats other than `codebook`, which keep their codes (compress/tune/codes/fixed.py).
+
+Not in the core because it gained nothing: `gptvq2bit` has KL 0.0332 with it as it has untuned, 0.0300 with `fixed`.
 """
 
 from __future__ import annotations

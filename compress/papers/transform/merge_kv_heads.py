@@ -12,14 +12,14 @@ merged, the paper leaves to their order. Here heads that lose little change plac
 (arXiv 2305.13245), to be compared with.
 
 Merging is no transform that keeps the function, and without training it costs much. `heal` trains each block's
-attention behind the merged blocks before it, against what the original model gives (papers/tune/dense.py). The paper
+attention behind the merged blocks before it, against what the original model gives (kv_head_pass.py). The paper
 fine-tunes the whole model. `tune: end_to_end` of a recipe that also quantizes goes on from there against the original
 model; `blockwise` and target correction only make up for rounding: their target is the merged model.
 
 A pass over `samples` of the calibration text collects the moments, block by block, before anything is quantized. It
 holds one block of either model, and hidden states of both in a file. Merged attention weights are kept beside the run
-until it ends, so that a run that was interrupted goes on behind the last merged block. What was measured is in
-docs/kv_heads.md.
+until it ends, so that a run that was interrupted goes on behind the last merged block. Fewer heads cost more than fewer
+bits at the same bytes of cache (docs/kv_heads.md), which keeps this out of the core.
 
 Refused: a norm between the projection of queries or keys and their positions (its root mean square is that of each
 head); one linear for several of the projections; numbers of heads that differ between layers; a group that does not

@@ -20,12 +20,14 @@ a step takes some, the sums of x x^T and of (x_full - x) x^T over the whole cali
 the gradient of all of it. Rates are relative, and fall along a cosine. Zero points begin at whole numbers and travel as
 far as the numbers behind codes, so that they stay what they are where `codes_rate` is less than 0.5. `x_full` is taken
 in front of the block behind the quantized ones before it, not behind full-precision ones. Linears that are given tokens
-by a router have `x_full` = x, since it sends them others when weights change. Not done: scales of inputs, biases for
-linears that have none, activation functions inside the loss, norms.
+by a router have `x_full` = x, since it sends them others when weights change. Norms and the means of outputs are left
+to other methods (`norm_tweaking`, `bias_correction`), the choice of bits to the allocator `adaquant`. Not done: scales
+of inputs, biases for linears that have none, activation functions inside the loss.
 
-GPTQ minimizes the same error with `x_full` = x, and lowers it further. Relative squared errors of the output of the
-query projection in the third block of tests/models/books-8m, 48 samples of 512 tokens, measured on other text, groups
-of 64, asymmetric, from codes that are nearest between the least and the largest weight:
+GPTQ minimizes the same error with `x_full` = x (or as target correction has it), and lowers it further. Relative
+squared errors of the output of the query projection in the third block of tests/models/books-8m, 48 samples of 512
+tokens, measured on other text, groups of 64, asymmetric, from codes that are nearest between the least and the largest
+weight:
 
                                                                          4 bits    2 bits
     round-to-nearest                                                     0.00209   0.0511
@@ -36,7 +38,7 @@ of 64, asymmetric, from codes that are nearest between the least and the largest
 More steps are not better at 4 bits: the paper's have 0.00142 after 100. The output of that block, rounded to nearest
 with 2 bits and searched scales, has 0.0217 before and 0.0051 behind it (0.0064 with `target_inputs: quantized`), and
 0.0045 behind `blockwise` with `straight_through` in as many steps and CPU seconds. From the codes of GPTQ, 0.0044, no
-linear gets better. So this is for codes of plain rounding; from those of GPTQ it does nothing.
+linear gets better. So this is for codes of plain rounding, and not in the core; from those of GPTQ it does nothing.
 """
 
 from __future__ import annotations

@@ -8,12 +8,13 @@ average over channels. It costs some tens of forward and backward passes without
 Differences: the rate is the same in all blocks, where the paper's grows with depth, since a block is not told where it
 lies; tokens are those of the calibration text, not text that the model has written; a norm moves in units of the root
 mean square of its tensor. What the norms were is kept unless the relative squared error of the block's output falls on
-held-out batches, with the norms as they are stored. Not done: biases of linears (bias_correction.py).
+held-out batches, with the norms as they are stored. Not done: biases of linears (compress/tune/bias_correction.py).
 
 What it brings is little. On the 8M model of the tests, 64 samples of 512 tokens, 32,193 tokens scored: KL of `int2`
 0.0498 -> 0.0485 (standard error 0.0008), of rounding to nearest at the same bits 0.1041 -> 0.1002 (0.0012), for 64
 and 76 CPU seconds more. Most of it comes from the first block, whose error falls by a tenth; that of the others falls
-by 1%. At these rates it does not repair 2 bits, against what the paper reports for OPT-66B and GLM-130B.
+by 1%: too little for the core. At these rates it does not repair 2 bits, against what the paper reports for OPT-66B and
+GLM-130B.
 """
 
 from __future__ import annotations
