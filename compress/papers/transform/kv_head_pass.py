@@ -8,8 +8,9 @@ is not merged again, and a run that is resumed has the same bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +33,34 @@ from compress.tune.descend import descend, is_checked
 from compress.tune.held_block import Batches, HeldBlock, relative
 from compress.tune.trained import Trained
 
-if TYPE_CHECKING:
-    from compress.papers.transform.merge_kv_heads import Config
-
 FOLDER = "kv-heads"  # of a run's own files
 FACTS = "facts"  # float64 [5] beside the weights of a block: share of keys and values lost, heads moved, errors
 TOKENS = 4096  # of queries, keys and values whose moments are summed at a time
+
+
+@dataclass(frozen=True)
+class MergeSettings:
+    """How heads are merged, and trained behind it."""
+
+    group: int = 2  # [key/value heads] that become one; divides their number; 1: all stay as they are
+    pooling: Literal["fitted", "mean"] = "fitted"  # fitted: leading directions of what the calibration text gives
+    weighed: bool = True  # directions are the leading ones of what queries and output make of them; false: of the
+    # caches themselves
+    order: Literal["similar", "neighbours"] = (
+        "similar"  # which heads are merged: those that lose little, or as they are
+    )
+    samples: int = 32  # [samples] of calibration that the pass before quantizing looks at
+    heal: int = 0  # [steps] in which each block's merged attention is trained; 0: none
+    heal_rate: float = 0.01  # of AdamW, in units of the root mean square of each tensor
+    heal_tokens: int = 2048  # [tokens] of a step, about: at least a sample, at most a batch
+    heals: Literal["attention", "block"] = "attention"  # what is trained: the four projections, or all of the block
+
+    def __post_init__(self) -> None:
+        for key, least in (("group", 1), ("samples", 1), ("heal", 0), ("heal_tokens", 1)):
+            if getattr(self, key) < least:
+                raise ValueError(f"{key} {getattr(self, key)} is less than {least}")
+        if not 0 < self.heal_rate < 1:
+            raise ValueError(f"heal_rate {self.heal_rate} is not between 0 and 1")
 
 
 class MergedBlock(NamedTuple):
@@ -66,7 +89,9 @@ def kept(folder: Path, blocks: int) -> list[MergedBlock] | None:
     return found if all(block.path.is_file() for block in found) else None
 
 
-def run(skeleton: Skeleton, attentions: Sequence[Attention], config: Config, bench: EditContext) -> list[MergedBlock]:
+def run(
+    skeleton: Skeleton, attentions: Sequence[Attention], config: MergeSettings, bench: EditContext
+) -> list[MergedBlock]:
     """Merge the heads of every block; skeleton: of the merged model, whose weights are then those of the files."""
     assert bench.tokens is not None, "the caller asks"
     original = Skeleton(skeleton.checkpoint)
@@ -89,7 +114,7 @@ def run(skeleton: Skeleton, attentions: Sequence[Attention], config: Config, ben
     return merged
 
 
-def notes(merged: Sequence[MergedBlock], config: Config) -> list[str]:
+def notes(merged: Sequence[MergedBlock], config: MergeSettings) -> list[str]:
     """Return what the report should say."""
     facts = torch.tensor([block.facts() for block in merged], dtype=torch.float64)
     keys, values, moved, before, after = facts.T
@@ -127,7 +152,9 @@ class _Models(NamedTuple):
 class _Block:
     """One block: its moments, its merged weights, their training, and the streams that go through it."""
 
-    def __init__(self, models: _Models, index: int, attention: Attention, config: Config, bench: EditContext) -> None:
+    def __init__(
+        self, models: _Models, index: int, attention: Attention, config: MergeSettings, bench: EditContext
+    ) -> None:
         self.original, self.skeleton, self.calls, self.stream = models
         self.index, self.attention, self.config, self.bench = index, attention, config, bench
         self.prefix = self.skeleton.block_prefix(index)

@@ -29,8 +29,6 @@ divide their number.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -49,27 +47,8 @@ HEADS = "num_key_value_heads"
 ADVICE = "remove merge_kv_heads from the recipe's transform"
 
 
-@dataclass(frozen=True)
-class Config:
-    group: int = 2  # [key/value heads] that become one; divides their number; 1: all stay as they are
-    pooling: Literal["fitted", "mean"] = "fitted"  # fitted: leading directions of what the calibration text gives
-    weighed: bool = True  # directions are the leading ones of what queries and output make of them; false: of the
-    # caches themselves
-    order: Literal["similar", "neighbours"] = (
-        "similar"  # which heads are merged: those that lose little, or as they are
-    )
-    samples: int = 32  # [samples] of calibration that the pass before quantizing looks at
-    heal: int = 0  # [steps] in which each block's merged attention is trained; 0: none
-    heal_rate: float = 0.01  # of AdamW, in units of the root mean square of each tensor
-    heal_tokens: int = 2048  # [tokens] of a step, about: at least a sample, at most a batch
-    heals: Literal["attention", "block"] = "attention"  # what is trained: the four projections, or all of the block
-
-    def __post_init__(self) -> None:
-        for key, least in (("group", 1), ("samples", 1), ("heal", 0), ("heal_tokens", 1)):
-            if getattr(self, key) < least:
-                raise ValueError(f"{key} {getattr(self, key)} is less than {least}")
-        if not 0 < self.heal_rate < 1:
-            raise ValueError(f"heal_rate {self.heal_rate} is not between 0 and 1")
+class Config(kv_head_pass.MergeSettings):
+    """Settings of merged heads."""
 
 
 def apply(skeleton: Skeleton, config: Config, seed: int) -> Merging:
