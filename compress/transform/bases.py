@@ -45,10 +45,10 @@ class Basis(Orthogonal):
             self.normal = normal / length if length > 1e-9 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._reflected(hadamard.transform(x * self.signs.to(x)))
+        return self._reflect(hadamard.transform(x * self.signs.to(x)))
 
     def transpose(self, x: Tensor) -> Tensor:
-        return hadamard.transpose(self._reflected(x)) * self.signs.to(x)
+        return hadamard.transpose(self._reflect(x)) * self.signs.to(x)
 
     def undoing(self) -> dict[str, Tensor | None]:
         """Return the transforms at run time whose product is Q^T: name -> what is stored of it, in their order."""
@@ -56,7 +56,7 @@ class Basis(Orthogonal):
         reflection: dict[str, Tensor | None] = {"reflection": normal.float()} if self.keep_mean else {}
         return {**reflection, "hadamard_transposed": None, "signs": transforms.pack_signs(self.signs < 0)}
 
-    def _reflected(self, x: Tensor) -> Tensor:
+    def _reflect(self, x: Tensor) -> Tensor:
         if self.normal is None:
             return x
         normal = self.normal.to(x)

@@ -54,8 +54,12 @@ from compress.types import WeightTransforms
 SCOPE = "model"
 C = TypeVar("C", bound="Config")
 PROBE_TOKENS = 16
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.01, torch.bfloat16: 0.03}  # of weights that are rounded to a type
-LEAST = 1e-3  # of the states: a change that a block makes is taken to be so large at least
+TOLERANCE = {
+    torch.float32: 1e-3,
+    torch.float16: 0.01,
+    torch.bfloat16: 0.03,
+}  # relative error of weights that are rounded to a type
+MIN_CHANGE_SHARE = 1e-3  # a block's change is taken to be at least this share of its states
 CHUNK = 1 << 20  # numbers of a matrix that are widened at a time
 
 
@@ -220,7 +224,7 @@ class Rotation:
             _values(wide, graph.attention, self.values[index])
         moved = self.basis.forward(states) if self.basis is not None else states
         rounded = min((p.dtype for p in wide.parameters() if p.dtype in TOLERANCE), key=lambda x: -TOLERANCE[x])
-        self._compare(before, change(moved), rounded, name, LEAST * states.norm())
+        self._compare(before, change(moved), rounded, name, MIN_CHANGE_SHARE * states.norm())
         widened.take(block, wide)
 
     def _compare(

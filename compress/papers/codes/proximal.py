@@ -71,16 +71,16 @@ class Codes(Vectors):
         moving[least.topk(min(len(least), count), largest=False).indices] = True
         moving &= least < 0
         codes = [each.clone() for each in self.codes]
-        for stage, (found, _) in enumerate(scored):
+        for stage, (by_vector, _) in enumerate(scored):
             moved = moving & (stages == stage)
-            codes[stage].view(-1)[chosen[moved]] = found[moved]
+            codes[stage].view(-1)[chosen[moved]] = by_vector[moved]
         self.set_codes(codes)
         self.probe.grad = None
 
     def _scores(self, slopes: Tensor, chosen: Tensor, stage: int) -> tuple[Tensor, Tensor]:
         """Return the entry with the least score for each of some vectors [n], and the scores [n]; slopes [n, d]."""
-        found, least = torch.empty(len(chosen), dtype=torch.long), torch.empty(len(chosen))
+        by_vector, least = torch.empty(len(chosen), dtype=torch.long), torch.empty(len(chosen))
         for part, steps in self.steps_to(chosen, stage):
             scores = (steps * slopes[part, None]).sum(-1) * torch.exp(-steps.norm(dim=-1) / self.reach)
-            least[part], found[part] = scores.min(1)
-        return found, least
+            least[part], by_vector[part] = scores.min(1)
+        return by_vector, least

@@ -107,7 +107,7 @@ def apply(
                 "between queries or keys and the scores is something else than rotary positions; leave out prune_keys"
             )
     names = {attention.values, attention.output, *([channels.queries.name, channels.keys.name] if channels else [])}
-    before = _copied(block, names) if config.train else {}
+    before = _copy_parameters(block, names) if config.train else {}
     parts = [("value", decompose(block, attention, config.prune), attention.key_value_heads * attention.head_dim)]
     if channels is not None:
         seen = batches if config.measure == "inputs" else None
@@ -133,7 +133,10 @@ def decompose(block: nn.Module, attention: Attention, prune: float = 0.0) -> Dec
     heads = range(attention.key_value_heads)
     repeats, size = attention.heads // attention.key_value_heads, attention.head_dim
     rows = value_rows(attention)
-    pairs = [decomposed(_taken(values, rows[head]), _group(columns, head, repeats, size).double()) for head in heads]
+    pairs = [
+        decompose_product(_take_rows(values, rows[head]), _group(columns, head, repeats, size).double())
+        for head in heads
+    ]
     sizes = torch.stack([pair.sizes for pair in pairs])
     count = round(prune * sizes.numel())
     kept = torch.ones(sizes.numel(), dtype=torch.float64, device=sizes.device)
@@ -180,15 +183,15 @@ def decompose_keys(
     kept[order[before < round(prune * channels.keys.rows.numel())]] = 0
     for (key_rows, query_rows), keep in zip(units, kept.tolist(), strict=True):
         if not keep:
-            _put(keys, key_rows, torch.zeros_like(_taken(keys, key_rows)))
-            _put(queries, query_rows.flatten(), torch.zeros_like(_taken(queries, query_rows.flatten())))
+            _put(keys, key_rows, torch.zeros_like(_take_rows(keys, key_rows)))
+            _put(queries, query_rows.flatten(), torch.zeros_like(_take_rows(queries, query_rows.flatten())))
     left = [key_rows for (key_rows, _), keep in zip(units, kept.tolist(), strict=True) if keep]
     alike = [[key_rows for key_rows in left if len(key_rows) == count] for count in (1, 2)]
     groups = [ScaledRows(channels.keys.name, torch.stack(rows)) for rows in alike if rows]
     return Decomposition(int((counts * (1 - kept)).sum()), _share(squares, kept), groups)
 
 
-def decomposed(values: Tensor, outputs: Tensor) -> HeadProduct:
+def decompose_product(values: Tensor, outputs: Tensor) -> HeadProduct:
     """Return values [head_dim, n] and outputs [g, out, head_dim], float64, in the basis of their product, balanced."""
     count, out, size = outputs.shape
     left, above = torch.linalg.qr(outputs.reshape(count * out, size))
@@ -202,8 +205,8 @@ def _decompose_free(queries: nn.Module, keys: nn.Module, query_rows: Tensor, key
     """Decompose channels [n] of a head of keys and [heads, n] of its queries that no position turns."""
     if not len(key_rows):
         return
-    sides = torch.stack([_taken(queries, rows).T for rows in query_rows])  # head, input, channel
-    pair = decomposed(_taken(keys, key_rows), sides)
+    sides = torch.stack([_take_rows(queries, rows).T for rows in query_rows])  # head, input, channel
+    pair = decompose_product(_take_rows(keys, key_rows), sides)
     _put(keys, key_rows, pair.values)
     for rows, columns in zip(query_rows, pair.outputs, strict=True):
         _put(queries, rows, columns.T)
@@ -211,7 +214,7 @@ def _decompose_free(queries: nn.Module, keys: nn.Module, query_rows: Tensor, key
 
 def _turn(queries: nn.Module, keys: nn.Module, query_rows: Tensor, key_rows: Tensor) -> None:
     """Change two channels [2] of keys and [heads, 2] of queries that turn together: q c, k / conj(c), of one norm."""
-    q, k = _taken(queries, query_rows.flatten()), _taken(keys, key_rows)
+    q, k = _take_rows(queries, query_rows.flatten()), _take_rows(keys, key_rows)
     sides = torch.complex(q[::2], q[1::2]), torch.complex(k[0], k[1])
     norms = [side.norm() for side in sides]
     if not all(norms):
@@ -225,7 +228,7 @@ def _turn(queries: nn.Module, keys: nn.Module, query_rows: Tensor, key_rows: Ten
 
 def _norms(*linears: nn.Module) -> list[Tensor]:
     """Return each row's squared norm, bias included: the mean square of what it gives for inputs of all directions."""
-    return [_taken(linear, torch.arange(len(linear.get_parameter("weight")))).square().sum(1) for linear in linears]
+    return [_take_rows(linear, torch.arange(len(linear.get_parameter("weight")))).square().sum(1) for linear in linears]
 
 
 def _energies(block: nn.Module, queries: nn.Module, keys: nn.Module, batches: BlockInputs) -> list[Tensor]:
@@ -245,13 +248,13 @@ def _energies(block: nn.Module, queries: nn.Module, keys: nn.Module, batches: Bl
     return [sums[id(linear)] for linear in (queries, keys)]
 
 
-def _copied(block: nn.Module, names: set[str]) -> dict[str, Tensor]:
+def _copy_parameters(block: nn.Module, names: set[str]) -> dict[str, Tensor]:
     """Return copies of the parameters of these linears of a block, by their paths."""
     owned = [(f"{name}.{key}", p) for name in sorted(names) for key, p in block.get_submodule(name).named_parameters()]
     return {path: parameter.detach().clone() for path, parameter in owned}
 
 
-def _taken(linear: nn.Module, rows: Tensor) -> Tensor:
+def _take_rows(linear: nn.Module, rows: Tensor) -> Tensor:
     """Return these rows of a weight, float64; the bias, if there is one, as one more column."""
     part = linear.get_parameter("weight").detach()[rows].double()
     bias = getattr(linear, "bias", None)
@@ -259,7 +262,7 @@ def _taken(linear: nn.Module, rows: Tensor) -> Tensor:
 
 
 def _put(linear: nn.Module, rows: Tensor, part: Tensor) -> None:
-    """Write rows back that `_taken` gave."""
+    """Write rows back that `_take_rows` gave."""
     weight, bias = linear.get_parameter("weight").detach(), getattr(linear, "bias", None)
     weight[rows] = part[:, : weight.shape[1]].to(weight.dtype)
     if bias is not None:
@@ -306,25 +309,25 @@ def train(
     def original(hidden: Tensor, call: BlockArgs) -> Tensor:
         return run(dict(before), hidden, call)
 
-    def scaled(hidden: Tensor, call: BlockArgs) -> Tensor:
-        return run(_scaled(block, groups, factors), hidden, call)
+    def output_now(hidden: Tensor, call: BlockArgs) -> Tensor:
+        return run(_scale_rows(block, groups, factors), hidden, call)
 
     def present(hidden: Tensor, call: BlockArgs) -> Tensor:
         return call_block(block, call, hidden)[0]
 
     first = relative_error(original, present, batches)
-    match([factors], steps, rate, original, scaled, batches)
-    last = relative_error(original, scaled, batches)
+    match([factors], steps, rate, original, output_now, batches)
+    last = relative_error(original, output_now, batches)
     note = f"{factors.numel()} factors trained for {steps} steps: error of the block {first:.3g} -> {last:.3g}"
     if not last < first:
         return f"{note}; no better, so they are left out"
     with torch.no_grad():
-        for name, tensor in _scaled(block, groups, factors).items():
+        for name, tensor in _scale_rows(block, groups, factors).items():
             block.get_parameter(name).copy_(tensor)
     return note
 
 
-def _scaled(block: nn.Module, groups: Sequence[ScaledRows], factors: Tensor) -> dict[str, Tensor]:
+def _scale_rows(block: nn.Module, groups: Sequence[ScaledRows], factors: Tensor) -> dict[str, Tensor]:
     """Return the parameters of the linears whose rows have factors, times these."""
     scaled: dict[str, Tensor] = {}
     for group, chosen in zip(groups, factors.split([len(group.rows) for group in groups]), strict=True):

@@ -24,7 +24,7 @@ from compress.model.edits import EditContext
 from compress.model.graph import Attention
 from compress.model.skeleton import Skeleton
 from compress.papers.transform import kv_heads, qk_pairs
-from compress.papers.transform.kv_heads import HeadMoments, HeadWeights, Layout
+from compress.papers.transform.kv_heads import ChannelLayout, HeadMoments, HeadWeights
 from compress.papers.transform.qk_pairs import ScoreChannels
 from compress.storage.checkpoint import StoredTensor, read_header, write_shard
 from compress.storage.files import make_folder
@@ -33,9 +33,9 @@ from compress.tune.descend import descend, is_checked
 from compress.tune.held_block import Batches, HeldBlock, relative
 from compress.tune.trained import Trained
 
-FOLDER = "kv-heads"  # of a run's own files
+BLOCKS_FOLDER = "kv-heads"  # folder inside a run's own files
 FACTS = "facts"  # float64 [5] beside the weights of a block: share of keys and values lost, heads moved, errors
-TOKENS = 4096  # of queries, keys and values whose moments are summed at a time
+TOKENS_PER_SUM = 4096  # tokens of queries, keys and values
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ class MergedBlock(NamedTuple):
         return values
 
 
-def kept(folder: Path, blocks: int) -> list[MergedBlock] | None:
+def find_merged(folder: Path, blocks: int) -> list[MergedBlock] | None:
     """Return the files of all blocks, None while one is missing."""
-    found = [MergedBlock(_file(folder, index)) for index in range(blocks)]
-    return found if all(block.path.is_file() for block in found) else None
+    blocks_written = [MergedBlock(_file(folder, index)) for index in range(blocks)]
+    return blocks_written if all(block.path.is_file() for block in blocks_written) else None
 
 
 def run(
@@ -106,7 +106,7 @@ def run(
         for index, attention in enumerate(attentions):
             bench.say(f"merging the heads of block {index + 1}")
             models = _Models(original, skeleton, calls, stream)
-            merged.append(_Block(models, index, attention, config, bench).merged())
+            merged.append(_MergingBlock(models, index, attention, config, bench).merge())
             process_memory.check(bench.max_memory)
     finally:
         stream.close()
@@ -137,7 +137,7 @@ def _range(shares: Tensor) -> str:
 
 
 def _file(folder: Path, index: int) -> Path:
-    return folder / FOLDER / f"{index:05d}.safetensors"
+    return folder / BLOCKS_FOLDER / f"{index:05d}.safetensors"
 
 
 class _Models(NamedTuple):
@@ -149,7 +149,7 @@ class _Models(NamedTuple):
     stream: HiddenStates  # sides: QUANTIZED behind merged blocks, FULL behind the original ones
 
 
-class _Block:
+class _MergingBlock:
     """One block: its moments, its merged weights, their training, and the streams that go through it."""
 
     def __init__(
@@ -160,7 +160,7 @@ class _Block:
         self.prefix = self.skeleton.block_prefix(index)
         self.path = _file(bench.folder, index)
 
-    def merged(self) -> MergedBlock:
+    def merge(self) -> MergedBlock:
         """Write the file of the block unless it is there, and take both streams through."""
         is_new, heals = not self.path.is_file(), self.config.heal > 0
         block = self.original.load_block(self.index, self.bench.device)
@@ -171,8 +171,8 @@ class _Block:
         block = self.skeleton.load_block(self.index, self.bench.device) if heals else block
         if is_new:
             if heals:
-                tensors, facts[3:] = self._healed(block, tensors)
-            stored = {name: self._named(name, tensor.cpu()) for name, tensor in tensors.items()}
+                tensors, facts[3:] = self._heal(block, tensors)
+            stored = {name: self._as_stored(name, tensor.cpu()) for name, tensor in tensors.items()}
             make_folder(self.path.parent)
             write_shard(self.path, {**stored, FACTS: torch.tensor(facts, dtype=torch.float64)})
         merged = MergedBlock(self.path)
@@ -193,26 +193,26 @@ class _Block:
                 f"in {self.prefix.rstrip('.')} something else than rotary positions is between queries or keys and the "
                 "scores, through which merged heads cannot pass; remove merge_kv_heads from the recipe's transform"
             )
-        layout = Layout(channels.pairs, channels.free)
-        found = self._moments(block, channels, layout)
+        layout = ChannelLayout(channels.pairs, channels.free)
+        moments = self._moments(block, channels, layout)
         projections = _Projections(block, self.attention, channels, self.config.group)
-        weights = projections.taken()
+        weights = projections.weights_by_head()
         heads = len(weights.keys)
-        found = found._replace(outputs=kv_heads.read_by(weights.outputs, heads))
+        moments = moments._replace(outputs=kv_heads.read_by(weights.outputs, heads))
         is_fitted, is_weighed = self.config.pooling == "fitted", self.config.weighed
         groups = kv_heads.neighbours(heads, self.config.group)
         if self.config.order == "similar":
-            groups = kv_heads.similar(found, self.config.group, is_fitted, is_weighed)
+            groups = kv_heads.similar(moments, self.config.group, is_fitted, is_weighed)
         merges = []
         for group in groups:
-            part = found.of(group)
+            part = moments.of(group)
             merges.append(kv_heads.fitted_merge(part, is_weighed) if is_fitted else kv_heads.mean_merge(part))
-        lost = kv_heads.lost_of(merges, groups, found)
+        lost = kv_heads.lost_of(merges, groups, moments)
         moved = sum(i != j for i, j in enumerate(h for group in groups for h in group))
-        tensors = projections.put(kv_heads.merged(weights, layout, groups, merges))
+        tensors = projections.put(kv_heads.merge_weights(weights, layout, groups, merges))
         return tensors, [lost.keys, lost.values, float(moved), 0.0, 0.0]
 
-    def _moments(self, block: nn.Module, channels: ScoreChannels, layout: Layout) -> HeadMoments:
+    def _moments(self, block: nn.Module, channels: ScoreChannels, layout: ChannelLayout) -> HeadMoments:
         """Take the original's stream through the block, and return the moments of its heads."""
         rows = channels.queries.rows, channels.keys.rows, value_rows(self.attention)
         names = channels.queries.name, channels.keys.name, self.attention.values
@@ -223,7 +223,7 @@ class _Block:
             if len(seen) < len(set(names)):
                 return
             heads = [seen[each][:, index.to(output.device)] for each, index in zip(names, rows, strict=True)]
-            for part in zip(*(x.split(TOKENS) for x in heads), strict=True):
+            for part in zip(*(x.split(TOKENS_PER_SUM) for x in heads), strict=True):
                 queries, keys, values = (x.float().cpu() for x in part)
                 new = kv_heads.moments(queries, keys, values, layout, repeats)
                 total[:] = [HeadMoments(*(a + b for a, b in zip(total[0], new, strict=True))) if total else new]
@@ -237,7 +237,7 @@ class _Block:
             self._advance(block, FULL)
         return total[0]
 
-    def _healed(self, block: nn.Module, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[float]]:
+    def _heal(self, block: nn.Module, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[float]]:
         """Return merged weights trained in a block of the merged model, and its errors before and after."""
         for name, tensor in tensors.items():
             block.get_parameter(name).copy_(tensor)
@@ -249,7 +249,7 @@ class _Block:
         healed = train(block, names, self._pairs, count, *how)
         return healed.parameters, [healed.before, healed.after]
 
-    def _named(self, name: str, tensor: Tensor) -> Tensor:
+    def _as_stored(self, name: str, tensor: Tensor) -> Tensor:
         """Return a parameter as its file holds it; CheckpointError where the checkpoint stores it in another way."""
         group = self.skeleton.sources.get(self.prefix + name, [])
         if len(group) != 1 or group[0].shape != tuple(tensor.shape) or group[0].name in self.skeleton.split:
@@ -300,7 +300,7 @@ class _Projections:
                     "recipe's transform"
                 )
 
-    def taken(self) -> HeadWeights:
+    def weights_by_head(self) -> HeadWeights:
         """Return the weights by head, float64."""
         heads = []
         for rows, linear in zip(self.rows, self.linears, strict=False):
@@ -313,19 +313,19 @@ class _Projections:
 
     def put(self, weights: HeadWeights) -> dict[str, Tensor]:
         """Return merged weights as parameters, by their paths in the block, float64."""
-        found: dict[str, Tensor] = {}
+        parameters: dict[str, Tensor] = {}
         for name, rows, linear, heads in zip(self.names, self.rows, self.linears, weights, strict=False):
             whole = torch.empty(heads.shape[0] * heads.shape[1], heads.shape[2], dtype=torch.float64)
             whole[rows[: len(heads)]] = heads
             columns = linear.get_parameter("weight").shape[1]
-            found[f"{name}.weight"] = whole[:, :columns]
+            parameters[f"{name}.weight"] = whole[:, :columns]
             if whole.shape[1] > columns:
-                found[f"{name}.bias"] = whole[:, -1]
-        found[f"{self.names[3]}.weight"] = weights.outputs.transpose(0, 1).flatten(1)
-        return found
+                parameters[f"{name}.bias"] = whole[:, -1]
+        parameters[f"{self.names[3]}.weight"] = weights.outputs.transpose(0, 1).flatten(1)
+        return parameters
 
 
-HELD_OUT = 8  # batches
+HELD_OUT_BATCHES = 8  # batches
 CHECKS = 4  # times that the held-out error is measured
 
 
@@ -347,15 +347,15 @@ def train(
     units of the root mean square of each tensor. tokens: of a step, about. Raises NumericalError for a loss that is not
     finite.
     """
-    held = HeldBlock(block, [], batches, count, HELD_OUT, tokens)
+    held = HeldBlock(block, [], batches, count, HELD_OUT_BATCHES, tokens)
     trained = {name: Trained(held.model.get_parameter(name)) for name in names}
     stream = held.portions.endless()
 
-    def rounded() -> dict[str, Tensor]:
+    def in_stored_types() -> dict[str, Tensor]:
         return {name: each.value().to(held.own_type(name)) for name, each in trained.items()}
 
     def error() -> float:
-        return held.error({name: value.float() for name, value in rounded().items()})
+        return held.error({name: value.float() for name, value in in_stored_types().items()})
 
     before = best = error()
 
@@ -363,9 +363,9 @@ def train(
         hidden, call, target = next(stream)
         with torch.enable_grad():
             now = {name: each.value() for name, each in trained.items()}
-            found = relative(held.run(now, hidden, call), target.float()).mean()
-            found.backward()
-        return found.item()
+            states = relative(held.run(now, hidden, call), target.float()).mean()
+            states.backward()
+        return states.item()
 
     def check(step: int) -> None:
         nonlocal best
@@ -379,4 +379,4 @@ def train(
     descend([each.moved for each in trained.values()], steps, rate, loss, check)
     for each in trained.values():
         each.restore()
-    return Healed(rounded(), before, best)
+    return Healed(in_stored_types(), before, best)

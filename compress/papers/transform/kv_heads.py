@@ -29,7 +29,9 @@ from torch import Tensor
 
 Place = tuple[int, int]  # of a head: its group, its number there
 
-FLOOR = 1e-6  # of the largest weight of a metric, below which none falls: a head that nothing reads stays finite
+MIN_METRIC_SHARE = (
+    1e-6  # no weight of a metric is less than this share of the mean: a head that nothing reads stays finite
+)
 STEEP = 30.0  # condition number up to which the mean of what reads a head is made the identity
 
 
@@ -42,7 +44,7 @@ class HeadWeights(NamedTuple):
     outputs: Tensor  # [heads, out, head_dim]
 
 
-class Layout(NamedTuple):
+class ChannelLayout(NamedTuple):
     """Which channels of a head of keys are turned together."""
 
     pairs: Tensor  # [pairs, 2] int64
@@ -83,14 +85,14 @@ class Merge(NamedTuple):
     values: Shared
 
 
-class Lost(NamedTuple):
+class LostShares(NamedTuple):
     """Shares of the squares, in the metric of what reads them, that merged heads do not give; of a layer, or a part."""
 
     keys: float
     values: float
 
 
-def moments(queries: Tensor, keys: Tensor, values: Tensor, layout: Layout, repeats: int) -> HeadMoments:
+def moments(queries: Tensor, keys: Tensor, values: Tensor, layout: ChannelLayout, repeats: int) -> HeadMoments:
     """Sum over tokens; queries [tokens, heads, head_dim], keys, values [tokens, h, head_dim] float32 or float64.
 
     Keys and queries may be those before the rotary embedding or behind it. `outputs` is left empty.
@@ -140,7 +142,7 @@ def rank_one(second: Tensor, sizes: Tensor) -> Shared:
 
     Minimizes sum_i sizes_i |k_i - a_i c|^2, summed over tokens.
     """
-    root = _floored(sizes).sqrt()
+    root = _relative_sizes(sizes).sqrt()
     first = torch.linalg.eigh(root[:, :, None] * second * root[:, None])[1][..., -1]  # pair, head
     read = first / root
     largest = read.abs().argmax(1, keepdim=True)
@@ -158,7 +160,7 @@ def leading(second: Tensor, metric: Tensor) -> Shared:
     if not size:
         return Shared(*[torch.zeros(count, 0, 0, dtype=torch.float64)] * 2)
     scales, axes = torch.linalg.eigh(metric)
-    scales = _floored(scales.flatten()[None])[0].view_as(scales).sqrt()
+    scales = _relative_sizes(scales.flatten()[None])[0].view_as(scales).sqrt()
     root, inverse = ((axes * each[:, None]) @ axes.mT for each in (scales, 1 / scales))
     turned = torch.einsum("iab,ibjc,jcd->iajd", root, second, root).reshape(count * size, count * size)
     first = torch.linalg.eigh((turned + turned.T) / 2)[1][:, -size:].view(count, size, size)
@@ -172,15 +174,15 @@ def leading(second: Tensor, metric: Tensor) -> Shared:
     return Shared(turn @ write, read @ torch.linalg.inv(turn))
 
 
-def lost_of(merges: Sequence[Merge], groups: Sequence[Sequence[int]], found: HeadMoments) -> Lost:
+def lost_of(merges: Sequence[Merge], groups: Sequence[Sequence[int]], found: HeadMoments) -> LostShares:
     """Return what the merges of a layer lose, as shares of all its squares in the metric of what reads them."""
     rests, whole = [_rest(merge, found.of(group)) for merge, group in zip(merges, groups, strict=True)], _all(found)
     sums = [sum(part) for part in zip(*rests, strict=True)]
-    return Lost(*(rest / max(every, 1e-300) for rest, every in zip(sums, whole, strict=True)))
+    return LostShares(*(rest / max(every, 1e-300) for rest, every in zip(sums, whole, strict=True)))
 
 
-def merged(
-    weights: HeadWeights, layout: Layout, groups: Sequence[Sequence[int]], merges: Sequence[Merge]
+def merge_weights(
+    weights: HeadWeights, layout: ChannelLayout, groups: Sequence[Sequence[int]], merges: Sequence[Merge]
 ) -> HeadWeights:
     """Return the projections with one key/value head for each group; query heads follow in the order of the groups."""
     count, parts = len(weights.keys), []
@@ -237,39 +239,39 @@ def _exchanges(cost: Tensor, groups: Sequence[Sequence[int]]) -> Iterator[tuple[
             yield (before - cost[j, first].sum() - cost[i, second].sum()).item(), ((a, x), (b, y))
 
 
-def _rest(merge: Merge, found: HeadMoments) -> Lost:
+def _rest(merge: Merge, found: HeadMoments) -> LostShares:
     """Return the squares that a merge leaves, in the metric of what reads them."""
     left = torch.eye(len(found.values)) - merge.keys.read.T[:, :, None] * merge.keys.write.T[:, None]
     keys = ((left @ found.keys @ left.mH).diagonal(dim1=1, dim2=2).real * found.queries).sum()
-    free = _left(merge.free, found.free_keys, found.free_queries)
-    return Lost((keys + free).item(), _left(merge.values, found.values, found.outputs).item())
+    free = _remainder(merge.free, found.free_keys, found.free_queries)
+    return LostShares((keys + free).item(), _remainder(merge.values, found.values, found.outputs).item())
 
 
-def _all(found: HeadMoments) -> Lost:
+def _all(found: HeadMoments) -> LostShares:
     """Return all squares in the metric of what reads them."""
-    keys = (found.keys.diagonal(dim1=1, dim2=2).real * found.queries).sum() + _weighed(
+    keys = (found.keys.diagonal(dim1=1, dim2=2).real * found.queries).sum() + _squares_in_metric(
         found.free_keys, found.free_queries
     )
-    return Lost(keys.item(), _weighed(found.values, found.outputs).item())
+    return LostShares(keys.item(), _squares_in_metric(found.values, found.outputs).item())
 
 
-def _weighed(second: Tensor, metric: Tensor) -> Tensor:
+def _squares_in_metric(second: Tensor, metric: Tensor) -> Tensor:
     """Return the squares of heads with the moments [h, n, h, n] in the metric [h, n, n] of each, a scalar."""
     return torch.einsum("hahb,hab->", second, metric)
 
 
-def _left(shared: Shared, second: Tensor, metric: Tensor) -> Tensor:
+def _remainder(shared: Shared, second: Tensor, metric: Tensor) -> Tensor:
     count, size = second.shape[:2]
     flat = second.reshape(count * size, count * size)
     away = torch.eye(count * size, dtype=torch.float64)
     away -= shared.read.reshape(count * size, size) @ shared.write.transpose(0, 1).reshape(size, count * size)
-    return _weighed((away @ flat @ away.T).view(count, size, count, size), metric)
+    return _squares_in_metric((away @ flat @ away.T).view(count, size, count, size), metric)
 
 
-def _floored(sizes: Tensor) -> Tensor:
+def _relative_sizes(sizes: Tensor) -> Tensor:
     """Return sizes [n, m] over the mean of each row, none below FLOOR; ones where all are zero."""
     mean = sizes.mean(1, keepdim=True)
-    return torch.where(mean > 0, sizes / mean.clamp(min=torch.finfo(sizes.dtype).tiny), 1.0).clamp(min=FLOOR)
+    return torch.where(mean > 0, sizes / mean.clamp(min=torch.finfo(sizes.dtype).tiny), 1.0).clamp(min=MIN_METRIC_SHARE)
 
 
 def _outer(x: Tensor) -> Tensor:

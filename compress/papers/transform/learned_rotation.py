@@ -19,9 +19,9 @@ Differences from the paper and its code, and why:
 
 Cost: the whole model in its own type, the hidden states between blocks of one sample, the inside of one block (the rest
 is computed again), and about twelve float32 matrices [hidden, hidden]. A step takes about ten times a forward pass of
-its STEP_TOKENS tokens; the samples that are learned from go through the model once more before. On 8M parameters, with
-one core: 40 steps in 180 s, 680 MiB at most where a run without takes 640. There, without outliers, it gains nothing
-that can be measured: KL 0.0163 for 0.0162 in w4a4kv4.
+its TOKENS_PER_STEP tokens; the samples that are learned from go through the model once more before. On 8M parameters,
+with one core: 40 steps in 180 s, 680 MiB at most where a run without takes 640. There, without outliers, it gains
+nothing that can be measured: KL 0.0163 for 0.0162 in w4a4kv4.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from compress.papers.transform.rotation_search import Rounding, SearchedRotation
 from compress.transform.bases import value_rows
 from compress.transform.search import fake_weight
 
-RATE = 1.5  # of the first step, in units of the gradient; it falls to 0 along a cosine
-STEP_TOKENS = 2048  # of a step, at least one sample
-ITERATIONS = 6  # of the fixed point; its error falls by a |A| / 2 <= 1/2 with each
+FIRST_RATE = 1.5  # unit: the gradient; it falls to 0 along a cosine
+TOKENS_PER_STEP = 2048  # a sample is taken whole
+FIXED_POINT_STEPS = 6  # the error falls by a |A| / 2 <= 1/2 with each
 ERRORS = 2.0  # standard errors that a gain must have to count
 MATRICES = 12  # float32 copies of a learned matrix that a step holds at a time, an upper bound
-ACTIVATION_NBYTES = 24  # for each input and output of a linear, what its gradient keeps, an upper bound
+NBYTES_PER_ACTIVATION = 24  # what the gradient of a linear keeps of each input and output, an upper bound
 
 
 def learn(rotation: SearchedRotation, bench: EditContext) -> tuple[dict[str, Tensor], str]:
@@ -71,9 +71,12 @@ def learn(rotation: SearchedRotation, bench: EditContext) -> tuple[dict[str, Ten
         )
     _check_memory(rotation, bench)
     started, steps = time.monotonic(), rotation.config.learn
-    held_out, used = _divided(bench.tokens, rotation.config.search_samples, steps)
+    held_out, used = _divide(bench.tokens, rotation.config.search_samples, steps)
     parameters = _parameters(rotation, bench.device)
-    with _loaded(rotation, torch.cat((held_out, used)), bench) as model, _turned(rotation, parameters, layers, model):
+    with (
+        _load(rotation, torch.cat((held_out, used)), bench) as model,
+        _round_in_learned_bases(rotation, parameters, layers, model),
+    ):
         held, rest = range(held_out.shape[0]), range(held_out.shape[0], held_out.shape[0] + used.shape[0])
         before = model.divergence(held)
         per_step = min(samples_per_step(used.shape[1]), len(rest))
@@ -81,7 +84,7 @@ def learn(rotation: SearchedRotation, bench: EditContext) -> tuple[dict[str, Ten
             bench.say(f"learning rotations, step {step + 1} of {steps}")
             for number in range(step * per_step, (step + 1) * per_step):
                 model.descend(rest[number % len(rest)], 1 / per_step)
-            rate = RATE * (1 + math.cos(math.pi * step / steps)) / 2
+            rate = FIRST_RATE * (1 + math.cos(math.pi * step / steps)) / 2
             for name, matrix in parameters.items():
                 cayley_step(matrix, rate, rotation.keep_mean and name == "residual")
         after = model.divergence(held)
@@ -109,10 +112,10 @@ def _rounds_without_data(scheme: Any) -> bool:
 
 
 def samples_per_step(seq_len: int) -> int:
-    return max(1, STEP_TOKENS // seq_len)
+    return max(1, TOKENS_PER_STEP // seq_len)
 
 
-def _divided(tokens: Tensor, held_out: int, steps: int) -> tuple[Tensor, Tensor]:
+def _divide(tokens: Tensor, held_out: int, steps: int) -> tuple[Tensor, Tensor]:
     """Split samples into those the result is judged by and those learned from: the same where there are too few."""
     held, rest = tokens[:held_out], tokens[held_out:]
     return held, (rest if rest.shape[0] else held)[: steps * samples_per_step(tokens.shape[1])]
@@ -145,7 +148,7 @@ def need_nbytes(rotation: SearchedRotation, tokens: int) -> int:
     weights = {id(p): p.numel() for p in skeleton.model.parameters()}
     return (
         sum(weights.values()) * item
-        + tokens * (len(blocks) * rotation.width * item + inside * ACTIVATION_NBYTES + heads * tokens * 4)
+        + tokens * (len(blocks) * rotation.width * item + inside * NBYTES_PER_ACTIVATION + heads * tokens * 4)
         + 6 * kl.LOGITS_NBYTES
         + MATRICES * 4 * rotation.width**2
     )
@@ -227,7 +230,7 @@ class _Model:
 
 
 @contextmanager
-def _loaded(rotation: SearchedRotation, tokens: Tensor, bench: EditContext) -> Iterator[_Model]:
+def _load(rotation: SearchedRotation, tokens: Tensor, bench: EditContext) -> Iterator[_Model]:
     """Load the model, every norm's weight moved into its readers, with all samples on both sides of it."""
     skeleton, drawn = rotation.skeleton, (rotation.basis, rotation.values)
     stream = blockwise.HiddenStates(tokens.shape[0], bench.folder / "stream", 2)
@@ -313,7 +316,7 @@ def _each(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 @contextmanager
-def _turned(
+def _round_in_learned_bases(
     rotation: SearchedRotation, parameters: dict[str, nn.Parameter], layers: dict[str, Rounding], model: _Model
 ) -> Iterator[None]:
     """Let these linears of the loaded model round in the bases of the parameters while active."""
@@ -353,7 +356,7 @@ def cayley_step(matrix: nn.Parameter, rate: float, keep_mean: bool = False) -> N
         tangent = tangent - tangent.mean(1, keepdim=True)
     length = min(rate, 1 / (float(tangent.abs().sum(0).max()) + 1e-8))
     start = y = x.T
-    for _ in range(ITERATIONS):
+    for _ in range(FIXED_POINT_STEPS):
         y = start + (length / 2) * (tangent @ (start + y))
     matrix.data = _nearer(y.T).contiguous()
     matrix.grad = None

@@ -79,7 +79,9 @@ def apply(skeleton: Skeleton, config: Config, seed: int) -> Merging:
     skeleton.sources = dict(skeleton.sources)
     narrower = [name for name, shape in before.items() if after.get(name) != shape]
     for name in narrower:
-        skeleton.sources[name] = [_pooled(name, sources.get(name, []), before[name], after.get(name), config.group)]
+        skeleton.sources[name] = [
+            _first_heads(name, sources.get(name, []), before[name], after.get(name), config.group)
+        ]
     _check_narrower(skeleton, checked, narrower)
     return Merging(skeleton, config, checked)
 
@@ -115,7 +117,7 @@ def _check_narrower(skeleton: Skeleton, attentions: list[Attention], narrower: l
             )
 
 
-def _pooled(
+def _first_heads(
     name: str, stored: list[Readable], shape: tuple[int, ...], becomes: tuple[int, ...] | None, group: int
 ) -> Readable:
     """Return the first rows of a weight [h d, in] or bias [h d], which stand for merged heads until there are some."""
@@ -143,7 +145,7 @@ class Merging:
         """Merge the heads of all blocks that an interrupted run has not merged; return the notes for the report."""
         if not self.attentions:
             return []
-        merged = kv_head_pass.kept(bench.folder, len(self.attentions))
+        merged = kv_head_pass.find_merged(bench.folder, len(self.attentions))
         if merged is None:
             if bench.tokens is None:
                 raise CalibrationError("merge_kv_heads looks at a calibration text, and there is none; give --calib")

@@ -109,11 +109,11 @@ def best_change(
         changes = [changes[0], *(Change(scale, middle) for scale in shifted)]
     best, least, before = None, float("inf"), float("inf")
     for index, change in enumerate(changes):
-        with search.substituted(block, substitutes(block, site, change, (low, high), schemes)):
+        with search.substitute_weights(block, substitutes(block, site, change, (low, high), schemes)):
             loss = trial.loss(reference)
         if index == 0:  # no change
             least = before = loss
-        elif loss < least * search.CLEARLY:
+        elif loss < least * search.CLEARLY_BETTER:
             best, least = change, loss
     return BestChange(best, before, least)
 

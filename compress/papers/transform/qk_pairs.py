@@ -59,7 +59,7 @@ def find(block: nn.Module, hidden: Tensor, call: BlockArgs) -> ScoreChannels | N
     firsts = dict(zip(counts, torch.tensor([0, *counts.values()]).cumsum(0).tolist(), strict=False))
 
     def run(made: Made) -> QueriesKeys | None:
-        return _attended(block, hidden, call, made)
+        return _attention_inputs(block, hidden, call, made)
 
     ones = run(lambda _, rows: torch.ones(rows))
     numbers = run(lambda name, rows: 1.0 + firsts[name] + torch.arange(rows))
@@ -81,7 +81,7 @@ def find(block: nn.Module, hidden: Tensor, call: BlockArgs) -> ScoreChannels | N
     return None if split is None else ScoreChannels(queries, keys, *split)
 
 
-def _attended(block: nn.Module, hidden: Tensor, call: BlockArgs, made: Made) -> QueriesKeys | None:
+def _attention_inputs(block: nn.Module, hidden: Tensor, call: BlockArgs, made: Made) -> QueriesKeys | None:
     """Return queries and keys [batch, heads, tokens, head_dim] as attention gets them if linears give `made`."""
     config = next((m.config for m in block.modules() if hasattr(m.__dict__.get("config"), "get_text_config")), None)
     if config is None:

@@ -111,7 +111,7 @@ def rounded_input(x: Tensor, settings: Activations | None) -> Tensor:
 
 
 @contextmanager
-def rounded(skeleton: Skeleton, block: nn.Module, layers: Mapping[str, Rounding]) -> Iterator[None]:
+def round_inputs(skeleton: Skeleton, block: nn.Module, layers: Mapping[str, Rounding]) -> Iterator[None]:
     """Round the inputs of these linears of a loaded block while active. Their weights are rounded for good."""
     hooks = []
     try:
@@ -201,7 +201,7 @@ def _block(
         with edited_by(skeleton, None if number is None else rotation):
             block = skeleton.load_block(index, bench.device)
         name = skeleton.block_prefix(index).rstrip(".")
-        with rounded(skeleton, block, layers):
+        with round_inputs(skeleton, block, layers):
             for start in range(0, stream.samples, bench.batch):
                 states = stream.read(start, min(bench.batch, stream.samples - start), side).to(bench.device)
                 stream.write(start, run_block(block, calls[index][states.shape[0]], states, name), side)

@@ -63,7 +63,9 @@ from compress.types import PackedWeight
 SCOPE = "block"
 CHECKS = 8  # times that the held-out error of a linear is measured
 MASTERS = 24  # bytes of a trained number: how far it is, its gradient, two moments, the best so far, what it is now
-GRAM = 4  # numbers of a sum of x x^T for each weight of a block, at most: an MLP 8 times as wide as the model has 3.2
+GRAM_SHARE = (
+    4  # numbers of a sum of x x^T for each weight of a block, at most: an MLP 8 times as wide as the model has 3.2
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def workspace(config: Config, sizes: BlockSizes) -> int:
     passes = (
         2 + 2
     ) * sizes.states + 2 * MAX_HELD_OUT_BATCHES * sizes.hidden  # two, what they leave, and what is held out
-    return sizes.numel * (copies + trained + 4 * GRAM) + passes
+    return sizes.numel * (copies + trained + 4 * GRAM_SHARE) + passes
 
 
 class Inputs(NamedTuple):
@@ -103,7 +105,7 @@ class Inputs(NamedTuple):
     full: Tensor  # [tokens, in], in the block with full-precision weights
 
 
-class Moments:
+class InputMoments:
     """The sums of x and of x x^T over tokens, x being what one or more linears read."""
 
     def __init__(self, columns: int, device: torch.device) -> None:
@@ -125,7 +127,7 @@ class Sums:
     With D the difference of weights, d that of biases and r = W (x_full - x), the error is the sum of |D x + d - r|^2.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, moments: Moments) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, moments: InputMoments) -> None:
         """weight, bias: of full precision, float32. moments: of its inputs, to which others add."""
         self.weight, self.bias, self.moments = weight, bias, moments
         self.cross = torch.zeros_like(weight)  # r x^T
@@ -152,7 +154,7 @@ class Sums:
         return (error.item() + self.missing) / self.size, by_weight.mul_(scale), by_bias.mul_(scale)
 
 
-class Held:
+class HeldOutError:
     """The relative squared error of a linear on the tokens of held-out batches."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, batches: Sequence[Inputs]) -> None:
@@ -162,13 +164,13 @@ class Held:
 
     def error(self, weight: Tensor, bias: Tensor | None) -> float:
         """Return the error with these."""
-        found = 0.0
+        squared = 0.0
         for inputs in self.batches:
             off = inputs.quantized @ (weight - self.weight).T - residual(inputs, self.weight)
             if bias is not None and self.bias is not None:
                 off += bias - self.bias
-            found += off.square().sum(dtype=torch.float64).item()
-        return found / self.size
+            squared += off.square().sum(dtype=torch.float64).item()
+        return squared / self.size
 
 
 def residual(inputs: Inputs, weight: Tensor) -> Tensor:
@@ -181,7 +183,7 @@ def squares(inputs: Inputs, weight: Tensor, bias: Tensor | None) -> float:
     return nn.functional.linear(inputs.full, weight, bias).square().sum(dtype=torch.float64).item()
 
 
-class Linear(NamedTuple):
+class TrainedLinear(NamedTuple):
     """A linear in training."""
 
     weight: TrainedWeight
@@ -192,7 +194,7 @@ class Linear(NamedTuple):
         return self.weight.weight(), self.bias.value() if self.bias is not None else None
 
 
-def fit(linear: Linear, sums: Sums, held: Held, config: Config) -> None:
+def fit(linear: TrainedLinear, sums: Sums, held: HeldOutError, config: Config) -> None:
     """Train a linear on the sums, and leave it where its held-out error was least, the start included."""
     parts = [*linear.weight.parts(), *([linear.bias] if linear.bias is not None else [])]
     best = held.error(*linear.now())
@@ -220,7 +222,7 @@ def fit(linear: Linear, sums: Sums, held: Held, config: Config) -> None:
         part.restore()
 
 
-class Outcome(NamedTuple):
+class TunedOutcome(NamedTuple):
     """What has come of tuning one linear."""
 
     before: float  # its held-out error
@@ -236,7 +238,7 @@ class BlockTuning(HeldBlock):
         super().__init__(block, names, batches, count, config.held_out)
         self.config = config
         self.biases: dict[str, Tensor] = {}  # that have changed, as they are stored
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, TunedOutcome] = {}
 
     @torch.no_grad()
     def finish(self) -> tuple[dict[str, PackedWeight], dict[str, Tensor], str]:
@@ -246,7 +248,7 @@ class BlockTuning(HeldBlock):
         for group in self.call_order(self.packed):
             held = list(self._inputs(group[0], self.portions.held(), full))
             weight = self.block.get_submodule(group[0]).get_parameter("weight")
-            moments = Moments(weight.shape[1], weight.device)
+            moments = InputMoments(weight.shape[1], weight.device)
             sums = {name: Sums(*self._own(name), moments) for name in group}
             for inputs in self._inputs(group[0], self.portions.others(), full):
                 moments.add(inputs)
@@ -254,7 +256,7 @@ class BlockTuning(HeldBlock):
                     each.add(inputs)
             for name in group:
                 best = self._tune(name, sums.pop(name), held, best)
-        return self.packed, self.biases, self._said(first, best)
+        return self.packed, self.biases, self._note(first, best)
 
     def _own(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Return the weight [out, in] and the bias [out] of full precision, float32."""
@@ -265,15 +267,15 @@ class BlockTuning(HeldBlock):
     def _inputs(self, name: str, batches: Iterable[Batch], full: HeldBlock) -> Iterator[Inputs]:
         """Yield what a linear reads in each batch."""
         for hidden, call, _ in batches:
-            if (found := _read(self, name, hidden, call)) is None:
+            if (read := _read(self, name, hidden, call)) is None:
                 continue
-            is_aligned = self.config.target_inputs == "full" and found.dim() == hidden.dim()
-            expected = _read(full, name, hidden, call) if is_aligned else found
-            yield Inputs(*(x.flatten(0, -2) for x in (found, found if expected is None else expected)))
+            is_aligned = self.config.target_inputs == "full" and read.dim() == hidden.dim()
+            expected = _read(full, name, hidden, call) if is_aligned else read
+            yield Inputs(*(x.flatten(0, -2) for x in (read, read if expected is None else expected)))
 
     def _tune(self, name: str, sums: Sums, batches: Sequence[Inputs], before: float) -> float:
         """Tune one linear; return the held-out error of the block, which was `before`."""
-        held = Held(sums.weight, sums.bias, batches)
+        held = HeldOutError(sums.weight, sums.bias, batches)
         if not (held.size and sums.size):
             return before
         config, packed, path = self.config, self.packed[name], f"{name}.bias"
@@ -281,7 +283,7 @@ class BlockTuning(HeldBlock):
         rates = Rates(config.steps, config.rate, config.codes_rate, config.start)
         unit = (sums.size / (sums.moments.count * len(sums.weight))) ** 0.5
         bias = None if sums.bias is None else Trained(sums.bias, unit=unit)
-        linear = Linear(way.Codes(packed, sums.weight, rates), bias)
+        linear = TrainedLinear(way.Codes(packed, sums.weight, rates), bias)
         starts = (self.model.get_parameter(f"{name}.weight").clone(), sums.bias)
         first = held.error(*starts)
         fit(linear, sums, held, config)
@@ -298,7 +300,7 @@ class BlockTuning(HeldBlock):
             self.packed[name] = made
             if stored is not None:
                 self.biases[path] = stored
-        self.outcomes[name] = Outcome(first, last, linear.weight.changed_share() if is_better else 0.0)
+        self.outcomes[name] = TunedOutcome(first, last, linear.weight.changed_share() if is_better else 0.0)
         return after
 
     def _place(self, name: str, weight: Tensor, bias: Tensor | None) -> None:
@@ -306,14 +308,14 @@ class BlockTuning(HeldBlock):
         if bias is not None:
             self.model.get_parameter(f"{name}.bias").copy_(bias)
 
-    def _said(self, first: float, last: float) -> str:
+    def _note(self, first: float, last: float) -> str:
         """Return what the report should say."""
         better = {name: each for name, each in self.outcomes.items() if each.after < each.before}
-        said = [f"{name} {each.before:.3g} -> {each.after:.3g}" for name, each in better.items()]
+        improved = [f"{name} {each.before:.3g} -> {each.after:.3g}" for name, each in better.items()]
         moved = [f"{name} {each.changed:.1%}" for name, each in better.items() if each.changed is not None]
         parts = [
             f"AdaQuant: held-out error of the block: {first:.3g} -> {last:.3g}",
-            f"of the outputs of linears: {', '.join(said) or 'none is better'}",
+            f"of the outputs of linears: {', '.join(improved) or 'none is better'}",
             *([f"codes that moved: {', '.join(moved)}"] if moved else []),
             *([f"as they were: {', '.join(same)}"] if (same := [x for x in self.packed if x not in better]) else []),
         ]
@@ -326,12 +328,12 @@ class _Reached(Exception):
 
 def _read(held: HeldBlock, name: str, hidden: Tensor, call: BlockArgs) -> Tensor | None:
     """Return what a linear of a block reads when it is first called, [..., in], float32; None if it is not called."""
-    found: list[Tensor] = []
+    inputs: list[Tensor] = []
 
     def note(_: nn.Module, args: tuple[Any, ...]) -> None:
-        found.append(args[0])
+        inputs.append(args[0])
         raise _Reached
 
     with attached([held.model.get_submodule(name).register_forward_pre_hook(note)]), suppress(_Reached):
         held.run({}, hidden, call)
-    return found[0].float() if found else None
+    return inputs[0].float() if inputs else None

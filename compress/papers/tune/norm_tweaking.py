@@ -68,12 +68,12 @@ def _statistics(states: Tensor) -> tuple[Tensor, Tensor]:
 
 def norms(block: nn.Module) -> list[str]:
     """Return the paths of the weights and biases of the norms in a block: modules whose weight is a vector."""
-    found = []
+    paths = []
     for path, module in block.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if "weight" in own and own["weight"].dim() == 1:
-            found += [f"{path}.{key}" if path else key for key in ("weight", "bias") if own.get(key) is not None]
-    return found
+            paths += [f"{path}.{key}" if path else key for key in ("weight", "bias") if own.get(key) is not None]
+    return paths
 
 
 class BlockTuning(HeldBlock):

@@ -60,7 +60,7 @@ def test_at_full_rank_the_logits_are_the_same(name: str, pico_dir: Callable[...,
 
 def test_channels_are_those_of_the_product() -> None:
     values, outputs = problems.random(6, 20).double(), problems.random(3, 10, 6, seed=1).double()
-    pair = clover.decomposed(values, outputs)
+    pair = clover.decompose_product(values, outputs)
     product = outputs.reshape(30, 6) @ values
     torch.testing.assert_close(pair.outputs.reshape(30, 6) @ pair.values, product)
     expected = torch.linalg.svdvals(product)[:6]

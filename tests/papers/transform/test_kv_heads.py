@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from compress.papers.transform import kv_heads
-from compress.papers.transform.kv_heads import HeadMoments, HeadWeights, Layout, Merge, Shared
+from compress.papers.transform.kv_heads import ChannelLayout, HeadMoments, HeadWeights, Merge, Shared
 
 HEADS, REPEATS, SIZE, HIDDEN, TOKENS = 4, 2, 6, 10, 50
-HALVES = Layout(
+HALVES = ChannelLayout(
     torch.tensor([[0, 2], [1, 3]]), torch.tensor([4, 5])
 )  # two pairs that are turned, two channels that stay
 THETA = torch.tensor([1.0, 0.1], dtype=torch.float64)
@@ -38,7 +38,7 @@ def rows(x: Tensor, heads: Tensor) -> Tensor:
     return torch.cat((x, torch.ones(len(x), 1, dtype=x.dtype)), 1) @ heads.mT
 
 
-def turned(x: Tensor, layout: Layout) -> Tensor:
+def turned(x: Tensor, layout: ChannelLayout) -> Tensor:
     """The rotary embedding, channel by channel: x [n, tokens, d]."""
     found = x.clone()
     for (a, b), theta in zip(layout.pairs.tolist(), THETA, strict=True):
@@ -48,7 +48,7 @@ def turned(x: Tensor, layout: Layout) -> Tensor:
     return found
 
 
-def attended(x: Tensor, w: HeadWeights, layout: Layout) -> Tensor:
+def attended(x: Tensor, w: HeadWeights, layout: ChannelLayout) -> Tensor:
     """Causal attention of every query head, summed: [tokens, hidden]."""
     q, k, v = turned(rows(x, w.queries), layout), turned(rows(x, w.keys), layout), rows(x, w.values)
     mask = torch.ones(len(x), len(x), dtype=torch.bool).tril()
@@ -59,18 +59,18 @@ def attended(x: Tensor, w: HeadWeights, layout: Layout) -> Tensor:
     return total
 
 
-def found_by(x: Tensor, w: HeadWeights, layout: Layout) -> HeadMoments:
+def found_by(x: Tensor, w: HeadWeights, layout: ChannelLayout) -> HeadMoments:
     q, k, v = (rows(x, part).transpose(0, 1) for part in w[:3])
     outputs = kv_heads.read_by(w.outputs, len(w.keys))
     return kv_heads.moments(q, k, v, layout, len(w.queries) // len(w.keys))._replace(outputs=outputs)
 
 
-def merge(x: Tensor, w: HeadWeights, groups: Sequence[Sequence[int]], layout: Layout = HALVES) -> HeadWeights:
+def merge(x: Tensor, w: HeadWeights, groups: Sequence[Sequence[int]], layout: ChannelLayout = HALVES) -> HeadWeights:
     found = found_by(x, w, layout)
-    return kv_heads.merged(w, layout, groups, [kv_heads.fitted_merge(found.of(group)) for group in groups])
+    return kv_heads.merge_weights(w, layout, groups, [kv_heads.fitted_merge(found.of(group)) for group in groups])
 
 
-def multiples(w: HeadWeights, layout: Layout = HALVES) -> HeadWeights:
+def multiples(w: HeadWeights, layout: ChannelLayout = HALVES) -> HeadWeights:
     """The same with heads 1 and 3 made of heads 0 and 2: pairs of keys times complex numbers, values times a matrix."""
     keys, values = w.keys.clone(), w.values.clone()
     for head in (1, 3):
@@ -113,7 +113,7 @@ def test_heads_that_change_places_change_nothing_else() -> None:
     ones = Shared(torch.ones(1, 2, dtype=torch.complex128), torch.ones(1, 2, dtype=torch.complex128))
     eyes = [Shared(*[torch.eye(n, dtype=torch.float64)[None]] * 2) for n in (2, SIZE)]
     order = [[2], [0], [3], [1]]
-    found = kv_heads.merged(w, HALVES, order, [Merge(ones, *eyes)] * HEADS)
+    found = kv_heads.merge_weights(w, HALVES, order, [Merge(ones, *eyes)] * HEADS)
     assert torch.equal(found.keys, w.keys[[2, 0, 3, 1]])
     assert torch.equal(found.queries, w.queries[[4, 5, 0, 1, 6, 7, 2, 3]])
     torch.testing.assert_close(attended(x, found, HALVES), attended(x, w, HALVES))

@@ -10,7 +10,7 @@ from blocks import SITES, Case, difference, nearest, outputs, per_token, rounded
 from compress.papers.transform import outlier_suppression
 from compress.papers.transform.outlier_suppression import Change, Config, scales, substitutes
 from compress.quant import rtn, vptq
-from compress.transform.search import substituted, trials
+from compress.transform.search import substitute_weights, trials
 from compress.types import Activations, Scheme
 from problems import random
 
@@ -99,7 +99,7 @@ def test_substitutes_are_the_folded_block(name: str) -> None:
         assert seen.usable
         bounds = (torch.zeros(channels).double(), torch.zeros(channels).double())
         schemes = dict.fromkeys(case.linears(), Scheme("vptq", vptq.Config()))
-        with substituted(case.block, substitutes(case.block, site, change, bounds, schemes)):
+        with substitute_weights(case.block, substitutes(case.block, site, change, bounds, schemes)):
             assert trial.loss(wanted) < 1e-9 * sum(out.square().sum().item() for out in wanted)
 
 

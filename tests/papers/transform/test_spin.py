@@ -135,8 +135,8 @@ def test_rounding_in_a_basis_is_the_rotated_model_rounded(
     rotation.draw(0)
     parameters = learned_rotation._parameters(rotation, CPU)
     with (
-        learned_rotation._loaded(rotation, TOKENS, given) as model,
-        learned_rotation._turned(rotation, parameters, layers, model),
+        learned_rotation._load(rotation, TOKENS, given) as model,
+        learned_rotation._round_in_learned_bases(rotation, parameters, layers, model),
     ):
         found = model.divergence(range(4)).mean().item()
     assert found == pytest.approx(expected, rel=0.05) and expected > 0.01
@@ -149,7 +149,7 @@ def test_the_original_is_the_original(pico_dir: Callable[..., Path], tmp_path: P
     rotation, given = bench(pico_dir("llama"), tmp_path, INPUTS, spin.Config(learn=1))
     rotation.begin(CPU)
     source: Any = AutoModelForCausalLM.from_pretrained(pico_dir("llama"))
-    with torch.no_grad(), learned_rotation._loaded(rotation, TOKENS, given) as model:
+    with torch.no_grad(), learned_rotation._load(rotation, TOKENS, given) as model:
         behind = model.stream.read(1, 1, blockwise.FULL)
         assert torch.allclose(model.logits(behind), source(TOKENS).logits[1], atol=1e-5)
         assert model.divergence(range(4)).max() < 1e-9
@@ -165,8 +165,8 @@ def test_gradients_through_checkpoints_and_parts(
     parameters = learned_rotation._parameters(rotation, CPU)
     found: list[dict[str, Tensor]] = []
     with (
-        learned_rotation._loaded(rotation, TOKENS, given) as model,
-        learned_rotation._turned(rotation, parameters, layers, model),
+        learned_rotation._load(rotation, TOKENS, given) as model,
+        learned_rotation._round_in_learned_bases(rotation, parameters, layers, model),
     ):
         for size, shares in ((1 << 20, (1.0,)), (4 * 264 * 5, (1.0,)), (1 << 20, (0.25, 0.75))):
             monkeypatch.setattr(kl, "LOGITS_NBYTES", size)
@@ -240,7 +240,7 @@ def test_what_is_learned_is_what_is_drawn(pico_dir: Callable[..., Path], tmp_pat
 def test_what_is_not_better_is_not_used(
     pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learned_rotation, "RATE", 0.0)
+    monkeypatch.setattr(learned_rotation, "FIRST_RATE", 0.0)
     rotation, given = bench(pico_dir("llama"), tmp_path, INPUTS, spin.Config(learn=1))
     (note,) = rotation.choose(given)
     assert note.endswith("they are not clearly better, and not used")

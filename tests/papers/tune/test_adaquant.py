@@ -15,7 +15,16 @@ from compress.errors import RecipeError
 from compress.formats import int as int_format
 from compress.model.blockwise import BlockArgs
 from compress.papers.tune import adaquant
-from compress.papers.tune.adaquant import Config, Held, Inputs, Linear, Moments, Sums, fit, workspace
+from compress.papers.tune.adaquant import (
+    Config,
+    HeldOutError,
+    InputMoments,
+    Inputs,
+    Sums,
+    TrainedLinear,
+    fit,
+    workspace,
+)
 from compress.tune import held_block
 from compress.tune.codes import fixed, straight_through
 from compress.tune.held_block import BlockSizes
@@ -36,7 +45,7 @@ def inputs(count: int = 3, columns: int = 24) -> list[Inputs]:
 
 
 def summed(weight: Tensor, bias: Tensor | None, given: list[Inputs]) -> Sums:
-    sums = Sums(weight, bias, Moments(weight.shape[1], weight.device))
+    sums = Sums(weight, bias, InputMoments(weight.shape[1], weight.device))
     for each in given:
         sums.moments.add(each)
         sums.add(each)
@@ -64,7 +73,7 @@ def test_the_error_and_its_gradients_are_those_of_the_paper(has_bias: bool) -> N
     expected.backward()
     error, by_weight, by_bias = summed(weight, bias, inputs()).gradient(new, shifted)
     assert error == pytest.approx(expected.item(), rel=1e-5)
-    assert Held(weight, bias, inputs()).error(new, shifted) == pytest.approx(expected.item(), rel=1e-5)
+    assert HeldOutError(weight, bias, inputs()).error(new, shifted) == pytest.approx(expected.item(), rel=1e-5)
     for found, leaf in zip((by_weight, by_bias), leaves, strict=False):
         assert leaf.grad is not None and torch.allclose(found.double(), leaf.grad, rtol=1e-4, atol=1e-6)
 
@@ -94,8 +103,8 @@ def test_scales_and_bias_approach_the_least_squares() -> None:
         solution = torch.linalg.lstsq(features, expected[:, row, None]).solution
         best += (features @ solution - expected[:, row, None]).square().sum().item()
     best /= expected.square().sum().item()
-    held = Held(weight, bias, inputs())
-    linear = Linear(fixed.Codes(packed, weight, Rates(400, 0.1, 1.0, "weights")), Trained(bias, unit=3.0))
+    held = HeldOutError(weight, bias, inputs())
+    linear = TrainedLinear(fixed.Codes(packed, weight, Rates(400, 0.1, 1.0, "weights")), Trained(bias, unit=3.0))
     first = held.error(*linear.now())
     fit(linear, summed(weight, bias, inputs()), held, config)
     last = held.error(*linear.now())
@@ -106,10 +115,10 @@ def test_codes_move_where_that_is_better() -> None:
     """Below the least squares of scales, and what is stored is what was measured."""
     weight = torch.randn(6, 24, generator=torch.Generator().manual_seed(3))
     packed, rates = round_to_nearest(weight, 2, 8), Rates(200, 0.005, 1.0, "weights")
-    held, sums = Held(weight, None, inputs()), summed(weight, None, inputs())
+    held, sums = HeldOutError(weight, None, inputs()), summed(weight, None, inputs())
     errors = []
     for way in (fixed, straight_through):
-        linear = Linear(way.Codes(packed, weight, rates), None)
+        linear = TrainedLinear(way.Codes(packed, weight, rates), None)
         fit(linear, sums, held, Config(steps=200, rate=0.005))
         errors.append(held.error(formats.decode(linear.weight.pack(), torch.float32), None))
     assert errors[1] < 0.9 * errors[0] and linear.weight.changed_share()
@@ -138,13 +147,13 @@ def test_the_block_is_better_and_what_is_stored_is_what_was_measured() -> None:
 def test_linears_are_calibrated_one_behind_the_other(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last reads what the tuned ones before it give; held-out batches are not among what is summed."""
     block, seen = SmallBlock().requires_grad_(False), list[Inputs]()
-    given, add = batches(block), Moments.add
+    given, add = batches(block), InputMoments.add
 
-    def noted(self: Moments, inputs: Inputs) -> None:
+    def noted(self: InputMoments, inputs: Inputs) -> None:
         seen.append(inputs)
         add(self, inputs)
 
-    monkeypatch.setattr(Moments, "add", noted)
+    monkeypatch.setattr(InputMoments, "add", noted)
     tuning = quantized(adaquant, block, given, steps=20, held_out=2, target_inputs=target)
     packed, vectors, note = tuning.finish()
     assert "as they were" not in note and len(seen) == 2 * 2  # gate and up read the same; two of four batches
@@ -197,7 +206,7 @@ def test_what_brings_nothing_leaves_no_trace(what: str, count: int, monkeypatch:
     block, errors = SmallBlock().requires_grad_(False), itertools.count(1.0)
     tuning = quantized(adaquant, block, batches(block, count), count, steps=9)
     before, state = dict(tuning.packed), {k: v.clone() for k, v in tuning.model.state_dict().items()}
-    of = Held if what == "linear" else held_block.HeldBlock
+    of = HeldOutError if what == "linear" else held_block.HeldBlock
     monkeypatch.setattr(of, "error", lambda *_: next(errors))
     packed, vectors, note = tuning.finish()
     assert vectors == {} and packed == before and "none is better" in note
