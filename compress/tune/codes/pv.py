@@ -194,11 +194,13 @@ class LatticePoints(Units):
         return tensors["scale"].expand(rows, 1)
 
 
-def _units(packed: PackedWeight) -> type[Units] | None:
+def _units(packed: PackedWeight) -> type[LatticePoints] | type[Paths] | type[Vectors] | None:
     """Return what cuts a weight into units, None where its codes stay."""
     if vectors.serves(packed):
         return Vectors
-    return {"e8p": LatticePoints, "trellis": Paths}.get(packed.format)
+    if packed.format == "e8p":
+        return LatticePoints
+    return Paths if packed.format == "trellis" else None
 
 
 def serves(packed: PackedWeight) -> bool:
@@ -270,7 +272,7 @@ class Codes(TrainedWeight):
         super().__init__(packed)
         units = _units(packed)
         assert units is not None
-        self.units = units(packed)
+        self.units: Units = units(packed)
         with torch.no_grad():
             start = self.units.matrix()
             wanted = strip_surroundings(target, packed)
