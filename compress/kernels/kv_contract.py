@@ -7,7 +7,7 @@ A kernel is the file `compress/kernels/<folder of the device>/kv_<name>.py`, whi
 - mixed: values whose bits differ between channels; prerope: keys of this sort before the rotary embedding
   (compress/kv/codecs/pca.py); encode: such codes made of vectors;
 - additive: keys before the rotary embedding and values that are sums of codebook entries
-  (compress/kv/codecs/commvq.py);
+  (compress/papers/codecs/commvq.py);
 - attention: attention of one token in one launch (compress/kv/fused.py).
 
 Each has `supports`, which says what it can read.

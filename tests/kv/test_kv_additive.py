@@ -11,7 +11,7 @@ from torch import Tensor
 from compress.kernels import kv_contract, llvm
 from compress.kernels.cpu import kv_additive
 from compress.kv.codec import Spec
-from compress.kv.codecs import commvq
+from compress.papers.codecs import commvq
 
 HEADS, TOKENS = 3, 75
 CASES: list[tuple[int, int, dict[str, Any], torch.dtype]] = [  # width, channels that turn, settings, type

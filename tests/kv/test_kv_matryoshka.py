@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from compress.kv.codec import Spec
-from compress.kv.codecs import lloyd, matryoshka, matryoshka_fit
-from compress.kv.codecs.greedy_ranks import greedy, grid
+from compress.kv.codecs import lloyd
+from compress.papers.codecs import matryoshka, matryoshka_fit
+from compress.papers.codecs.greedy_ranks import greedy, grid
 from kv_cases import refusal, through_a_model
 
 HEADS, GROUP, WIDTH = 2, 2, 8

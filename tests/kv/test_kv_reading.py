@@ -12,8 +12,9 @@ from reading_cases import WIDTH, cache, channels, chunks, normal, step
 from torch import Tensor
 
 from compress.kv.cache import KVCache
-from compress.kv.sparse import actqkv, reading, tidal
+from compress.kv.sparse import reading
 from compress.kv.sparse.tally import Tally
+from compress.papers.sparse import actqkv, tidal
 
 SIZES = [150, 1, 1, 30, 1, 1]
 

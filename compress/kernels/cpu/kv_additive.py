@@ -1,4 +1,4 @@
-"""Read keys and values that are sums of codebook entries (compress/kv/codecs/commvq.py), on CPUs with AVX-512.
+"""Read keys and values that are sums of codebook entries (compress/papers/codecs/commvq.py), on CPUs with AVX-512.
 
 A key of a head is mean + norm sum_i table_i[code_i], turned by the position of its token. The codes of a block of
 tokens become offsets of entries; then entries are added up, two times 16 channels of a token at a time, and what

@@ -12,8 +12,8 @@ a and b give C_a e1 + C_b e2. That halves the memory of codebooks; any sum of en
 entries too. A query's attention is added up for each entry, and one product turns those sums into values.
 
 Codebooks are learned by expectation maximization with soft assignments at a falling temperature, and refined all
-together (compress/kv/codecs/additive.py). The error of a key is measured by the second moment of the queries after the
-rotary embedding, the part of it that commutes with turns: distances between tokens are as spread as positions.
+together (additive.py). The error of a key is measured by the second moment of the queries after the rotary embedding,
+the part of it that commutes with turns: distances between tokens are as spread as positions.
 
 Bits per element: 2 stages log2(entries) / width with stages = floor(bits width / (2 log2 entries)); a norm of 8 bits is
 one for each token (`norm: token`), for each head (`head`), or there is none. The codes of all heads of a token share a
@@ -45,10 +45,10 @@ from compress.errors import CalibrationError, RecipeError
 from compress.kernels import kv_contract
 from compress.kernels.kv_contract import NORM_STEPS, PLANES, AdditiveCodes
 from compress.kv.codec import Block, Codec, Field, Spec
-from compress.kv.codecs.additive import Search, Training, encode, learn, stored, total, turned, widened
 from compress.kv.codecs.compiled_parts import Compiled, rest
 from compress.kv.codecs.lloyd import Norms
 from compress.numerics import checks
+from compress.papers.codecs.additive import Search, Training, encode, learn, stored, total, turned, widened
 
 NEEDS = frozenset({"keys_pre", "queries", "values"})
 WORK = 32  # bytes that calibrating takes for each number of its largest sample

@@ -17,7 +17,7 @@ costs least in scores or in the loss. U^T is then the inverse of U, which is not
 Ranks are chosen by greedy search: from all channels on, the head and kind whose next `unit` channels hurt least loses
 them, until `keep` of the channels of all layers are left. The damage of a rank is the squared error of attention's
 output on the calibration text in the metric of the loss, the second moment of its gradient by that output
-(compress/kv/codecs/matryoshka_fit.py); all layers and both kinds are measured in this one unit.
+(compress/papers/codecs/matryoshka_fit.py); all layers and both kinds are measured in this one unit.
 
 Differences from the paper: training is by layer, on the output of attention, keys and values each with the other
 exact, and not through the whole model, which is never in memory here; damages add up over heads and kinds, where the
@@ -25,7 +25,7 @@ paper runs the model for each step; U is the start times a Cayley map, which nee
 have fewer bits, as unit-variance levels times a norm for each token and head.
 Static: mean and `back` (U times deviations) in float16, h width^2 numbers, ranks and their damages.
 What it does not do: fold U into the model's weights; code keys before the rotary embedding, whose subspace is smaller
-(compress/kv/codecs/cskv.py and pca.py do); measure damages with the bound on scores that some models have (softcap).
+(cskv.py and compress/kv/codecs/pca.py do); measure damages with the bound on scores that some models have (softcap).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from torch import Tensor
 
 from compress.errors import RecipeError
 from compress.kv.codec import Block, Codec, Spec
-from compress.kv.codecs import matryoshka_fit
-from compress.kv.codecs.greedy_ranks import greedy, grid
-from compress.kv.codecs.number_rows import Rows
 from compress.numerics import checks
+from compress.papers.codecs import matryoshka_fit
+from compress.papers.codecs.greedy_ranks import greedy, grid
+from compress.papers.codecs.number_rows import Rows
 
 NEEDS = frozenset({"keys", "values", "keys_sink", "values_sink", "queries_scaled", "gradients_output"})
 WORK = 48  # bytes that calibrating takes for each number of its largest sample

@@ -39,9 +39,9 @@ from torch import Tensor
 
 from compress.kv.codec import Block, Codec, Spec, head_rows, token_rows
 from compress.kv.codecs.components import moments, roots
-from compress.kv.codecs.greedy_ranks import greedy, grid
-from compress.kv.codecs.number_rows import Rows
 from compress.numerics import checks
+from compress.papers.codecs.greedy_ranks import greedy, grid
+from compress.papers.codecs.number_rows import Rows
 
 NEEDS = frozenset({"keys_pre", "queries_pre", "values", "gradients"})
 WORK = 32  # bytes that calibrating takes for each number of its largest sample
