@@ -25,10 +25,9 @@ Differences from the paper: errors of keys are those of scores, as above; coordi
 greedy search; all codebooks are solved for together at the end; the number of entries, 64 in the paper, can be chosen;
 the mean is taken off, and the norm is left out unless asked for; values have codebooks of this sort in place of a
 trained encoder.
-On CPUs with AVX-512 compiled code adds up entries, turns keys and multiplies them with the queries, and adds up
-probabilities for each entry (compress/kernels/cpu/kv_additive.py): for up to 128 entries, and heads of whole registers.
-For models that are not float32 it holds entries as int16, which is a copy of the codebooks for each of keys and values.
 What it does not do: follow text that is unlike the calibration text, but for its norms where these are stored.
+
+Outside the core because at one and two bits principal components lose less and read faster (docs/results/kv_cache.md).
 """
 
 from __future__ import annotations
@@ -36,16 +35,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from compress.errors import CalibrationError, RecipeError
-from compress.kernels import kv_contract
-from compress.kernels.kv_contract import NORM_STEPS, PLANES, AdditiveCodes
+from compress.kernels.kv_contract import NORM_STEPS, PLANES
 from compress.kv.codec import Block, Codec, Field, Spec
-from compress.kv.codecs.compiled_parts import Compiled, rest
 from compress.kv.codecs.lloyd import Norms
 from compress.numerics import checks
 from compress.papers.codecs.additive import Search, Training, encode, learn, stored, total, turned, widened
@@ -193,7 +190,7 @@ def unpack(rows: Tensor, bits: int, count: int) -> Tensor:
     return codes
 
 
-class Additive(Compiled):
+class Additive(Codec):
     """Codes of all heads in one row of bytes for each token, [B, 1, n, bytes]; norms uint8 [B, h or 1, n, 1]."""
 
     block = 2048
@@ -206,7 +203,8 @@ class Additive(Compiled):
             held |= {"metric": static["metric"].float()}
             held |= {"measured": tables @ held["metric"][:, None]}
         self.count = tables.shape[1]  # codes of a vector
-        super().__init__(spec, held, "additive", "additive")
+        super().__init__(spec, held)
+        self.rope = "pre" if spec.kind == "keys" else "post"
         self.norms = Norms(8, NORM_STEPS)
         self.fields = {"codes": Field("codes")} | ({} if config.norm == "none" else {"norms": Field("scales")})
 
@@ -272,15 +270,7 @@ class Additive(Compiled):
     def mix(self, p: Tensor, block: Block) -> Tensor:
         if "norms" in block:
             p = p * self.norms.load(block["norms"]).mT
-        kernel = self._reader(p, block)
-        whole = self._whole(block) if kernel is not None else 0
-        if kernel is None or not whole:
-            return p @ self._sums(block) if p.shape[2] > MOST_DIRECT else self.direct_mix(p, block)
-        shares = kernel.mix(p[..., :whole], self.stored(block, whole)).flatten(3)
-        mixed = shares @ self._static("tables", p).flatten(1, 2)
-        for tokens, part in rest(self, block, whole):
-            mixed += p[..., tokens] @ self._sums(part)
-        return mixed
+        return p @ self._sums(block) if p.shape[2] > MOST_DIRECT else self.direct_mix(p, block)
 
     def direct_mix(self, p: Tensor, block: Block) -> Tensor:
         """`mix` without norms: p [B, h, m, n] added up for each entry, then one product with the codebooks."""
@@ -293,21 +283,6 @@ class Additive(Compiled):
 
     def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
         return mixed + mass * self._static("mean", mixed)
-
-    def is_read_by(self, kernel: Any) -> bool:
-        return bool(kernel.supports(self.spec.width, self.config.code_bits))
-
-    def reach(self) -> int:
-        return kv_contract.reach(self.config.code_bits, self.spec.heads * self.count)
-
-    def laid_out(self, kernel: Any, rotary: int) -> Any:
-        is_exact = self.spec.dtype == torch.float32
-        return kernel.transform(self.static["tables"], self.static["mean"][:, 0], rotary, is_exact)
-
-    def stored(self, block: Block, count: int) -> AdditiveCodes:
-        codes = block["codes"][:, :, :count]
-        norms = block["norms"][:, :, :count] if "norms" in block else None
-        return AdditiveCodes(codes, norms, self.spec.heads, self.count, self.config.code_bits)
 
 
 def meet(q: Tensor, tables: Tensor, half: int) -> Tensor:
