@@ -20,7 +20,7 @@ from compress.errors import CalibrationError
 from compress.evaluate.cache_scores import Candidate, policies
 from compress.evaluate.feed import fed
 from compress.kv import generation
-from compress.kv.cache import CodedLayer, KVCache
+from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import KINDS, reading_layers
 from compress.kv.token_store import Bytes
 

@@ -13,7 +13,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from compress.errors import CheckpointError, CompressError, NumericalError, UnsupportedModelError
 from compress.kv import attention, generation
-from compress.kv.cache import CodedLayer, make_cache
+from compress.kv.cache import make_cache
+from compress.kv.layer import CodedLayer
 from compress.kv.saved import checked, coded, file, load_cache, parts, raw_nbytes, save_cache
 from compress.kv.saved.parts import Part
 from compress.kv.token_store import Store

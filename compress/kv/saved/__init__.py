@@ -32,7 +32,7 @@ from transformers.cache_utils import Cache
 
 from compress import plugins
 from compress.errors import CheckpointError, CompressError, RecipeError
-from compress.kv.cache import CodedLayer, KVCache
+from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.saved import checked, coded, file, identity, plain
 from compress.kv.saved.file import SavedFile
 from compress.kv.saved.parts import TOKENS

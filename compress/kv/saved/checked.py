@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from compress.kv.head_shape import head_shape, states_heads
 from compress.kv.rope import Rope
 from compress.kv.saved.parts import TOKENS
 from compress.kv.settings import KINDS, Policy
+from compress.kv.static import head_shape, states_heads
 from compress.kv.token_store import Store
 from compress.numerics import checks
 from compress.storage import json_text

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from compress.errors import CheckpointError, UnsupportedModelError
 from compress.kv import rope
 from compress.kv.buffer import Buffer
-from compress.kv.cache import CodedLayer, KVCache, make_cache, named_path
+from compress.kv.cache import make_cache, named_path
+from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.saved import checked, identity, parts, plain
 from compress.kv.saved.file import SavedFile, Source
 from compress.kv.saved.parts import Part
@@ -50,7 +51,7 @@ def check_kind(index: int, layer: Any) -> None:
     """Raise UnsupportedModelError for a layer, coded or not, that cannot be saved whatever it holds."""
     if not isinstance(layer, CodedLayer):
         plain.check_kind(index, layer)
-    elif type(layer) is not CodedLayer:
+    elif not layer.can_be_saved:
         raise UnsupportedModelError(
             f"layer {index} of the cache evicts tokens, and such a cache cannot be saved; remove kv_cache.evict"
         )

@@ -18,8 +18,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from compress.errors import CheckpointError, CompressError, UnsupportedModelError
 from compress.kv import rope
-from compress.kv.cache import held
 from compress.kv.codec import rotate, unrotate
+from compress.kv.layer import exact_tensors
 from compress.kv.saved import basis, parts
 from compress.kv.saved.file import SavedFile, Source
 from compress.kv.saved.parts import TOKENS, Part
@@ -43,7 +43,7 @@ def facts(cache: Cache) -> list[dict[str, Any] | None]:
 
 def layer_facts(index: int, layer: Any) -> dict[str, Any] | None:
     """Return the facts of one layer of transformers."""
-    if not getattr(layer, "is_initialized", False) and not held(layer):
+    if not getattr(layer, "is_initialized", False) and not exact_tensors(layer):
         return None
     check_kind(index, layer)
     return {"kind": LAYERS[type(layer)], "seen": int(layer.get_seq_length())}

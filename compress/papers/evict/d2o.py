@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.kv.evict.layer import EvictingLayer
 from compress.kv.evict.select import Seen
 
 NEEDS = frozenset({"queries"})
+LAYER = EvictingLayer
 PROMPT_ONLY = True
 DEFAULTS: Mapping[str, Any] = {"layers": "variance", "merge": True}
 

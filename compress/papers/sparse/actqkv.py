@@ -31,9 +31,11 @@ from torch import Tensor
 
 from compress.kv.buffer import Buffer
 from compress.kv.codec import Spec
-from compress.kv.sparse.reading import Choice, Piece, Reader, best, budget_of, check_keep, decoded
+from compress.kv.sparse.layer import ReadingLayer
+from compress.kv.sparse.reader import Choice, Piece, Reader, best, budget_of, check_keep, decode_tokens
 
 NEEDS: frozenset[str] = frozenset()
+LAYER = ReadingLayer
 STEP = 2048  # tokens whose block means are made at a time
 
 
@@ -96,7 +98,7 @@ class ActQKV(Reader):
             None if x is None else x.index_select(0, index.to(x.device)) for x in (self.last, self.density)
         )
 
-    def held(self) -> list[Tensor]:
+    def kept_tensors(self) -> list[Tensor]:
         return [x for x in (self.last, self.density, self.means.view() if self.means.length else None) if x is not None]
 
     def _probe(self, q: Tensor) -> Tensor:
@@ -121,7 +123,7 @@ class ActQKV(Reader):
         step = max(STEP // int(unit.prod()), 1) * int(unit.prod())
         for start in range(self.means.length * size, blocks * size, step):
             stop = min(start + step, blocks * size)
-            self.means.append(decoded(keys, start, stop).unflatten(2, (-1, size)).mean(3).half())
+            self.means.append(decode_tokens(keys, start, stop).unflatten(2, (-1, size)).mean(3).half())
 
     def _keep(self, piece: Piece, weights: Tensor) -> float | Tensor:
         """Return the share of tokens that each query reads in this layer, [B, n]."""

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from compress.kv.codec import Spec
-from compress.kv.sparse.reading import Reader
+from compress.kv.sparse.layer import ReadingLayer
+from compress.kv.sparse.reader import Reader
 
 NEEDS: frozenset[str] = frozenset()
+LAYER = ReadingLayer
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class SelectiveValues(Reader):
         super().__init__(config, spec)
         self.drops_values = config.eps > 0 and spec.layer >= config.dense_layers
 
-    def kept(self, p: Tensor) -> Tensor:
+    def reads_values(self, p: Tensor) -> Tensor:
         kept: Tensor = p.amax(2) > self.config.eps
         return kept
 

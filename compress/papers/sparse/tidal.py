@@ -23,9 +23,11 @@ from torch import Tensor
 
 from compress.errors import CompressError
 from compress.kv.codec import Spec
-from compress.kv.sparse.reading import Choice, Piece, Reader, check_keep, top
+from compress.kv.sparse.layer import ReadingLayer
+from compress.kv.sparse.reader import Choice, Piece, Reader, check_keep, top
 
 NEEDS: frozenset[str] = frozenset()
+LAYER = ReadingLayer
 DEPTH = 13 / 32  # where the correction layer is by default
 
 
@@ -87,7 +89,7 @@ class Tidal(Reader):
         keys, rows = piece.layer.stores["keys"], piece.rows
         scores = rows.new_empty(*rows.shape[:3], len(keys))
         keys.scores(rows, scores)
-        shared = piece.shared(scores[..., keys.sink.length : keys.sink.length + piece.count])
+        shared = piece.mean_softmax(scores[..., keys.sink.length : keys.sink.length + piece.count])
         if self.config.heads == "all":
             shared = shared.mean(1, keepdim=True).expand_as(shared)
         return top(shared, piece, self.config.keep)

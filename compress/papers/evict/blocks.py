@@ -7,8 +7,7 @@ token is refused, and so are models whose blocks are not found.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,84 +15,45 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import CompressError
-from compress.kv.cache import KVCache
-from compress.kv.evict.pruned import PrunedLayer, Pruning
-from compress.kv.evict.revival import Revival
+from compress.kv.hooks import TURNS, decoder_blocks
+from compress.kv.layer import UNSLICED
+from compress.papers.evict.pruning import Pruning, Revival
 
-UNSLICED = (
-    "kv_cache.evict: tokens cannot be dropped between the layers of this model, whose decoder is no list of blocks "
-    "that are given hidden states and rotary rows; choose another method, such as snapkv"
-)
-MASK, POSITIONS, TURNS = "attention_mask", "position_ids", "position_embeddings"
+MASK, POSITIONS = "attention_mask", "position_ids"
 WATCHED = ("sdpa", "eager", "compress_kv")  # attention functions that a gap between positions does not mislead
 
-CacheOf = Callable[[dict[str, Any]], KVCache | None]
+
+def attach(model: nn.Module, layers: list[Any]) -> list[Any]:
+    """Add hooks to the blocks for one forward pass and return their handles; layers: those of the cache."""
+    blocks: list[nn.Module] = layers[0].pruning.blocks
+    handles: list[Any] = [
+        block.register_forward_pre_hook(partial(_slice_block, *layers[index : index + 2]), with_kwargs=True)
+        for index, block in enumerate(blocks[1:])
+    ]
+    return [*handles, blocks[-1].register_forward_hook(partial(_leave_last, layers[-1].pruning))]
 
 
-def blocks(model: nn.Module) -> list[nn.Module] | None:
-    """Return the decoder's blocks in order; None where there are none that can be given fewer tokens."""
-    config: Any = getattr(model, "config", None)
-    if config is None or getattr(config, "is_encoder_decoder", False):
-        return None
-    count = config.get_text_config(decoder=True).num_hidden_layers
-    for found in model.modules():
-        if isinstance(found, nn.ModuleList) and len(found) == count and all(map(_is_block, found, range(count))):
-            return list(found)
-    return None
-
-
-def _is_block(module: nn.Module, index: int) -> bool:
-    """Return whether a module is the block of this number, and is given hidden states first, and rotary rows."""
-    numbers = {getattr(each, "layer_idx", None) for each in module.modules()} - {None}
-    names = list(inspect.signature(module.forward).parameters)
-    return numbers == {index} and names[0] == "hidden_states" and TURNS in names
-
-
-def attach(model: nn.Module, cache_of: CacheOf) -> list[Any]:
-    """Add hooks to a model and return their handles; cache_of finds a cache among the arguments of a forward pass."""
-    found = blocks(model)
-    handles: list[Any] = [model.register_forward_pre_hook(partial(_enter, found, cache_of), with_kwargs=True)]
-    for index, block in enumerate(found or ()):
-        if index:
-            handles.append(block.register_forward_pre_hook(partial(_block, index, cache_of), with_kwargs=True))
-    if found:
-        handles.append(found[-1].register_forward_hook(partial(_last, cache_of), with_kwargs=True))
-    return handles
-
-
-def _enter(found: list[nn.Module] | None, cache_of: CacheOf, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Check a forward pass of the whole model."""
-    cache = cache_of(kwargs)
-    first = cache.layers[0] if cache is not None and cache.layers else None
-    if isinstance(first, PrunedLayer) and not first.seen:  # all layers of such a cache are
-        _check(model, found, kwargs, first.eviction.budget.recent)
-
-
-def _block(index: int, cache_of: CacheOf, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the arguments of a block of this number; None: they stay."""
-    cache = cache_of(kwargs)
-    before, layer = (None, None) if cache is None else cache.layers[index - 1 : index + 1]
-    if not isinstance(before, PrunedLayer) or not isinstance(layer, PrunedLayer):
-        return None
+def _slice_block(before: Any, layer: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the arguments of the block of a layer, behind the layer `before`; None: they stay."""
+    pruning: Pruning = layer.pruning
     if layer.seen:
-        revival = layer.pruning.revival
-        return None if revival is None or not revival.is_stepping else _joined(revival, args, kwargs)
-    return None if layer.pruning.columns is None else _sliced(before, args, kwargs)
+        revival = pruning.revival
+        return None if revival is None or not revival.is_stepping else _join(revival, args, kwargs)
+    return None if pruning.columns is None else _slice(before, args, kwargs)
 
 
-def _last(cache_of: CacheOf, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+def _leave_last(pruning: Pruning, module: nn.Module, args: Any, output: Any) -> Any:
     """Return the new token alone, for what follows the blocks, where others came back with it; None: it is alone."""
-    cache = cache_of(kwargs)
-    layer = None if cache is None else cache.layers[-1]
-    if not isinstance(layer, PrunedLayer) or layer.pruning.revival is None or not layer.pruning.revival.count:
+    if pruning.revival is None or not pruning.revival.count:
         return None
-    layer.pruning.revival.columns = None
+    pruning.revival.columns = None
     return (output[0][:, -1:], *output[1:]) if isinstance(output, tuple) else output[:, -1:]
 
 
-def _check(model: Any, found: list[nn.Module] | None, kwargs: dict[str, Any], recent: int) -> None:
-    """Raise CompressError for a forward pass of a prompt that cannot lose tokens but the `recent` newest."""
-    if found is None:
+def check_pass(model: Any, kwargs: Mapping[str, Any], recent: int) -> list[nn.Module]:
+    """Return the decoder's blocks. CompressError for a prompt that cannot lose tokens but the `recent` newest."""
+    blocks = decoder_blocks(model)
+    if blocks is None:
         raise CompressError(UNSLICED)
     if model.training and torch.is_grad_enabled():
         raise CompressError("kv_cache.evict: a cache that drops tokens of the prompt is not for training; remove it")
@@ -104,20 +64,22 @@ def _check(model: Any, found: list[nn.Module] | None, kwargs: dict[str, Any], re
                 f"kv_cache.evict: {name} asks for all tokens of the prompt, of which some are dropped; give no {name}, "
                 "or another cache"
             )
-    asked = kwargs.get("logits_to_keep")
-    if isinstance(asked, int) and asked > recent:
+    logits = kwargs.get("logits_to_keep")
+    if isinstance(logits, int) and logits > recent:
         raise CompressError(
-            f"kv_cache.evict: logits_to_keep asks for {asked} tokens of the prompt, of which only the newest {recent} "
+            f"kv_cache.evict: logits_to_keep asks for {logits} tokens of the prompt, of which only the newest {recent} "
             "are sure to stay; raise kv_cache.evict.recent"
         )
-    own = model.config._attn_implementation
-    if own is not None and not own.startswith(WATCHED):
+    attention = model.config._attn_implementation
+    if attention is not None and not attention.startswith(WATCHED):
         raise CompressError(
-            f"kv_cache.evict: attention {own!r} takes gaps between positions for other texts; set it to sdpa or eager"
+            f"kv_cache.evict: attention {attention!r} takes gaps between positions for other texts; set it to sdpa or "
+            "eager"
         )
+    return blocks
 
 
-def _hidden(args: Any, kwargs: dict[str, Any]) -> Tensor:
+def _hidden_states(args: Any, kwargs: dict[str, Any]) -> Tensor:
     """Return the hidden states among the arguments of a block."""
     hidden = args[0] if args else kwargs.get("hidden_states")
     if len(args) > 1 or not isinstance(hidden, Tensor):
@@ -130,9 +92,9 @@ def _with(hidden: Tensor, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[
     return ((hidden,), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
-def _joined(revival: Revival, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _join(revival: Revival, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the arguments of a block with the rows of dropped tokens that come back in this step."""
-    hidden = revival.enter(_hidden(args, kwargs))
+    hidden = revival.enter(_hidden_states(args, kwargs))
     if revival.count:
         kwargs = {**kwargs, POSITIONS: revival.with_new(revival.positions, kwargs.get(POSITIONS))}
         if revival.turns is not None and isinstance(kwargs.get(TURNS), tuple):
@@ -141,9 +103,9 @@ def _joined(revival: Revival, args: Any, kwargs: dict[str, Any]) -> tuple[Any, d
     return _with(hidden, args, kwargs)
 
 
-def _sliced(before: PrunedLayer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _slice(before: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the arguments of the block behind a layer with the rows of the tokens that are left."""
-    hidden, pruning = _hidden(args, kwargs), before.pruning
+    hidden, pruning = _hidden_states(args, kwargs), before.pruning
     if pruning.moves is not None:
         if pruning.revival is not None and before.columns is not None:
             is_left = torch.ones(hidden.shape[1], dtype=torch.bool, device=hidden.device)
@@ -153,11 +115,11 @@ def _sliced(before: PrunedLayer, args: Any, kwargs: dict[str, Any]) -> tuple[Any
         hidden = _take(hidden, pruning.moves)
         pruning.moves = None
     pruning.turns, pruning.positions = kwargs.get(TURNS), kwargs.get(POSITIONS)
-    kwargs = {**kwargs, **{name: _left(pruning, name, given) for name, given in kwargs.items()}}
+    kwargs = {**kwargs, **{name: _remaining(pruning, name, given) for name, given in kwargs.items()}}
     return _with(hidden, args, kwargs)
 
 
-def _left(pruning: Pruning, name: str, given: Any) -> Any:
+def _remaining(pruning: Pruning, name: str, given: Any) -> Any:
     """Return an argument of the tokens that are left; the same for all blocks behind the one that dropped some."""
     if given is None or name == "hidden_states":
         return given
@@ -165,19 +127,19 @@ def _left(pruning: Pruning, name: str, given: Any) -> Any:
     if known is not None and known[0] is given:
         return known[1]
     assert pruning.columns is not None and pruning.pads is not None
-    found: Any
+    left: Any
     if name == MASK:
-        found = _mask(given, pruning.columns, pruning.pads)
+        left = _mask(given, pruning.columns, pruning.pads)
     elif name == TURNS and isinstance(given, tuple):
-        found = tuple(_take(rows, pruning.columns) for rows in given)
+        left = tuple(_take(rows, pruning.columns) for rows in given)
     elif name == POSITIONS and isinstance(given, Tensor) and given.dim() == 2:
-        found = _take(given, pruning.columns)
+        left = _take(given, pruning.columns)
     elif isinstance(given, Tensor) and pruning.tokens in given.shape or name in (TURNS, POSITIONS):
         raise CompressError(f"{UNSLICED} ({name} is not known)")
     else:
-        found = given
-    pruning.sliced[name] = given, found
-    return found
+        left = given
+    pruning.sliced[name] = given, left
+    return left
 
 
 def _take(x: Tensor, columns: Tensor) -> Tensor:

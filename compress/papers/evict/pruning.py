@@ -1,17 +1,20 @@
-"""Bring dropped tokens back (LazyLLM, arXiv 2407.14057): their hidden states, and those on their way in one step.
+"""Hold what the layers of a cache know of a prompt that loses tokens on its way through them (lazyllm.py).
 
-Where tokens are dropped behind a layer, their hidden states are left there. In a later step of one token that layer
-scores all that it caches. Those that stay and wait there join the new token and go through the layers behind, which
-cache them from then on; at the next layer that drops tokens they go on, or are left there. A token is computed once in
-each layer at most. One sequence, without padding.
+Where tokens are dropped behind a layer, a `Revival` may keep their hidden states. In a later step of one token that
+layer scores all that it caches. Those that stay and wait there join the new token and go through the layers behind,
+which cache them from then on; at the next layer that drops tokens they go on, or are left there. A token is computed
+once in each layer at most. One sequence, without padding.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from compress.kv.evict.placing import align_rows
 
 Turns = tuple[Tensor, Tensor]  # cos and sin [1, n, rotary width]
 
@@ -43,8 +46,8 @@ class Revival:
     def leave(self, layer: int, hidden: Tensor, columns: Tensor) -> None:
         """Keep hidden states [1, p, hidden] of tokens that are dropped behind a layer."""
         if layer in self.left:
-            held, known = self.left[layer]
-            hidden, columns = torch.cat((held, hidden), 1), torch.cat((known, columns))
+            before, known = self.left[layer]
+            hidden, columns = torch.cat((before, hidden), 1), torch.cat((known, columns))
         self.left[layer] = hidden, columns
 
     def choose(self, layer: int, chosen: Tensor) -> None:
@@ -86,8 +89,8 @@ class Revival:
         like: the model's own; where that is added, this is, too.
         """
         assert self.columns is not None
-        own = torch.cat((self.columns, self.columns.new_tensor([column])))
-        is_seen = (torch.cat((stored, own)) <= own[:, None])[None, None]
+        queries = torch.cat((self.columns, self.columns.new_tensor([column])))
+        is_seen = (torch.cat((stored, queries)) <= queries[:, None])[None, None]
         if isinstance(like, Tensor) and like.dtype != torch.bool:
             return torch.zeros_like(is_seen, dtype=like.dtype).masked_fill_(~is_seen, torch.finfo(like.dtype).min)
         return is_seen
@@ -95,6 +98,42 @@ class Revival:
     @property
     def nbytes(self) -> int:
         """Return the bytes of all that is kept between steps."""
-        held = [x for both in self.left.values() for x in both]
-        held += [*(self.turns or ()), *([] if self.positions is None else [self.positions])]
-        return sum(x.numel() * x.element_size() for x in held)
+        tensors = [x for both in self.left.values() for x in both]
+        tensors += [*(self.turns or ()), *([] if self.positions is None else [self.positions])]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+
+@dataclass
+class Pruning:
+    """What the layers of one cache know of the prompt while it goes through them."""
+
+    stays: dict[int, float]  # layer -> fraction of the prompt that stays behind it
+    tokens: int = 0  # columns of the prompt, pads included
+    columns: Tensor | None = None  # int64 [B, m]: of the tokens that are left; None: all
+    pads: Tensor | None = None  # int64 [B]: first of these columns that are filled up
+    moves: Tensor | None = None  # int64 [B, m]: places of these among the tokens of the layer that dropped some
+    turns: tuple[Tensor, Tensor] | None = None  # cos and sin [B or 1, tokens, rotary width] of the whole prompt
+    positions: Tensor | None = None  # int64 [B or 1, tokens]
+    sliced: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # arguments of blocks: as given, of what is left
+    revival: Revival | None = None  # where dropped tokens may come back
+    blocks: list[nn.Module] = field(default_factory=list)  # of the decoder, found before the prompt
+
+    def begin(self, tokens: int) -> None:
+        """Begin with a prompt of so many columns."""
+        self.forget()
+        self.tokens = tokens
+        if self.revival is not None:
+            self.revival.begin()
+
+    def forget(self) -> None:
+        """Free what later passes do not need."""
+        self.columns, self.pads, self.moves, self.turns, self.positions = (None,) * 5
+        self.sliced.clear()
+
+    def drop(self, chosen: list[Tensor], device: torch.device) -> None:
+        """Leave these tokens of each row, places int64 in token order."""
+        index, pads = align_rows([[row] for row in chosen])
+        self.moves, self.pads = index[:, 0].to(device), pads[:, 0].to(device)
+        before = torch.arange(self.tokens, device=device)[None] if self.columns is None else self.columns
+        self.columns = before.expand(len(self.moves), -1).gather(1, self.moves)
+        self.sliced.clear()

@@ -1,7 +1,7 @@
-"""Drop tokens between the layers of the prompt's forward pass: the layers of such a cache, and what they share.
+"""Drop tokens between the layers of the prompt's forward pass: the layers of such a cache.
 
 A layer of `Pruning.stays` scores its tokens when it is given those of the prompt, with the queries that its attention
-shows, and the layers behind it are given the others no more (compress/kv/evict/blocks.py slices what goes into them).
+shows, and the layers behind it are given the others no more (blocks.py slices what goes into them).
 Every layer counts all tokens as seen. Positions are those of the text; later passes get masks of their own for each
 layer, as `EvictingLayer` makes them.
 
@@ -14,81 +14,28 @@ stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress import plugins
 from compress.errors import CompressError, RecipeError
-from compress.kv.cache import CODED, KVCache
+from compress.kv.cache import CODED
 from compress.kv.evict import select
-from compress.kv.evict.layer import UNSEEN, Call, EvictingLayer
-from compress.kv.evict.placing import aligned
-from compress.kv.evict.revival import Revival
+from compress.kv.evict.layer import UNSEEN, EvictingLayer
 from compress.kv.evict.settings import Eviction
+from compress.kv.layer import Call, KVCache, MakeLayer
+from compress.kv.settings import CacheSettings
 from compress.kv.token_store import Bytes
+from compress.papers.evict import blocks
+from compress.papers.evict.pruning import Pruning, Revival
 
 ALONE = (
     "kv_cache.evict: revive: true takes one sequence without padding (no beams either); give one prompt at a time, or "
     "set it to false"
 )
-
-
-@dataclass
-class Pruning:
-    """What the layers of one cache know of the prompt while it goes through them."""
-
-    stays: dict[int, float]  # layer -> fraction of the prompt that stays behind it
-    tokens: int = 0  # columns of the prompt, pads included
-    columns: Tensor | None = None  # int64 [B, m]: of the tokens that are left; None: all
-    pads: Tensor | None = None  # int64 [B]: first of these columns that are filled up
-    moves: Tensor | None = None  # int64 [B, m]: places of these among the tokens of the layer that dropped some
-    turns: tuple[Tensor, Tensor] | None = None  # cos and sin [B or 1, tokens, rotary width] of the whole prompt
-    positions: Tensor | None = None  # int64 [B or 1, tokens]
-    sliced: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # arguments of blocks: as given, of what is left
-    revival: Revival | None = None  # where dropped tokens may come back
-
-    def begin(self, tokens: int) -> None:
-        """Begin with a prompt of so many columns."""
-        self.forget()
-        self.tokens = tokens
-        if self.revival is not None:
-            self.revival.begin()
-
-    def forget(self) -> None:
-        """Free what later passes do not need."""
-        self.columns, self.pads, self.moves, self.turns, self.positions = (None,) * 5
-        self.sliced.clear()
-
-    def drop(self, chosen: list[Tensor], device: torch.device) -> None:
-        """Leave these tokens of each row, places int64 in token order."""
-        index, pads = aligned([[row] for row in chosen])
-        self.moves, self.pads = index[:, 0].to(device), pads[:, 0].to(device)
-        before = torch.arange(self.tokens, device=device)[None] if self.columns is None else self.columns
-        self.columns = before.expand(len(self.moves), -1).gather(1, self.moves)
-        self.sliced.clear()
-
-
-def layers(kinds: Collection[str], eviction: Eviction) -> Callable[[int, KVCache], PrunedLayer]:
-    """Return what makes the layers of a cache, from their numbers; kinds: the types of the model's layers.
-
-    RecipeError for settings that the model does not allow.
-    """
-    if others := sorted(set(kinds) - {CODED}):
-        raise RecipeError(
-            f"kv_cache.evict: {eviction.method} drops tokens within the forward pass, which layers of type "
-            f"{', '.join(others)} do not allow; choose another method, such as snapkv"
-        )
-    assert eviction.budget.keep is not None, "the method's `check` leaves nothing else"
-    try:
-        stays = plugins.load("evict", eviction.method).fractions(eviction.config, eviction.budget.keep, len(kinds))
-    except ValueError as error:
-        raise RecipeError(f"kv_cache.evict ({eviction.method}): {error}") from error
-    pruning = Pruning(stays, revival=Revival() if eviction.config.revive else None)
-    return lambda index, cache: PrunedLayer(index, cache, eviction, pruning)
 
 
 class PrunedLayer(EvictingLayer):
@@ -97,6 +44,33 @@ class PrunedLayer(EvictingLayer):
     def __init__(self, index: int, cache: KVCache, eviction: Eviction, pruning: Pruning) -> None:
         super().__init__(index, cache, eviction, is_exempt=False)
         self.pruning = pruning
+
+    @classmethod
+    def of_cache(cls, config: Any, settings: CacheSettings, types: Collection[str]) -> MakeLayer:
+        """Return what makes the layers of a cache, which share a `Pruning`."""
+        eviction = settings.evict
+        assert eviction is not None and eviction.budget.keep is not None, "the method's `check` leaves nothing else"
+        super().of_cache(config, settings, types)  # for its errors
+        if others := sorted(set(types) - {CODED}):
+            raise RecipeError(
+                f"kv_cache.evict: {eviction.method} drops tokens within the forward pass, which layers of type "
+                f"{', '.join(others)} do not allow; choose another method, such as snapkv"
+            )
+        try:
+            method = plugins.load("evict", eviction.method)
+            stays = method.fractions(eviction.config, eviction.budget.keep, len(types))
+        except ValueError as error:
+            raise RecipeError(f"kv_cache.evict ({eviction.method}): {error}") from error
+        pruning = Pruning(stays, revival=Revival() if eviction.config.revive else None)
+        return lambda index, cache: cls(index, cache, eviction, pruning)
+
+    def enter(self, model: nn.Module, kwargs: Mapping[str, Any]) -> list[Any]:
+        pruning = self.pruning
+        if not self.seen:
+            pruning.blocks = blocks.check_pass(model, kwargs, self.eviction.budget.recent)
+        elif pruning.revival is None:
+            return []
+        return blocks.attach(model, self.cache.layers)
 
     def _begin(self) -> None:
         super()._begin()
@@ -126,14 +100,14 @@ class PrunedLayer(EvictingLayer):
         if positions is not None and len(self.cache.rope) == self.seen:
             self.cache.rope.announce(positions, call.makers)
 
-    def _asks(self, count: int) -> bool:
+    def _needs_queries(self, count: int) -> bool:
         revival = self.pruning.revival
         is_step = revival is not None and revival.is_stepping
         return self.index in self.pruning.stays and (self.seen == count or is_step)
 
     def _store(self, new: tuple[Tensor, Tensor], queries: Tensor | None = None) -> None:
         count = new[0].shape[2]
-        if queries is None and self._asks(count):
+        if queries is None and self._needs_queries(count):
             self._pending = new  # until attention has shown them
             return
         if self.seen == count:
@@ -198,15 +172,15 @@ class PrunedLayer(EvictingLayer):
         if self.pruning.revival is not None and (len(keys) > 1 or self.cache.pads is not None):
             raise CompressError(ALONE)
         prompts = self._firsts(len(keys), keys.device).tolist()
-        own = self.pruning.pads
-        firsts = prompts if own is None else own.tolist()
+        filled = self.pruning.pads
+        firsts = prompts if filled is None else filled.tolist()
         chosen = []
         for row, (first, pads) in enumerate(zip(firsts, prompts, strict=True)):
             scores = self._scores(keys[row, :, first:], values[row, :, first:], queries[row, :, first:])
             recent = self.eviction.budget.recent
             kept = select.count(self.pruning.tokens - pads, fraction, self.sink + recent)
-            found = select.best(select.protected(scores, self.sink, recent), [min(kept, width - first)])[0]
-            chosen.append(found + first)
+            best = select.best(select.protect(scores, self.sink, recent), [min(kept, width - first)])[0]
+            chosen.append(best + first)
         if any(len(row) < width - first for row, first in zip(chosen, firsts, strict=True)):
             self.pruning.drop(chosen, keys.device)
 
@@ -238,10 +212,10 @@ class PrunedLayer(EvictingLayer):
         super()._select(index)
 
     def nbytes(self) -> Bytes:
-        held = 0 if self.columns is None else self.columns.numel() * self.columns.element_size()
+        state = 0 if self.columns is None else self.columns.numel() * self.columns.element_size()
         if self.index == 0 and self.pruning.revival is not None:
-            held += self.pruning.revival.nbytes
-        return super().nbytes() + Bytes(state=held, allocated=held)
+            state += self.pruning.revival.nbytes
+        return super().nbytes() + Bytes(state=state, allocated=state)
 
 
 def _rows(x: Tensor, columns: Tensor) -> Tensor:
