@@ -40,8 +40,7 @@ from torch import Tensor
 from compress.kv.codec import Block, Codec, Spec, head_rows, token_rows
 from compress.kv.codecs.components import moments, roots
 from compress.numerics import checks
-from compress.papers.codecs.greedy_ranks import greedy, grid
-from compress.papers.codecs.number_rows import Rows
+from compress.papers.codecs.coefficients import Rows, greedy, grid
 
 NEEDS = frozenset({"keys_pre", "queries_pre", "values", "gradients"})
 WORK = 32  # bytes that calibrating takes for each number of its largest sample

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from compress.kv.codec import Block, Codec, Field, GroupSize, Spec, check_groups, group_of, head_rows, token_rows
 from compress.kv.codecs import kivi
-from compress.kv.codecs.packed import Codes
+from compress.kv.codecs.packed import PackedCodes
 from compress.numerics import checks, hadamard
 
 NEEDS = frozenset({"keys_pre"})
@@ -98,7 +98,7 @@ class Rotated(Codec):
         self.bits, self.group = config.bits, group_of(config.group_size, GROUP, spec.heads * spec.width)
         self.clip = config.clip or (CLIP if config.bits <= 2 else 1.0)
         self.span = spec.width * (heads_together(spec.heads) if spec.kind == "keys" else 1)
-        self.codes = Codes(spec.heads * spec.width, config.bits)
+        self.codes = PackedCodes(spec.heads * spec.width, config.bits)
         self.fields = {**self.codes.fields, "scales": Field("scales"), "minima": Field("scales")}
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from compress.kv.codec import Block, Codec, Field, Spec, rotate
 from compress.kv.codecs import lloyd
-from compress.kv.codecs.packed import Codes
+from compress.kv.codecs.packed import PackedCodes
 from compress.numerics.packing import pack_stream, unpack_stream
 
 NEEDS: frozenset[str] = frozenset()
@@ -69,7 +69,7 @@ class Tiers(lloyd.Lloyd):
         high = round(config.important * SPAN)
         self.counts = {"high": high, "low": SPAN - high}
         self.tier_levels = {tier: self.coder(base, getattr(config, tier)) for tier in TIERS}
-        self.tier_codes = {tier: Codes(spec.width, getattr(config, tier), f"{tier}_") for tier in TIERS}
+        self.tier_codes = {tier: PackedCodes(spec.width, getattr(config, tier), f"{tier}_") for tier in TIERS}
         self.fields = {"norms": Field("scales"), "tiers": Field("extras", SPAN)}
         for codes in self.tier_codes.values():
             self.fields |= dict.fromkeys(codes.fields, Field("codes", SPAN))
