@@ -14,7 +14,7 @@ Differences from the paper: nothing is trained, nothing is removed from the weig
 checkpoint with narrower projections would need a model class with two widths of heads, and transformers' has one
 `head_dim` for queries, keys and values wherever it has rotary embeddings of all channels; so it is a codec. The pairs
 are the two halves of a head's channels; where a model pairs others, or turns not all, they are two channels that are
-kept or left out together, no more. At equal bytes fewer bits cost much less than fewer pairs: docs/kv_heads.md.
+kept or left out together, no more. At equal bytes fewer bits cost much less than fewer pairs: docs/results/kv_heads.md.
 """
 
 from __future__ import annotations
