@@ -44,7 +44,7 @@ def quantize(
         if decide.is_open(job):
             if processes.is_main:
                 pipeline.check_output(job)
-            job = decide.decided(job, progress)
+            job = decide.decide(job, progress)
         with pipeline.open_run(job, progress, check_and_show) as (loop, blocks):
             loop.run(blocks)
 
@@ -62,13 +62,13 @@ def merge(
     """
     import dataclasses
 
-    from compress.export import decoded
+    from compress.export import for_runs
     from compress.run import pipeline
 
     assert job.adapter is not None
-    with decoded.Decoded(directory, job.out) as original:
+    with for_runs.DecodedCheckpoint(directory, job.out) as original:
         pipeline.check_output(job)
-        decoded.check(directory, job.adapter)
+        for_runs.check_merge(directory, job.adapter)
         model = str(original.write(progress))
         return quantize(dataclasses.replace(job, model=model), progress, on_plan)
 
@@ -81,7 +81,7 @@ def plan(job: Job, progress: Progress = silent) -> tuple[Job, Prepared, float] |
     from compress.allocate import forecast
     from compress.run import predict
 
-    decided = forecast.decided(job, progress)
+    decided = forecast.forecast(job, progress)
     if isinstance(decided, forecast.Unmeasured):
         return decided
     return decided, *predict.prepare_and_time(decided, progress, lambda prepared: _check_export(decided, prepared))
@@ -90,9 +90,9 @@ def plan(job: Job, progress: Progress = silent) -> tuple[Job, Prepared, float] |
 def _check_export(job: Job, prepared: Prepared) -> None:
     """Raise ExportError for a plan whose result the target that the recipe names could not hold."""
     if job.recipe.export is not None:
-        from compress.export import planned
+        from compress.export import for_runs
 
-        planned.check(prepared, job.recipe.export)
+        for_runs.check_plan(prepared, job.recipe.export)
 
 
 def load(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
 from compress.runtime import expert_layouts
-from compress.runtime.expert_layouts import SHARED, SORTED, Layout
+from compress.runtime.expert_layouts import SHARED, SORTED, ExpertLayout
 from compress.runtime.experts import Experts
 from compress.types import LinearSpec
 
@@ -28,13 +28,13 @@ def specs(name: str, module: nn.Module, dtype: torch.dtype, block: int) -> Itera
     All linears but the last of an expert share an input. dtype: of the weights.
     """
     layout = expert_layouts.describe(module)
-    if isinstance(layout, Layout):
+    if isinstance(layout, ExpertLayout):
         return _specs(name, module, layout, dtype, block)
     has_stack = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
     return layout or ("a parameter of three dimensions that is no experts'" if has_stack else ())
 
 
-def _specs(name: str, module: nn.Module, layout: Layout, dtype: torch.dtype, block: int) -> Iterator[LinearSpec]:
+def _specs(name: str, module: nn.Module, layout: ExpertLayout, dtype: torch.dtype, block: int) -> Iterator[LinearSpec]:
     shapes = [layout.shape(module, part) for part in layout.parts]
     for number in range(layout.experts):
         names = [f"{name}.{number}.{projection}" for projection in layout.projections]

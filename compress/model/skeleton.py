@@ -28,7 +28,7 @@ from compress.model.meta_pass import READ, flow, read_weights
 from compress.model.text_path import find_blocks
 from compress.runtime import hf, linears
 from compress.runtime.experts import Experts, is_supported
-from compress.runtime.packed import PackedModule
+from compress.runtime.linear import PackedModule
 from compress.storage.checkpoint import CONFIG, Checkpoint, Readable
 from compress.types import LinearSpec
 

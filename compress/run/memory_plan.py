@@ -26,7 +26,7 @@ from compress.model.skeleton import Skeleton
 from compress.numerics import products
 from compress.run import sizes
 from compress.tune import held_block, low_rank
-from compress.tune.whole_model import Sizes
+from compress.tune.whole_model import WholeModelSizes
 from compress.types import LayerPlan, LinearSpec, Plan
 
 BATCH_TOKENS = 2048  # tokens of a batch when memory allows: products are efficient, activations small
@@ -89,12 +89,12 @@ class MemoryDemands:
     read_tokens: int = 0  # tokens of the calibration text that are read, at most
     reader_nbytes: int = 0  # of a library that reads it, which stays in memory
     document_nbytes: int = 0  # of its largest document while that is read
-    block_tuning: Callable[[held_block.Sizes], int] | None = (
+    block_tuning: Callable[[held_block.BlockSizes], int] | None = (
         None  # `workspace` of what tunes a block, with its settings
     )
     tables: tuple[LayerPlan, ...] = ()  # outside of the blocks, made and kept beside those of the plan itself
     # bytes of tuning a model of these sizes with so many samples at a time, hidden states on disk or not
-    model_tuning: Callable[[Sizes, int, bool], int] | None = None
+    model_tuning: Callable[[WholeModelSizes, int, bool], int] | None = None
     tuning_gradients: bool = False  # tuning takes the gradients of the loss by all linears
 
 
@@ -258,13 +258,13 @@ class _MemoryModel:
         )
         return TRAINING_NBYTES + low_rank.whole_workspace(training_sizes, self.seq_len)
 
-    def _tuning_sizes(self, plan: Plan, skeleton: Skeleton, tokens: int) -> Sizes:
+    def _tuning_sizes(self, plan: Plan, skeleton: Skeleton, tokens: int) -> WholeModelSizes:
         """Return the sizes of the packed model that tuning depends on; tokens: of the text."""
         packed = [
             sum(layer.nbytes for layer in layers) + weights - self.item * sum(layer.spec.numel for layer in layers)
             for layers, weights in zip(self.by_block, self.weights, strict=True)
         ]
-        return Sizes(
+        return WholeModelSizes(
             rest=self.rest // self.item,
             tables=sum(table.nbytes for table in plan.tables),
             block=max(self.weights) // self.item,
@@ -324,7 +324,7 @@ class _MemoryModel:
         if self.demands.block_tuning is not None:  # and all along, a copy of the block
             numel, tokens = self.weights[index] // self.item, batch * self.seq_len
             states, hidden = 4 * tokens * self.token[index] // self.item, tokens * self.hidden
-            sizes_of_tuning = held_block.Sizes(numel, states, hidden, batch, self.seq_len)
+            sizes_of_tuning = held_block.BlockSizes(numel, states, hidden, batch, self.seq_len)
             tuning = TRAINING_NBYTES + held + self.packed[index] + self.demands.block_tuning(sizes_of_tuning)
             training = max(training, tuning)
             held, quantizing = held + 4 * numel, quantizing + 4 * numel

@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from compress import formats, plugins
 from compress.calib import stats
+from compress.kernels.loops import columns as column_loops
 from compress.lowrank import correct
 from compress.model.skeleton import Skeleton
-from compress.quant import columns_compiled, incoherence, target_correction
+from compress.quant import feedback, incoherence, target_correction
 from compress.recipe.schema import Recipe
 from compress.storage.checkpoint import CHUNK, StoredTensor
 from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec
@@ -63,16 +64,22 @@ def needs_text(layer: LayerPlan) -> bool:
     return needs_statistics(layer) or needs_in_scale(layer) or needs_gradients(layer) or trains
 
 
+def row_tiles(layer: LayerPlan) -> list[slice]:
+    """Return the rows of each tile that a linear is quantized by, all in one if its method takes whole weights."""
+    method, shape = plugins.load("quant", layer.scheme.method), layer.spec.shape
+    if not hasattr(method, "quantize_rows"):
+        return [slice(0, shape[0])]
+    return feedback.row_tiles(shape, method.row_unit(layer.scheme.config, shape))
+
+
 def spans(layer: LayerPlan) -> list[slice]:
-    """Return the rows of each tile by which a linear can be quantized (compress/quant/row_tiles.py), all in one if not.
+    """Return the rows of each tile by which processes can share a linear, all in one if they cannot.
 
     Experts are many, and a low-rank part is of the whole weight.
     """
-    whole = [slice(0, layer.spec.shape[0])]
     if layer.scheme.config is None or layer.scheme.lowrank is not None or layer.spec.is_expert:
-        return whole
-    method = plugins.load("quant", layer.scheme.method)
-    return method.spans(layer.scheme.config, layer.spec.shape) if hasattr(method, "spans") else whole
+        return [slice(0, layer.spec.shape[0])]
+    return row_tiles(layer)
 
 
 MEASURING_NBYTES_PER_WEIGHT = (
@@ -176,7 +183,7 @@ def routed_nbytes(specs: list[LinearSpec], config: Any, item: int) -> int:
 def compiler_nbytes(layers: Iterable[LayerPlan]) -> int:
     """Return the bytes that come to stay when a weight is large enough to compile functions; loads what does that."""
     largest = max((layer.spec.numel for layer in layers), default=0)
-    return columns_compiled.COMPILER if columns_compiled.is_worthwhile(largest) else 0
+    return column_loops.COMPILER_NBYTES if column_loops.is_worthwhile(largest) else 0
 
 
 def head_nbytes(model: PreTrainedModel) -> int:
