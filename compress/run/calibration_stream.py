@@ -27,7 +27,7 @@ from compress.calib.weighed_pass import WEIGHED, WeighedPass
 from compress.model import blockwise, graph
 from compress.model.blockwise import FULL, QUANTIZED, BlockPass
 from compress.progress import Meter
-from compress.run import memory_plan, sizes
+from compress.run import sizes
 from compress.run.job import Job, Prepared
 from compress.run.quantize_linear import NO_STATISTICS, InputStatistics, finish_statistics
 from compress.types import LayerPlan
@@ -176,8 +176,8 @@ class CalibrationStream:
 
     def passes(self, layers: list[LayerPlan]) -> list[list[str]]:
         """Return the shared inputs of a block whose statistics are collected, those of each pass together."""
-        sizes = memory_plan.statistics(layers, self.paired, self.every)
-        return memory_plan.split(sizes, self.prepared.arrangement.statistics_nbytes)
+        hessians = sizes.hessian_nbytes(layers, self.paired, self.every)
+        return sizes.split_passes(hessians, self.prepared.arrangement.statistics_nbytes)
 
     @process_memory.reusing()
     def importance(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -45,7 +45,6 @@ TRAINING_NBYTES = 64 << 20  # bytes that come to stay when gradients are first t
 COMPILING_NBYTES = 64 << 20  # bytes that come to stay when kernels for packed weights are compiled
 BACKWARD_FACTOR = 2  # times what linears read and write that a block takes with its gradients, where no weight has any
 LOGITS_FACTOR = 6  # times the float32 logits that are made at a time: themselves, as stored, logarithms, gradients
-TOWER_SHARD_NBYTES = 256 << 20  # packed weights of towers are written when they are so many
 MARGIN_FACTOR = 1.05  # all but the stream of hidden states is multiplied by this: allocator slack, library buffers
 
 
@@ -150,33 +149,6 @@ def keep_arrangement(
         torch.set_num_threads(before)
 
 
-def split(keys: dict[str, int], allowed: int) -> list[list[str]]:
-    """Split input keys (with their statistics' bytes) into passes of at most `allowed` bytes, one key at least."""
-    passes: list[list[str]] = []
-    used = 0
-    for key, nbytes in keys.items():
-        if not passes or used + nbytes > allowed:
-            passes.append([])
-            used = 0
-        passes[-1].append(key)
-        used += nbytes
-    return passes
-
-
-def statistics(layers: Sequence[LayerPlan], paired: bool = False, every: bool = False) -> dict[str, int]:
-    """Return input key -> bytes of its Hessian, and of its drift if `paired`, where needed (or all: `every`).
-
-    Processes share out those of experts.
-    """
-    inputs = {key: users[0].spec for key, users in sizes.readers(layers, every).items()}
-    return {
-        key: -(-stats.nbytes(spec.shape[1]) // ranks.current().size)
-        if spec.is_expert
-        else stats.nbytes(spec.shape[1], paired)
-        for key, spec in inputs.items()
-    }
-
-
 class _MemoryModel:
     """Predict the bytes that the phases of a run hold, from shapes."""
 
@@ -212,7 +184,7 @@ class _MemoryModel:
         self.token = [sizes.token_nbytes([x.spec for x in layers], item) + 12 * self.hidden for layers in self.by_block]
         self.alive = [self._alive([x.spec for x in layers]) for layers in self.by_block]
         self.packed = [sum(layer.nbytes for layer in layers) for layers in self.by_block]
-        self.hessians = [statistics(layers, paired, demands.all_statistics) for layers in self.by_block]
+        self.hessians = [sizes.hessian_nbytes(layers, paired, demands.all_statistics) for layers in self.by_block]
         for other in demands.other_plans:
             for layer in other.layers:
                 self.packed[layer.spec.block] += layer.nbytes
@@ -285,7 +257,13 @@ class _MemoryModel:
         chunks = [sizes.plan_rows(table, sizes.chunk_rows(table)) for table in tables]
         packed = 2 * sum(table.nbytes for table in tables)  # in parts, and joined
         rest = self.embedding if any(map(sizes.is_turned, tables)) else self.rest
-        return rest + self.editing + sum(statistics(chunks).values()) + sizes.linears_workspace(chunks, False) + packed
+        return (
+            rest
+            + self.editing
+            + sum(sizes.hessian_nbytes(chunks).values())
+            + sizes.linears_workspace(chunks, False)
+            + packed
+        )
 
     def _towers(self, plan: Plan) -> int:
         """Return the bytes of quantizing towers: a linear, and what waits to be written."""
@@ -293,8 +271,8 @@ class _MemoryModel:
             return 0
         weights = max(layer.spec.numel for layer in plan.tower_layers) * self.item
         packed = max(layer.nbytes for layer in plan.tower_layers)
-        waiting = min(sum(layer.nbytes for layer in plan.tower_layers), TOWER_SHARD_NBYTES + packed)
-        hessians = max(statistics(plan.tower_layers).values(), default=0)
+        waiting = min(sum(layer.nbytes for layer in plan.tower_layers), sizes.TOWER_SHARD_NBYTES + packed)
+        hessians = max(sizes.hessian_nbytes(plan.tower_layers).values(), default=0)
         return weights + self.converted + hessians + sizes.linears_workspace(plan.tower_layers, False) + waiting
 
     def block_peak(self, index: int, batch: int, statistics_nbytes: int) -> int:
@@ -368,7 +346,7 @@ class _MemoryModel:
         work = max(stream + int(MARGIN_FACTOR * max(blocks, first)), int(MARGIN_FACTOR * later))
         program = self.base + SLACK_NBYTES + self.kept
         total = max(self.base + self.reading, program + work)
-        most = max(len(split(hessians, allowed)) for hessians in self.hessians)
+        most = max(len(sizes.split_passes(hessians, allowed)) for hessians in self.hessians)
         return Arrangement(batch, spill, most, allowed, total, blocks, program)
 
 

@@ -15,14 +15,14 @@ import torch
 
 from compress import process_memory
 from compress.progress import Progress
-from compress.run import memory_plan, quantize_linear, report, shards, sizes, tables, trained_tensors
+from compress.run import quantize_linear, report, shards, sizes, tables, trained_tensors
 from compress.run.job import Prepared, RunState
 from compress.run.quantize_linear import InputStatistics, LinearTask
 from compress.runtime.embedding import LIKE
 from compress.storage.checkpoint import EditedTensor, write_shard
 from compress.storage.json_text import TEXT
 from compress.storage.workdir import Output
-from compress.types import LayerPlan, PackedWeight, Stats
+from compress.types import LayerPlan, PackedWeight, Plan, Stats
 
 REST_STAGE = "rest"
 REST_RECORD = {"files": {str: TEXT}, "layers": report.BLOCK_RECORD["layers"]}
@@ -40,6 +40,11 @@ def write_rest(output: Output, run: RunState, head: InputStatistics, progress: P
         output.finish_stage(REST_STAGE, record)
     run.hashes.update(record["files"])
     run.layers += [report.from_dict(row) for row in record["layers"]]
+
+
+def head_to_read(output: Output, plan: Plan) -> LayerPlan | None:
+    """Return the head that is quantized by the hidden states that reach it; None without one, and if that is done."""
+    return tables.read_head(plan.tables) if intact_rest(output) is None else None
 
 
 def intact_rest(output: Output) -> dict[str, Any] | None:
@@ -108,7 +113,7 @@ def write_towers(output: Output, run: RunState, progress: Progress) -> None:
         nbytes += layer.nbytes
         skeleton.free()
         process_memory.check(run.job.max_memory)
-        if nbytes >= memory_plan.TOWER_SHARD_NBYTES or layer is plan.tower_layers[-1]:
+        if nbytes >= sizes.TOWER_SHARD_NBYTES or layer is plan.tower_layers[-1]:
             shard = TOWER_SHARD.format(written)
             run.hashes[shard] = write_shard(output.model / shard, tensors)
             tensors, nbytes, written = {}, 0, written + 1

@@ -10,7 +10,7 @@ from typing import Any
 from compress import process_memory, ranks
 from compress.errors import OutputError
 from compress.progress import Progress
-from compress.run import calibration_text, memory_plan, outside_shards, predict, prepare, shards, tables
+from compress.run import calibration_text, memory_plan, outside_shards, predict, prepare, shards
 from compress.run.checkpoint_blocks import CheckpointBlocks
 from compress.run.job import Job, Prepared, RunState, identity
 from compress.run.loop import BlockLoop
@@ -53,8 +53,7 @@ def open_run(
             tokens = calibration.tokens if calibration is not None else None
             loop = BlockLoop(job, prepared, predict.one_option_each(prepared), tokens, output.work, progress)
             records = ranks.by_main(lambda: shards.intact_blocks(output, len(prepared.skeleton.blocks)))
-            has_rest = ranks.by_main(lambda: outside_shards.intact_rest(output) is not None)
-            loop.reads_head = None if has_rest else tables.read_head(prepared.plan.tables)
+            loop.reads_head = ranks.by_main(lambda: outside_shards.head_to_read(output, prepared.plan))
             run = RunState(job, prepared, calibration, block_seconds=loop.seconds)
             yield loop, CheckpointBlocks(run, output, loop.stream, records)
 

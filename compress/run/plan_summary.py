@@ -17,13 +17,15 @@ from pathlib import Path
 
 from torch import nn
 
-from compress.errors import UnsupportedModelError
+from compress.errors import CheckpointError, UnsupportedModelError
 from compress.formats import lowrank as lowrank_format
 from compress.formats import transforms
 from compress.model.meta_pass import flow
 from compress.model.skeleton import MIN_FEATURES, Skeleton
 from compress.runtime import activation_quant, linears
-from compress.types import LayerPlan, Plan
+from compress.runtime.embedding import PackedEmbedding
+from compress.runtime.linear import PackedModule
+from compress.types import LayerPlan, LinearSpec, Plan, Scheme
 
 MIN_PACKED_SHARE = 0.5  # a run that packs less of the weights needs --allow-partial
 NAMED_PARTS = 3  # the largest ones, in the message
@@ -55,6 +57,30 @@ def groups(plan: Plan) -> list[LinearGroup]:
         LinearGroup(pattern, count, shape, method, text, 8 * nbytes / (shape[0] * shape[1]), nbytes * count)
         for (pattern, shape, method, text, nbytes), count in counts.items()
     ]
+
+
+def plan_of_packed(skeleton: Skeleton) -> Plan:
+    """Return the plan that a packed checkpoint was written by, as far as its headers tell.
+
+    Raises CheckpointError for a checkpoint without packed linears.
+    """
+    kept = {stored.name: stored.nbytes for stored in skeleton.checkpoint.tensors.values()}
+    head = skeleton.model.get_output_embeddings()
+    linears, tables = list[LayerPlan](), list[LayerPlan]()
+    for name, module in skeleton.model.named_modules():
+        if isinstance(module, PackedModule) and f"{name}.{next(iter(module.specs))}" in skeleton.sources:
+            names = {stored.name for key in module.specs for stored in skeleton.sources[f"{name}.{key}"]}
+            nbytes = sum(kept.pop(stored) for stored in names)
+            spec = LinearSpec(name, module.shape, skeleton.dtype, block=0, input_key=name)
+            is_table = isinstance(module, PackedEmbedding) or module is head
+            (tables if is_table else linears).append(LayerPlan(spec, Scheme("", None), module.stored, nbytes))
+    if not linears:
+        raise CheckpointError(
+            f"{skeleton.checkpoint.directory} has no packed linears; give a directory that `compress quantize` wrote"
+        )
+    numel = skeleton.numel()
+    plan = Plan(tuple(linears), kept_nbytes=kept, tables=tuple(tables), numel=numel, written_numel=numel)
+    return dataclasses.replace(plan, unused=skeleton.unused_tensors())
 
 
 def describe(layer: LayerPlan) -> str:

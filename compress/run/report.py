@@ -20,13 +20,11 @@ from compress.model.skeleton import Skeleton
 from compress.run import expert_pruning, plan_summary
 from compress.run.job import RunState
 from compress.runtime import integer
-from compress.runtime.embedding import PackedEmbedding
-from compress.runtime.linear import PackedModule
 from compress.storage import json_text
 from compress.storage.checkpoint import Checkpoint, open_checkpoint, read_json
 from compress.storage.json_text import INTEGER, NUMBER, OBJECT, SOME, TEXT
 from compress.storage.manifest import Manifest
-from compress.types import LayerPlan, LayerReport, LinearSpec, PackedWeight, Plan, Scheme, Stats
+from compress.types import LayerPlan, LayerReport, PackedWeight, Plan, Stats
 
 LOST_WEIGHT_ERROR = 0.9  # relative error from which on nothing is left of a weight; low bits on real ones reach 0.5
 MAX_LOST_ROWS = 0.5  # share of the rows
@@ -315,23 +313,7 @@ def from_headers(checkpoint: Checkpoint, why: str) -> dict[str, Any]:
     """
     skeleton = Skeleton(checkpoint)
     skeleton.check_tensors()
-    kept = {stored.name: stored.nbytes for stored in checkpoint.tensors.values()}
-    head = skeleton.model.get_output_embeddings()
-    linears, tables = list[LayerPlan](), list[LayerPlan]()
-    for name, module in skeleton.model.named_modules():
-        if isinstance(module, PackedModule) and f"{name}.{next(iter(module.specs))}" in skeleton.sources:
-            names = {stored.name for key in module.specs for stored in skeleton.sources[f"{name}.{key}"]}
-            nbytes = sum(kept.pop(stored) for stored in names)
-            spec = LinearSpec(name, module.shape, skeleton.dtype, block=0, input_key=name)
-            is_table = isinstance(module, PackedEmbedding) or module is head
-            (tables if is_table else linears).append(LayerPlan(spec, Scheme("", None), module.stored, nbytes))
-    if not linears:
-        raise CheckpointError(
-            f"{checkpoint.directory} has no packed linears; give a directory that `compress quantize` wrote"
-        )
-    numel = skeleton.numel()
-    plan = Plan(tuple(linears), kept_nbytes=kept, tables=tuple(tables), numel=numel, written_numel=numel)
-    plan = dataclasses.replace(plan, unused=skeleton.unused_tensors())
+    plan = plan_summary.plan_of_packed(skeleton)
     rows = (
         {"name": x.spec.name, "shape": x.spec.shape, **stored.to_dict(x.stored), "bpw": x.bpw, "nbytes": x.nbytes}
         for x in plan.packed
@@ -339,7 +321,7 @@ def from_headers(checkpoint: Checkpoint, why: str) -> dict[str, Any]:
     return {
         "bpw": plan.bpw,
         "whole": whole(plan),
-        "nbytes": {**packed_nbytes(plan), **skeleton.other_nbytes(kept), "total": plan.nbytes},
+        "nbytes": {**packed_nbytes(plan), **skeleton.other_nbytes(plan.kept_nbytes), "total": plan.nbytes},
         "source_nbytes": None,
         "plan": [dataclasses.asdict(group) for group in plan_summary.groups(plan)],
         "layers": list(rows),

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from compress import formats, plugins
+from compress import formats, plugins, ranks
 from compress.calib import stats
 from compress.kernels.loops import columns as column_loops
 from compress.lowrank import correct
@@ -85,6 +85,33 @@ def spans(layer: LayerPlan) -> list[slice]:
 MEASURING_NBYTES_PER_WEIGHT = (
     14  # bytes a weight that the errors in the report take: what is decoded, and while it is; measured: 6 to 13
 )
+
+
+def split_passes(keys: dict[str, int], allowed: int) -> list[list[str]]:
+    """Split input keys (with their statistics' bytes) into passes of at most `allowed` bytes, one key at least."""
+    passes: list[list[str]] = []
+    used = 0
+    for key, nbytes in keys.items():
+        if not passes or used + nbytes > allowed:
+            passes.append([])
+            used = 0
+        passes[-1].append(key)
+        used += nbytes
+    return passes
+
+
+def hessian_nbytes(layers: Sequence[LayerPlan], paired: bool = False, every: bool = False) -> dict[str, int]:
+    """Return input key -> bytes of its Hessian, and of its drift if `paired`, where needed (or all: `every`).
+
+    Processes share out those of experts.
+    """
+    inputs = {key: users[0].spec for key, users in readers(layers, every).items()}
+    return {
+        key: -(-stats.nbytes(spec.shape[1]) // ranks.current().size)
+        if spec.is_expert
+        else stats.nbytes(spec.shape[1], paired)
+        for key, spec in inputs.items()
+    }
 
 
 def lowrank_parameters(layers: Sequence[LayerPlan], steps: str) -> int:

@@ -15,7 +15,7 @@ from compress import api
 from compress.errors import RecipeError
 from compress.model.load import load_model
 from compress.model.skeleton import OFF_TEXT_PATH, Skeleton
-from compress.run import memory_plan, verify
+from compress.run import sizes, verify
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
 from runs import GPTQ, RTN, job, report_of, stored_tensors
@@ -75,7 +75,7 @@ def test_text_alone_is_opened_by_its_own_class(tmp_path: Path) -> None:
 
 
 def test_a_tower_is_packed_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory_plan, "TOWER_SHARD_NBYTES", 2500)
+    monkeypatch.setattr(sizes, "TOWER_SHARD_NBYTES", 2500)
     source, out = saved("llava", tmp_path / "model"), tmp_path / "out"
     api.quantize(job(source, GPTQ.set(IN_TOWER % "vision_tower."), out))
     model = AutoModelForImageTextToText.from_pretrained(out)
