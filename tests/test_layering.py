@@ -13,7 +13,7 @@ import pytest
 from compress import plugins
 
 ROOT = Path(__file__).parents[1]
-HEAVY = {"scipy", "datasets", "pyarrow", "transformers", "triton", "llvmlite"}
+HEAVY = {"scipy", "datasets", "pyarrow", "transformers", "triton", "llvmlite", "numba"}
 LOOSE = 10  # modules beside the packages
 OPENERS = {"from_pretrained", "from_config", "torch_load", "load_state_dict_from_url"}
 REFUSED = {"trust_remote_code": False, "allow_pickle": False, "weights_only": True, "use_safetensors": True}
@@ -35,7 +35,8 @@ ORDER = [
 BASE = {"compress.errors", "compress.types", "compress.numerics"}
 PLUGINS: dict[str, set[str]] = {
     "quant": BASE
-    | {"compress.formats", "compress.papers.formats", "compress.kernels.llvm", "compress.lowrank.correct"},
+    | {"compress.formats", "compress.papers.formats", "compress.kernels.llvm", "compress.kernels.loops"}
+    | {"compress.lowrank.correct"},
     "allocate": BASE | {"compress.allocate"},
     "importers": {"compress.errors", "compress.numerics", "compress.storage"},
     "export": BASE | {"compress.formats", "compress.storage", "compress.export"},

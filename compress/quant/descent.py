@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from compress.formats import int as int_format
-from compress.quant import columns_compiled
+from compress.kernels.loops import columns as column_loops
 from compress.quant.feedback import Objective, Rounder
 from compress.quant.grid import Grid, storable
 
 BLOCK_COLUMNS = 128  # that hear of each other's changes at once; the rest hears of them in one product
-GRID_COLUMNS = columns_compiled.MOST  # whose codes are updated one by one before the rest of a large group hears of it
+# Columns whose codes are updated one by one before the rest of a large group hears of it.
+GRID_COLUMNS = column_loops.MAX_COLUMNS
 
 
 class Revisable(Rounder, Protocol):
@@ -148,7 +149,7 @@ class Descent(ABC):
         self.hessian, self.damping, self.top = layer.hessian, layer.damping, 2**bits - 1
         self.codes, self.scale, self.zero = codes.clone(), fitted.scale.clone(), fitted.zero
         self.values = values  # Q, [columns, rows]
-        self.is_compiled = columns_compiled.supports(values)
+        self.is_compiled = column_loops.supports(values)
         self.pull = layer.times_hessian(layer.weight - self.values)  # H R, [columns, rows]
 
     def sweep(self, size: int, sweeps: int) -> None:
@@ -171,7 +172,7 @@ class Descent(ABC):
         for start in range(0, len(units), GRID_COLUMNS):
             chunk = slice(start, min(start + GRID_COLUMNS, len(units)))
             old = units[chunk].clone()
-            step = columns_compiled.step_columns if self.is_compiled else _step_columns
+            step = column_loops.step_columns if self.is_compiled else _step_columns
             step(units[chunk], pull[chunk], block[chunk, chunk].T.contiguous(), grid)
             if chunk.stop < len(units):
                 pull[chunk.stop :].addmm_(block[chunk.stop :, chunk], (old - units[chunk]) * scale)
@@ -206,7 +207,7 @@ class Descent(ABC):
 
 
 def _step_columns(units: Tensor, pull: Tensor, metric: Tensor, grid: Sequence[Tensor]) -> None:
-    """Do what `columns_compiled.step_columns` does, to the bit."""
+    """Do what `column_loops.step_columns` does, to the bit."""
     scale, inverse, low, high = grid
     for j, curvature in enumerate(metric.diagonal().tolist()):
         now = units[j]

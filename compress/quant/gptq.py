@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from compress.formats import int as int_format
+from compress.kernels.loops import columns as column_loops
 from compress.numerics.linalg import upper_factor
-from compress.quant import columns_compiled, descent, feedback, grid
+from compress.quant import descent, feedback, grid
 from compress.quant.settings import check, check_damp
 from compress.types import Quantized, Stats
 
@@ -168,11 +169,11 @@ class _GridRounder(feedback.ColumnRounder):
         self.grid.scale[index], self.grid.zero[index] = fitted
 
     def round_columns(self, leaf: feedback.Leaf) -> bool:
-        if len(leaf.weight) > columns_compiled.MOST or not columns_compiled.supports(self.codes):
+        if len(leaf.weight) > column_loops.MAX_COLUMNS or not column_loops.supports(self.codes):
             return False
         part, top = slice(leaf.start, leaf.start + len(leaf.weight)), 2**self.config.bits - 1
         groups = torch.tensor(self.owner[part], dtype=torch.int64, device="cpu")
-        columns_compiled.round_columns(*leaf[1:], (groups, *self.grid), self.codes[part], top)
+        column_loops.round_columns(*leaf[1:], (groups, *self.grid), self.codes[part], top)
         return True
 
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:

@@ -32,7 +32,9 @@ from torch import Tensor
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import HYB_ENTRIES, MAX_TILE_ROWS, ROW_MULTIPLE, Params
 from compress.kernels import llvm
-from compress.quant import columns_compiled, descent, feedback, viterbi_compiled
+from compress.kernels.loops import columns as column_loops
+from compress.kernels.loops import viterbi as viterbi_compiled
+from compress.quant import descent, feedback
 from compress.quant.feedback import Layer, Objective
 from compress.quant.settings import check, check_damp
 from compress.quant.viterbi import DECISIONS, LEVELS, NARROW, STATES, Search
@@ -100,7 +102,7 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
     if llvm.available() and bits <= NARROW:
         space = viterbi_compiled.workspace(MAX_TILE_ROWS, config.state_bits, bits, max(LEVELS.values()))
         search = torch.get_num_threads() * space
-        search += 0 if columns_compiled.is_worthwhile(shape[0] * n) else viterbi_compiled.COMPILER  # counted for a run
+        search += 0 if column_loops.is_worthwhile(shape[0] * n) else viterbi_compiled.COMPILER  # counted for a run
     else:
         search = DECISIONS["cpu"] + 48 * max(STATES["cpu"], 1 << config.state_bits)
     search += 64 << config.state_bits

@@ -10,7 +10,7 @@ Costs are integers: squared distances, less the least that the value allows, in 
 and decisions have 16 bits together, what states emit is rounded to some hundred levels, and a distance so large that
 hardly any path takes it counts less than its square; paths are as good as with exact costs within 0.2% of the squared
 error. Nothing depends on how sequences are batched, and every device finds the same path. The steps run compiled, on a
-CPU (viterbi_compiled.py) and on a GPU (compress/kernels/triton/_viterbi.py), where that is possible, else in torch.
+CPU (kernels/loops/viterbi.py) and on a GPU (kernels/triton/_viterbi.py), where that is possible, else in torch.
 There, batches are bounded by `STATES` costs, because a step that stays in the cache is several times faster, and by
 DECISIONS bytes for the decisions of all steps.
 """
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from compress.kernels.dispatch import LEAST_CAPABILITY
-from compress.quant import viterbi_compiled
-from compress.quant.viterbi_compiled import Limits
+from compress.kernels.loops import viterbi as viterbi_compiled
+from compress.kernels.loops.viterbi import Limits
 
 STATES = {"cpu": 1 << 18, "cuda": 1 << 26}  # costs computed in one step: 1 MB on a CPU
 DECISIONS = {"cpu": 1 << 26, "cuda": 1 << 32}  # bytes of the decisions of a batch

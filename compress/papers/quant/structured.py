@@ -1,6 +1,6 @@
 """Leave out the rows and columns of least norm: whole channels, in no fewer bits.
 
-After a transform that has made channels zero (compress/transform/clover.py), with its share, nothing is lost: the
+After a transform that has made channels zero (papers/transform/clover.py), with its share, nothing is lost: the
 largest ones are kept, and the others are zero. By itself it is structured pruning by size, a baseline at best.
 
 Not in the core: it saves memory and no time, and few bits of all weights lose less (docs/results/low_bit.md).
