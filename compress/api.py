@@ -46,7 +46,7 @@ def quantize(
             if processes.is_main:
                 with Output(job.out, job.overwrite, work=job.work):
                     pass  # what would be refused after hours of measuring is refused before
-            job = decide.decided(job, progress)
+            job = decide.decide(job, progress)
         with pipeline.opened(job, progress, seen) as (loop, blocks):
             loop.run(blocks)
 
@@ -88,7 +88,7 @@ def plan(job: Job, progress: Progress = silent) -> tuple[Job, Prepared, float] |
     from compress.allocate import forecast
     from compress.run import pipeline, prepare
 
-    decided = forecast.decided(job, progress)
+    decided = forecast.forecast(job, progress)
     if isinstance(decided, forecast.Unmeasured):
         return decided
     progress("reading headers", 0, 0)

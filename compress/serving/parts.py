@@ -5,9 +5,9 @@ Each of them has a format, parameters and transforms of its own, so nothing is f
 `LinearShard` for every linear and concatenates their outputs. The engine's loader sees placeholders
 (`add_placeholders`), one for every name of a stored tensor, which hand a tensor to the shard that it belongs to.
 
-Ranks of tensor parallelism take rows or columns of a linear, cut exactly (compress/formats/cuts.py). What cannot be cut
-stays whole on every rank, which computes all of it and uses its share of the inputs or outputs: right, but nothing is
-saved. `Totals` tells how much that is. Where inputs are rounded with the scale of a token and ranks have different
+Ranks of tensor parallelism take rows or columns of a linear, cut exactly (compress/formats/__init__.py). What cannot be
+cut stays whole on every rank, which computes all of it and uses its share of the inputs or outputs: right, but nothing
+is saved. `Totals` tells how much that is. Where inputs are rounded with the scale of a token and ranks have different
 columns of it, each rank rounds with the scale of its own columns, so that numbers differ within the rounding.
 """
 
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from compress import formats
 from compress.errors import CheckpointError
-from compress.formats import cuts
 from compress.runtime.linear import CACHE, FusedLinears, PackedLinear
 from compress.types import PackedWeight, Stored
 
@@ -109,7 +108,7 @@ class LinearShard(nn.Module):
         weight = PackedWeight(self.stored, tensors, region.shape)
         formats.check(weight, self.name)
         try:
-            weights = [cuts.cut(weight, rows, region.columns) for rows in region.rows]
+            weights = [formats.cut(weight, rows, region.columns) for rows in region.rows]
         except ValueError as error:
             self.whole_because, weights = str(error), [weight]
         self.linears = nn.ModuleList(PackedLinear.from_packed(each) for each in weights)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from compress import formats
 from compress.errors import CheckpointError
-from compress.formats import cuts
 from compress.runtime.embedding import LIKE, PackedEmbedding
 from compress.runtime.linear import PackedLinear
 from compress.serving import parts
@@ -64,7 +63,7 @@ class TableShard(nn.Module):
             return
         packed = self._weight_of(tensors)
         try:
-            weight = cuts.cut(packed, self.rows, range(self.shape[1]))
+            weight = formats.cut(packed, self.rows, range(self.shape[1]))
         except ValueError as error:
             self.whole_because, weight = str(error), packed
         self.head = PackedLinear.from_packed(weight)

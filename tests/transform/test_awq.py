@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from blocks import SITES, Case, difference, nearest, outputs, rounded_outputs, vectors
-from compress.quant import rtn, vptq
+from compress.papers.quant import vptq
+from compress.quant import rtn
 from compress.transform import awq
 from compress.transform.awq import Config, clamp, never_clipped
 from compress.transform.search import trials

@@ -12,7 +12,8 @@ from blocks import SAMPLES, SITES, TOKENS, Case, outputs, per_token, vectors
 from compress import formats
 from compress.model.blockwise import BlockArgs
 from compress.model.graph import Site
-from compress.quant import gptq, rtn, vptq
+from compress.papers.quant import vptq
+from compress.quant import gptq, rtn
 from compress.transform.folding import fold
 from compress.transform.search import (
     Range,

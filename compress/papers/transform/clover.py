@@ -17,7 +17,7 @@ product of its sides' norms, as in the paper, with `measure: weights`: half its 
 scores, averaged over all angles. With `measure: inputs` root mean squares on the calibration text replace the norms.
 The paper takes one quantile for the whole model, with which the exact bytes of a plan would depend on the weights. The
 model's layout stays, because no configuration knows heads of different sizes: the method `structured`
-(compress/quant/structured.py) with the same share stores what is not zero, and makes the model smaller.
+(compress/papers/quant/structured.py) with the same share stores what is not zero, and makes the model smaller.
 
 With `train`, a factor for each channel that is left (one for a pair) is trained so that the block gives what it gave
 before it was cut, on its calibration inputs, and multiplied into the rows of values and keys: the paper's training of

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from compress.formats import e8p as e8p_format
 from compress.formats import trellis as trellis_format
 from compress.formats.e8p import DIM
-from compress.quant.e8p_search import Nearest
+from compress.quant.e8p import Nearest
 from compress.quant.viterbi import Search
 from compress.tune.codes import vectors
 from compress.tune.codes.vectors import TINY, Units, Vectors, in_scales
