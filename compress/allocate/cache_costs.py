@@ -34,8 +34,8 @@ from compress.evaluate.cache_scores import Candidate, Say, compare, exact_tokens
 from compress.evaluate.feed import fed
 from compress.kv import generation
 from compress.kv.cache import coded_layers
-from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.evict import kept_tokens
+from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import KINDS, CacheSettings, reading_layers
 from compress.kv.token_store import Bytes
 
