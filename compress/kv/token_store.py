@@ -231,14 +231,14 @@ class Store:
                 part = unrotate(part, turns["cos"], turns["sin"])
             if not self.coded:
                 self.state = self.codec.begin(part, queries)
-            rows = self._encoded(part, turns)
+            rows = self._encode_rows(part, turns)
             for name, buffer in self.fields.items():
                 buffer.append(rows[name])
             if self._has_runs:
                 self.runs.append(part.shape[2])
             self.coded += part.shape[2]
 
-    def _encoded(self, x: Tensor, turns: Block) -> Block:
+    def _encode_rows(self, x: Tensor, turns: Block) -> Block:
         """Return the rows of tokens x; NumericalError where finite tokens have scales that their type does not hold."""
         try:
             rows = self.codec.encode(x, {**self.state, **turns})

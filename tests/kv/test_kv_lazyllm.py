@@ -83,11 +83,11 @@ def test_it_is_the_pruned_pass_by_plain_loops(path: CachePath, pads: int, sizes:
     found = steps(prepared(path), prompt(), pads, cache, sizes)
     expected = torch.stack((slow(0, 0)[0], slow(1, pads)[0]))
     torch.testing.assert_close(found.double(), expected, atol=5e-5, rtol=0)
-    assert tuple(layer.stored for layer in cache.layers) == slow(0, 0)[1]
+    assert tuple(layer.stored_tokens for layer in cache.layers) == slow(0, 0)[1]
     assert [layer.seen for layer in cache.layers] == [TOKENS + len(FURTHER)] * LAYERS
     alone = made_cache(path)
     steps(prepared(path), prompt()[1:, pads:], 0, alone, sizes)
-    assert tuple(layer.stored for layer in alone.layers) == slow(1, pads)[1]
+    assert tuple(layer.stored_tokens for layer in alone.layers) == slow(1, pads)[1]
     assert len(set(slow(1, pads)[1])) == 4  # three times tokens were dropped
 
 
@@ -169,7 +169,7 @@ def test_rows_are_reordered_and_tokens_taken_back(path: CachePath) -> None:
     assert {layer.seen for layer in cache.layers} == {TOKENS - RECENT}  # none was cut
     cache.reset()
     steps(made, prompt(1, 40), 0, cache, [1])
-    assert cache.layers[0].stored == 41 > cache.layers[-1].stored
+    assert cache.layers[0].stored_tokens == 41 > cache.layers[-1].stored_tokens
 
 
 @pytest.mark.parametrize("path", BOTH)
@@ -211,12 +211,12 @@ def test_dropped_tokens_come_back(path: CachePath, is_before_rope: bool, monkeyp
     cache = made_cache(path, revive=True)
     found = steps(prepared(path), prompt(1), 0, cache, [1] * len(FURTHER))
     torch.testing.assert_close(found[0].double(), expected, atol=1e-4, rtol=0)
-    assert tuple(layer.stored for layer in cache.layers) == lengths
+    assert tuple(layer.stored_tokens for layer in cache.layers) == lengths
     assert sum(lengths) > sum(slow(0, 0)[1]) + 10  # some came back
     assert not torch.allclose(expected, slow(0, 0)[0], atol=1e-2)
     assert [layer.seen for layer in cache.layers] == [TOKENS + len(FURTHER)] * LAYERS
     for layer in cache.layers:
-        assert len(set(layer.columns.tolist())) == layer.stored
+        assert len(set(layer.columns.tolist())) == layer.stored_tokens
     waiting = sum(len(columns) for _, columns in cache.layers[0].pruning.revival.left.values())
     assert waiting > 0 and cache.nbytes().state > waiting * 64 * 4
 
@@ -327,5 +327,5 @@ def test_other_models(name: str) -> None:
         cache = make_cache(made.config, {**EXACT, "evict": LAZY})
         ids = prompt()[row] if pads else prompt()[row, PADS:]
         found.append(steps(made, ids, pads, cache, [5, 1]))
-        assert cache.layers[0].stored > cache.layers[1].stored
+        assert cache.layers[0].stored_tokens > cache.layers[1].stored_tokens
     torch.testing.assert_close(found[0][1:], found[1], atol=5e-5, rtol=0)

@@ -61,9 +61,9 @@ class HeadStores:
         """q [B, h, m, width] float32; out [B, h, m, tokens] gets its products with all keys, 0 without a key."""
         out.zero_()
         for head, store in enumerate(self.heads):
-            found = q.new_empty(q.shape[0], 1, q.shape[2], len(store))
-            store.scores(q[:, head : head + 1], found)
-            out[:, head : head + 1, :, out.shape[3] - len(store) :] = _in_token_order(found, store.columns)
+            head_scores = q.new_empty(q.shape[0], 1, q.shape[2], len(store))
+            store.scores(q[:, head : head + 1], head_scores)
+            out[:, head : head + 1, :, out.shape[3] - len(store) :] = _in_token_order(head_scores, store.columns)
 
     def mix(self, p: Tensor) -> Tensor:
         """p [B, h, m, tokens] float32 -> the sum of all values [B, h, m, width], weighted by p."""
@@ -93,13 +93,13 @@ def _in_token_order(x: Tensor, columns: Tensor | None) -> Tensor:
     """x [B, 1, m, n]; columns int64 [B, c]: the column that stands at each of the first c places."""
     if columns is None:
         return x
-    return _moved(x, columns.argsort(-1))
+    return _reorder(x, columns.argsort(-1))
 
 
 def _in_storage_order(x: Tensor, columns: Tensor | None) -> Tensor:
-    return x if columns is None else _moved(x, columns)
+    return x if columns is None else _reorder(x, columns)
 
 
-def _moved(x: Tensor, columns: Tensor) -> Tensor:
+def _reorder(x: Tensor, columns: Tensor) -> Tensor:
     head = x.gather(3, columns[:, None, None].expand(-1, 1, x.shape[2], -1))
     return torch.cat((head, x[..., columns.shape[1] :]), 3)

@@ -27,7 +27,7 @@ COSINES_PER_PIECE = 1 << 20  # float32 cosines held at a time
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptTokens:
     """The tokens that stay: for each row of the batch and each KV head their columns, int64, in token order."""
 
     rows: Sequence[Sequence[Tensor]]
@@ -64,13 +64,13 @@ def align_rows(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.stack([torch.stack(heads) for heads in filled]), pads
 
 
-def by_head(dense: tuple[Tensor, Tensor], kept: Kept) -> tuple[tuple[list[Tensor], list[Tensor]], Tensor]:
+def by_head(dense: tuple[Tensor, Tensor], kept: KeptTokens) -> tuple[tuple[list[Tensor], list[Tensor]], Tensor]:
     """Return keys and values of each head, [B, 1, m of this head, width], and the pads of each, int64 [B, h]."""
     keys: list[Tensor] = []
     values: list[Tensor] = []
     pads = []
     for head in range(len(kept.rows[0])):
-        alone = Kept([[heads[head]] for heads in kept.rows], kept.sink, kept.merge)
+        alone = KeptTokens([[heads[head]] for heads in kept.rows], kept.sink, kept.merge)
         (k, v), empty = alone.gather((dense[0][:, head : head + 1], dense[1][:, head : head + 1]))
         keys.append(k)
         values.append(v)

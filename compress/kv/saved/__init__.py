@@ -40,7 +40,7 @@ from compress.version import __version__
 LOSSLESS, STANDARD = "lossless", "standard"
 # Squared error relative to the variance of a tensor. docs/kv_saved.md has what they cost.
 NOISE: dict[str, float | None] = {"high": 1e-3, STANDARD: 3.4e-3, "small": 1.2e-2, LOSSLESS: None}
-EARLY_SHARE = 1 / 3  # of the layers are early: their noise is EARLY_FACTOR times that of the others (CacheGen)
+EARLY_SHARE = 1 / 3  # so many of the layers are early: their noise is EARLY_FACTOR times that of the others (CacheGen)
 EARLY_FACTOR = 0.36
 LATE_FACTOR = 1.4  # the others get more noise, so that the bits stay about the same
 

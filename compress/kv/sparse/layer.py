@@ -112,7 +112,7 @@ class ReadingLayer(CodedLayer):
         stores, count = self.stores, self.candidates()
         first = stores["keys"].sink.length if stores else 0
         q = group_queries(query, reader.spec.heads, logits.scaling)
-        allowed = None if mask is None else _allowed(mask)[..., first : first + count]
+        allowed = None if mask is None else _allowed_tokens(mask)[..., first : first + count]
         piece = Piece(self, q, count, None if allowed is None or bool(allowed.all()) else allowed, start)
         if not count:
             reader.watch(q)
@@ -144,7 +144,7 @@ class ReadingLayer(CodedLayer):
         candidates.masked_fill_(~is_read[:, :, None], 0)
 
 
-def _allowed(mask: Tensor) -> Tensor:
+def _allowed_tokens(mask: Tensor) -> Tensor:
     """mask [B or 1, 1, n, tokens] -> bool [B or 1, n, tokens]."""
     return mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
 
@@ -312,10 +312,10 @@ def _narrow(p: Tensor, is_read: Tensor) -> tuple[Tensor, Choice]:
 
 def _decode(picked: Codec, block: Block, places: Tensor) -> Tensor:
     """Decode gathered rows to [B, h, k, width] float32, by compiled code where there is some."""
-    if isinstance(picked, kivi.Packed):
+    if isinstance(picked, kivi.PackedInts):
         out = torch.empty(*places.shape, picked.spec.width, device=places.device)
         kernel = dispatch.kv(out.device, "decode") if picked.codes.padded == picked.spec.width else None
         if kernel is not None and out.numel() > kv_contract.SMALL and kernel.supports(picked.layout, picked.by_token):
-            kernel.decode(*picked.stored(block), picked.layout, picked.by_token, out)
+            kernel.decode(*picked.stored_tensors(block), picked.layout, picked.by_token, out)
             return out
     return picked.dense(block).float()

@@ -20,7 +20,7 @@ from compress.kv.codec import Spec
 from compress.kv.layer import CodedLayer
 from compress.kv.token_store import Bytes, Store
 
-ROUNDING_TOKENS = 1e-6  # by which keep x candidates may be above a whole number
+MAX_ROUNDING = 1e-6  # tokens: keep x candidates may be so much above a whole number
 TOKENS_PER_DECODE = 512
 
 
@@ -183,7 +183,7 @@ def top(scores: Tensor, piece: Piece, keep: float | Tensor) -> Choice | None:
     """
     count = piece.count
     if piece.allowed is None and not isinstance(keep, Tensor):
-        budget = math.ceil(keep * count - ROUNDING_TOKENS)
+        budget = math.ceil(keep * count - MAX_ROUNDING)
         return None if budget >= count else Choice(scores.topk(budget, -1, sorted=False).indices)
     budgets = budget_of(piece, keep, scores)
     if piece.allowed is not None:
@@ -208,7 +208,7 @@ def budget_of(piece: Piece, keep: float | Tensor, like: Tensor) -> Tensor:
     else:
         seen = piece.allowed.sum(-1, dtype=torch.float64)
     share = keep.double() if isinstance(keep, Tensor) else keep
-    return (seen * share - ROUNDING_TOKENS).ceil().clamp(min=0).minimum(seen).long()
+    return (seen * share - MAX_ROUNDING).ceil().clamp(min=0).minimum(seen).long()
 
 
 def decode_tokens(store: Store, start: int, stop: int) -> Tensor:

@@ -35,7 +35,7 @@ from compress.kv.hooks import TURNS, decoder_blocks
 from compress.kv.layer import UNSLICED, Call, KVCache, MakeLayer
 from compress.kv.settings import CacheSettings
 from compress.kv.token_store import Bytes
-from compress.papers.evict.pruning import Pruning, Revival
+from compress.papers.evict.pruning import PromptPruning, Revival
 
 MASK, POSITIONS = "attention_mask", "position_ids"
 WATCHED = ("sdpa", "eager", "compress_kv")  # attention functions that a gap between positions does not mislead
@@ -48,13 +48,13 @@ ALONE = (
 class PrunedLayer(EvictingLayer):
     """A layer of a cache whose prompt loses tokens from layer to layer."""
 
-    def __init__(self, index: int, cache: KVCache, eviction: Eviction, pruning: Pruning) -> None:
+    def __init__(self, index: int, cache: KVCache, eviction: Eviction, pruning: PromptPruning) -> None:
         super().__init__(index, cache, eviction, is_exempt=False)
         self.pruning = pruning
 
     @classmethod
     def of_cache(cls, config: Any, settings: CacheSettings, types: Collection[str]) -> MakeLayer:
-        """Return what makes the layers of a cache, which share a `Pruning`."""
+        """Return what makes the layers of a cache, which share a `PromptPruning`."""
         eviction = settings.evict
         assert eviction is not None and eviction.budget.keep is not None, "the method's `check` leaves nothing else"
         super().of_cache(config, settings, types)  # for its errors
@@ -68,7 +68,7 @@ class PrunedLayer(EvictingLayer):
             stays = method.fractions(eviction.config, eviction.budget.keep, len(types))
         except ValueError as error:
             raise RecipeError(f"kv_cache.evict ({eviction.method}): {error}") from error
-        pruning = Pruning(stays, revival=Revival() if eviction.config.revive else None)
+        pruning = PromptPruning(stays, revival=Revival() if eviction.config.revive else None)
         return lambda index, cache: cls(index, cache, eviction, pruning)
 
     def enter(self, model: nn.Module, kwargs: Mapping[str, Any]) -> list[Any]:
@@ -242,14 +242,14 @@ def slice_blocks(model: nn.Module, layers: list[Any]) -> list[Any]:
 
 def _slice_block(before: Any, layer: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return the arguments of the block of a layer, behind the layer `before`; None: they stay."""
-    pruning: Pruning = layer.pruning
+    pruning: PromptPruning = layer.pruning
     if layer.seen:
         revival = pruning.revival
         return None if revival is None or not revival.is_stepping else _join(revival, args, kwargs)
     return None if pruning.columns is None else _slice(before, args, kwargs)
 
 
-def _leave_last(pruning: Pruning, module: nn.Module, args: Any, output: Any) -> Any:
+def _leave_last(pruning: PromptPruning, module: nn.Module, args: Any, output: Any) -> Any:
     """Return the new token alone, for what follows the blocks, where others came back with it; None: it is alone."""
     if pruning.revival is None or not pruning.revival.count:
         return None
@@ -326,7 +326,7 @@ def _slice(before: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
     return _with(hidden, args, kwargs)
 
 
-def _remaining(pruning: Pruning, name: str, given: Any) -> Any:
+def _remaining(pruning: PromptPruning, name: str, given: Any) -> Any:
     """Return an argument of the tokens that are left; the same for all blocks behind the one that dropped some."""
     if given is None or name == "hidden_states":
         return given
