@@ -70,12 +70,12 @@ def layout(codec: Codec) -> HeadLayout | None:
     """How the kernel is told about what this codec stores; None if it cannot read that."""
     if isinstance(codec, kivi.PackedInts):
         base = kivi.ByToken if codec.by_token else kivi.ByChannel
-        if type(codec).decode is not base.decode or codec.codes.padded != codec.spec.width:
+        if type(codec).decode is not base.decode or codec.codes.padded_channels != codec.spec.width:
             return None
         return HeadLayout(codec.bits, codec.spec.width, "token" if codec.by_token else "channel", codec.group)
     if type(codec) is not lloyd.Lloyd or codec.rope == "pre" or codec.levels.norms.bits != 16:
         return None
-    if codec.codes.padded != codec.spec.width:
+    if codec.codes.padded_channels != codec.spec.width:
         return None
     return HeadLayout(codec.codes.bits, codec.spec.width, "norm")
 

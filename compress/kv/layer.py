@@ -310,7 +310,7 @@ class KVCache(Cache):
             self.pads = self.pads[index.to(self.pads.device)]
 
     def nbytes(self) -> Bytes:
-        total = Bytes(state=self.rope.nbytes, allocated=self.rope.allocated)
+        total = Bytes(state=self.rope.nbytes, allocated=self.rope.allocated_nbytes)
         for layer in self.layers:
             if isinstance(layer, CodedLayer):
                 total += layer.nbytes()

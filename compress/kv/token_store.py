@@ -217,7 +217,7 @@ class Store:
             tail=self.tail.nbytes,
             state=held,
             static=static,
-            allocated=held + sum(buffer.allocated for buffer in buffers),
+            allocated=held + sum(buffer.allocated_nbytes for buffer in buffers),
         )
 
     def _encode(self, x: Tensor, queries: Tensor | None) -> None:

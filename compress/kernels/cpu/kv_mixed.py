@@ -206,8 +206,8 @@ class _MixedMix(Unpacker):
         with self.loop(self.i64(BLOCK // UNROLLED)) as part:
             for i in range(UNROLLED):
                 inside = b.add(b.mul(part, self.i64(UNROLLED)), self.i64(i))
-                found = self.levels(b.add(token, inside), planes, bits)
-                level = b.bitcast(found, self.vector(self.float, LANES))
+                floats = self.levels(b.add(token, inside), planes, bits)
+                level = b.bitcast(floats, self.vector(self.float, LANES))
                 for m, held in enumerate(self.held):
                     weight = self.load(self.space, b.add(inside, self.i64(m * BLOCK)), self.float)
                     b.store(self.multiply_add(self.splat(weight, LANES), level, b.load(held)), held)

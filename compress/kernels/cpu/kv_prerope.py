@@ -96,8 +96,8 @@ class _Principal(Turned):
                 with self.loop(self.i64(BLOCK // kv_mixed.UNROLLED)) as part:
                     for i in range(kv_mixed.UNROLLED):
                         inside = b.add(b.mul(part, self.i64(kv_mixed.UNROLLED)), self.i64(i))
-                        found = self.levels(b.add(token, inside), planes, MOST_MIXED_BITS - place)
-                        self.keep(found, b.add(b.mul(inside, self.pitch), column))
+                        levels = self.levels(b.add(token, inside), planes, MOST_MIXED_BITS - place)
+                        self.keep(levels, b.add(b.mul(inside, self.pitch), column))
 
 
 class _TileKeys(_Principal):
@@ -175,18 +175,18 @@ class _Integers(_Principal):
 
     def levels(self, token: Any, planes: Mapping[int, Any], bits: int) -> Any:
         """The table's numbers for sixteen channels of a token, int16: half the register, and none to be narrowed."""
-        b, found, low = self.b, None, bits
+        b, joined, low = self.b, None, bits
         for width, start in planes.items():
             low -= width
             spread = self._words(b.add(b.mul(token, self.row), start), width)
             moves = self.ir.Constant(spread.type, [(width * lane - low) % 16 for lane in range(LANES)])
             moved = self.intrinsic(f"llvm.fshr.v{LANES}i16", spread.type, spread, spread, moves)
-            if found is not None:
+            if joined is not None:
                 below = (1 << (low + width)) - 1
-                above = b.and_(found, self.constant(self.short, LANES, 0xFFFF - below))
+                above = b.and_(joined, self.constant(self.short, LANES, 0xFFFF - below))
                 moved = b.or_(above, b.and_(moved, self.constant(self.short, LANES, below)))
-            found = moved
-        return self._short_levels(found, self.tables[bits])
+            joined = moved
+        return self._short_levels(joined, self.tables[bits])
 
     def _words(self, offset: Any, width: int) -> Any:
         """The number with sixteen fields; each lane has those 16 bits of it that its field is in."""
@@ -205,15 +205,15 @@ class _Integers(_Principal):
         index = self.shuffled(index, index, list(range(2 * LANES)))
         tables = [self.ir.Constant(wide, table[at : at + 2 * LANES]) for at in range(0, len(table), 2 * LANES)]
         if len(tables) == 1:
-            found = [self.intrinsic("llvm.x86.avx512.permvar.hi.512", wide, tables[0], index)]
+            halves = [self.intrinsic("llvm.x86.avx512.permvar.hi.512", wide, tables[0], index)]
         else:
             name, pairs = "llvm.x86.avx512.vpermi2var.hi.512", zip(tables[::2], tables[1::2], strict=True)
-            found = [self.intrinsic(name, wide, low, index, high) for low, high in pairs]
-        if len(found) == 2:
+            halves = [self.intrinsic(name, wide, low, index, high) for low, high in pairs]
+        if len(halves) == 2:
             masked = b.and_(index, self.constant(short, 2 * LANES, 64))
             is_set = b.icmp_unsigned("!=", masked, self.constant(short, 2 * LANES, 0))
-            found = [b.select(is_set, found[1], found[0])]
-        return self.shuffled(found[0], found[0], list(range(LANES)))
+            halves = [b.select(is_set, halves[1], halves[0])]
+        return self.shuffled(halves[0], halves[0], list(range(LANES)))
 
     def multiply(self, first: Any, fields: Any, place: ChannelPlace) -> None:
         b, half = self.b, self.b.lshr(self.pitch, self.i64(1))

@@ -76,7 +76,7 @@ class PackedInts(Codec):
         super().__init__(spec)
         self.bits = config.bits
         self.codes = PackedCodes(spec.width, config.bits)
-        self.layout = kv_contract.PlanarCodes(config.bits, self.codes.padded, self.group)
+        self.layout = kv_contract.PlanarCodes(config.bits, self.codes.padded_channels, self.group)
 
     def at_once(self, rows: Tensor) -> int:
         return ALL if self.reader(rows) is not None else self.block
@@ -104,7 +104,7 @@ class PackedInts(Codec):
         return self._kernel("decode", out) if is_large and self._kernel("affine", out) is not None else None
 
     def _kernel(self, name: str, like: Tensor) -> Any:
-        kernel = dispatch.kv(like.device, name) if self.codes.padded == self.spec.width else None
+        kernel = dispatch.kv(like.device, name) if self.codes.padded_channels == self.spec.width else None
         return kernel if kernel is not None and kernel.supports(self.layout, self.by_token) else None
 
 

@@ -229,7 +229,9 @@ class Lloyd(Codec):
     def _reader(self, rows: Tensor, block: Block | None = None) -> Any:
         """Return the kernel that reads the codes (of a block) for these queries or probabilities, None if none does."""
         codes = None if block is None else block["norms"].numel() * self.spec.width
-        is_plain = self.rope == "post" and self.levels.norms.bits == 16 and self.codes.padded == self.spec.width
+        is_plain = (
+            self.rope == "post" and self.levels.norms.bits == 16 and self.codes.padded_channels == self.spec.width
+        )
         kernel = dispatch.kv(rows.device, "levels") if is_plain and kv_contract.is_worthwhile(rows, codes) else None
         return kernel if kernel is not None and kernel.supports(self.codes.bits, self.spec.width) else None
 

@@ -36,7 +36,7 @@ class PackedCodes:
     prefix: str = ""  # of the names of the fields, where a codec has several kinds of codes
 
     @property
-    def padded(self) -> int:
+    def padded_channels(self) -> int:
         fields = plane_fields(self.bits)
         return -(-self.channels // fields) * fields
 
@@ -47,13 +47,15 @@ class PackedCodes:
     def pack(self, codes: Tensor) -> dict[str, Tensor]:
         """codes [B, h, n, channels] of an integer type, below 2**bits -> int16 words [B, h, n, TW] by name."""
         lead = codes.shape[:3]
-        padded = torch.nn.functional.pad(codes, (0, self.padded - self.channels)).reshape(-1, self.padded)
+        padded = torch.nn.functional.pad(codes, (0, self.padded_channels - self.channels)).reshape(
+            -1, self.padded_channels
+        )
         words_by_name: dict[str, Tensor] = {}
         low = self.bits
         for width in plane_widths(self.bits):
             low -= width
             plane = ((padded >> low) & ((1 << width) - 1)).to(torch.uint8)
-            words = pack_planar(plane, width, self.padded // FIELDS[width])
+            words = pack_planar(plane, width, self.padded_channels // FIELDS[width])
             planes = [words] if width != 3 else [part.contiguous() for part in words.unbind(1)]
             words_by_name |= {n: rows.view(*lead, -1) for n, rows in zip(self._names(width), planes, strict=True)}
         return words_by_name
@@ -65,8 +67,8 @@ class PackedCodes:
             parts = [block[name] for name in self._names(width)]
             rows = [part.reshape(-1, part.shape[-1]) for part in parts]
             words = rows[0] if width != 3 else torch.stack(rows, 1)
-            plane = unpack_planar(words, width, self.padded // FIELDS[width])
-            plane = plane.view(*parts[0].shape[:3], self.padded)
+            plane = unpack_planar(words, width, self.padded_channels // FIELDS[width])
+            plane = plane.view(*parts[0].shape[:3], self.padded_channels)
             whole = plane if whole is None else whole << width | plane
         assert whole is not None
         return whole[..., : self.channels]

@@ -94,9 +94,8 @@ def round_part(x: Tensor, noise: float, dtype: torch.dtype, where: str) -> Saved
     variance = rows.var(0, unbiased=False).mean().item() if rows.numel() else 0.0
     largest = rows.abs().max().item() if rows.numel() else 0.0
     step = max(math.sqrt(12 * noise * variance), largest / columns.MAX_INTEGER) or 1.0
-    return SavedPart(
-        "grid", tuple(x.shape), dtype, torch.tensor(step).item()
-    )  # as float32, which decoding multiplies by
+    stored_step = torch.tensor(step).item()  # as float32, which decoding multiplies by
+    return SavedPart("grid", tuple(x.shape), dtype, stored_step)
 
 
 def read_part(plain: Mapping[str, Any]) -> SavedPart:

@@ -9,8 +9,8 @@ Differences from the paper: it trains models for this, with fewer key heads and 
 number follows from the weights. Values of sinks and of the exact tail are always read.
 What it does not do: save more than the values, half of the traffic.
 
-Outside the core because at a ninth of the values it has a KL of 0.0956, ten times that of Double Sparsity at a sixteenth
-of keys and values (docs/results/kv_reading.md).
+Outside the core because at a ninth of the values it has a KL of 0.0956, ten times that of Double Sparsity at a
+sixteenth of keys and values (docs/results/kv_reading.md).
 """
 
 from __future__ import annotations

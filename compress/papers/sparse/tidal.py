@@ -27,7 +27,7 @@ from torch import Tensor
 from compress.errors import CompressError
 from compress.kv.codec import Spec
 from compress.kv.sparse.layer import ReadingLayer
-from compress.kv.sparse.reader import Choice, Piece, Reader, check_keep, top
+from compress.kv.sparse.reader import QueryPiece, Reader, TokenChoice, check_keep, top
 
 NEEDS: frozenset[str] = frozenset()
 LAYER = ReadingLayer
@@ -63,9 +63,9 @@ class Tidal(Reader):
 
     def __init__(self, config: Config, spec: Spec) -> None:
         super().__init__(config, spec)
-        self.found: dict[int, tuple[int, Choice | None]] = {}  # first query -> candidates, choice
+        self.found: dict[int, tuple[int, TokenChoice | None]] = {}  # first query -> candidates, choice
 
-    def choose(self, piece: Piece) -> Choice | None:
+    def choose(self, piece: QueryPiece) -> TokenChoice | None:
         sources = [index for index in choosing(self.config, self.spec.layers) if index <= self.spec.layer]
         if not sources or self.config.keep == 1:
             return None
@@ -88,7 +88,7 @@ class Tidal(Reader):
     def select(self, index: Tensor) -> None:
         self.found = {}
 
-    def _best(self, piece: Piece) -> Choice | None:
+    def _best(self, piece: QueryPiece) -> TokenChoice | None:
         keys, rows = piece.layer.stores["keys"], piece.rows
         scores = rows.new_empty(*rows.shape[:3], len(keys))
         keys.scores(rows, scores)
