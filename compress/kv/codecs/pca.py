@@ -164,9 +164,9 @@ class Principal(Codec):
         norms = ((y.square() * active).sum(-1, keepdim=True) / active.sum(-1, keepdim=True).clamp(min=1)).sqrt()
         values = self._levels(self._nearest(y, norms))
         norms = (y * values * weights).sum(-1, keepdim=True) / (values.square() * weights).sum(-1, keepdim=True)
-        mixed_codes = self.norms.store(norms.nan_to_num(0.0).clamp(min=0))
-        codes = self._nearest(y, self.norms.load(mixed_codes)).transpose(1, 2)  # B, n, h, width
-        return {"norms": mixed_codes, "codes": self.pieces.pack(codes)[:, None]}
+        stored_norms = self.norms.store(norms.nan_to_num(0.0).clamp(min=0))
+        codes = self._nearest(y, self.norms.load(stored_norms)).transpose(1, 2)  # B, n, h, width
+        return {"norms": stored_norms, "codes": self.pieces.pack(codes)[:, None]}
 
     def _encode_compiled(self, kernel: Any, x: Tensor) -> dict[str, Tensor]:
         """Return what `encode` does, by compiled code."""
@@ -177,9 +177,9 @@ class Principal(Codec):
             self._lanes = kernel.Lanes(self.pieces.starts, self.pieces.bounds, counts, weights, active)
         lanes, y = self._lanes, (x - self.static["mean"]) @ self.static["forward"]
         norms = kernel.fit(y, lanes, _tables(False))
-        mixed_codes = self.norms.store(norms.nan_to_num(0.0, 0.0, 0.0).clamp(min=0))
-        rows = kernel.pack(y, self.norms.load(mixed_codes), lanes, _tables(False), self.pieces.nbytes)
-        return {"norms": mixed_codes, "codes": rows[:, None]}
+        stored_norms = self.norms.store(norms.nan_to_num(0.0, 0.0, 0.0).clamp(min=0))
+        rows = kernel.pack(y, self.norms.load(stored_norms), lanes, _tables(False), self.pieces.nbytes)
+        return {"norms": stored_norms, "codes": rows[:, None]}
 
     def _by_pieces(self, rows: Tensor) -> Tensor:
         """rows [h, width, n], one for each component -> [h, 16 for each piece, n], zero where there is none."""
