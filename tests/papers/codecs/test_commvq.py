@@ -12,7 +12,7 @@ from torch import Tensor
 from compress.errors import CalibrationError, RecipeError
 from compress.kv.codec import Spec, rotate
 from compress.papers.codecs import additive, commvq
-from compress.papers.codecs.additive import BookTraining, CodeSearch
+from compress.papers.codecs.additive import CodeSearch
 
 HEADS, WIDTH, QUERIES = 2, 16, 2
 SETTINGS: list[dict[str, Any]] = [
@@ -116,13 +116,6 @@ def test_values_without_decoding(settings: dict[str, Any]) -> None:
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
 
 
-def test_the_pair_of_a_stage_is_the_nearest_of_all() -> None:
-    x, tables = normal(HEADS, 40, WIDTH).double(), additive.all_books(normal(HEADS, 1, 8, WIDTH, seed=1).double(), True)
-    sums = (tables[:, 0, :, None] + tables[:, 1, None]).flatten(1, 2)
-    codes = additive.encode(x, tables, CodeSearch(0, True)).long()
-    assert torch.equal(codes[..., 0] * 8 + codes[..., 1], torch.cdist(x, sums).min(-1)[1])
-
-
 @pytest.mark.parametrize("pairs", [True, False])
 def test_search_against_all_sums(pairs: bool) -> None:
     """Greedy codes are those of a plain loop; sweeps never raise the error, and end near the best of all sums."""
@@ -171,17 +164,6 @@ def test_the_maximization_step_is_least_squares(tied: bool) -> None:
     assert losses[1] < losses[0]
 
 
-def test_more_rounds_never_lose() -> None:
-    x = samples()["keys_pre"].transpose(0, 1)
-    losses = []
-    for rounds in (0, 1, 2, 6):
-        training, search = BookTraining(8, 2, True, 4, rounds), CodeSearch(1)
-        tables = additive.learn(x, training, search, torch.Generator().manual_seed(0))
-        losses.append(float((x - additive.total(additive.encode(x, tables, search), tables)).square().sum()))
-    assert all(after <= before for before, after in zip(losses, losses[1:], strict=False)), losses
-    assert losses[-1] < 0.9 * losses[0]
-
-
 def test_the_metric_of_keys() -> None:
     """It commutes with right angles; for queries whose pairs have no direction it is the error of scores."""
     one = samples()["queries"].unflatten(1, (HEADS, -1)).transpose(0, 1).flatten(1, 2)
@@ -200,22 +182,6 @@ def test_packed_codes() -> None:
             rows = commvq.pack(codes, bits)
             assert torch.equal(commvq.unpack(rows, bits, count), codes)
             assert rows.shape[-1] == sum(-(-count * width // 8) for width in commvq.planes(bits))
-
-
-@pytest.mark.parametrize("kind", ["keys", "values"])
-def test_same_seed_same_bytes_and_less_error_with_more_bits(kind: str) -> None:
-    config, x = commvq.Config(bits=1.0, entries=16), samples()["keys_pre" if kind == "keys" else "values"]
-    one, two, other = (
-        commvq.calibrate(commvq.Config(bits=1.0, entries=16, seed=seed), spec(kind), samples()) for seed in (0, 0, 1)
-    )
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert not torch.equal(one["codebooks"], other["codebooks"])
-    rows, errors = x.transpose(0, 1)[None], []
-    for bits in (0.5, 1.0, 2.0):
-        made = codec(kind, {"bits": bits, "entries": 16})
-        errors.append(float((made.decode(made.encode(rows, {})) - rows).square().sum()))
-    assert errors[2] < errors[1] < errors[0] < 0.6 * float((rows - rows.mean(2, keepdim=True)).square().sum())
-    assert config.stages(WIDTH) == 2
 
 
 def test_what_is_refused() -> None:
