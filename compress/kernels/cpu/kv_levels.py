@@ -74,9 +74,9 @@ class _Levels(kv_affine.PackedEmitter):
         return self.intrinsic(f"llvm.x86.avx512.permvar.hi.{16 * lanes}", kind, table, codes)
 
 
-class _LevelScores(_Levels, kv_affine._LevelScores):
+class _LevelScores(_Levels, kv_affine._AffineScores):
     """void scores(words..., norms, ones, zeros, q, out, space, parts of 16 tokens, stride): q [M, width]; ones and
-    zeros [width] stand for the scales and minima of `kv_affine._LevelScores`."""
+    zeros [width] stand for the scales and minima of `kv_affine._AffineScores`."""
 
     def __init__(self, levels: tuple[int, ...], width: int, tokens: int) -> None:
         sizes = _codes(levels, width)
@@ -98,9 +98,9 @@ class _LevelScores(_Levels, kv_affine._LevelScores):
         self.b.ret_void()
 
 
-class _LevelMix(_Levels, kv_affine._LevelMix):
-    """The sums of `kv_affine._LevelMix` with one group; norms stand for scales, and sums of minima are dropped."""
+class _LevelMix(_Levels, kv_affine._AffineMix):
+    """The sums of `kv_affine._AffineMix` with one group; norms stand for scales, and sums of minima are dropped."""
 
     def __init__(self, levels: tuple[int, ...], width: int, tokens: int) -> None:
         self.levels = levels
-        kv_affine._LevelMix.__init__(self, _codes(levels, width), tokens)
+        kv_affine._AffineMix.__init__(self, _codes(levels, width), tokens)
