@@ -240,10 +240,10 @@ def cache_settings(section: CacheSettings | Mapping[str, Any], error: ErrorAt = 
 
 def _eviction(whole: _SectionBlock) -> Eviction | None:
     """Return the settings of `evict`; None without it."""
-    given = whole.settings.get("evict")
-    if given is None:
+    section = whole.settings.get("evict")
+    if section is None:
         return None
-    block = whole.inner("evict", given, "kv_cache.evict")
+    block = whole.inner("evict", section, "kv_cache.evict")
     method = block.value("method", str, "")
     if not method:
         raise block.error((), f"kv_cache.evict has no method; set one of {', '.join(plugins.names('evict'))}")
@@ -251,15 +251,15 @@ def _eviction(whole: _SectionBlock) -> Eviction | None:
         plugin = plugins.load("evict", method)
     except RecipeError as error:
         raise block.error(("method",), str(error)) from error
-    own = block.without(("method", *BUDGET_KEYS))._replace(where=f"kv_cache.evict ({method})")
-    config = _replace_fields(plugin.Config(), own, ("method", *BUDGET_KEYS))
+    method_block = block.without(("method", *BUDGET_KEYS))._replace(where=f"kv_cache.evict ({method})")
+    config = _replace_fields(plugin.Config(), method_block, ("method", *BUDGET_KEYS))
     budget = block.without([key for key in block.settings if key not in BUDGET_KEYS])
     eviction = Eviction(method, config, _replace_fields(Budget(**getattr(plugin, "DEFAULTS", {})), budget))
     try:
         check_eviction(eviction)
     except ValueError as error:
         key = str(error).partition(" ")[0]
-        raise block.error((key,) if key in given else (), f"kv_cache.evict: {error}") from error
+        raise block.error((key,) if key in section else (), f"kv_cache.evict: {error}") from error
     if not whole.value("exact_prefill", bool, True):
         raise block.error((), "kv_cache.evict needs exact_prefill: true; tokens are chosen after the prompt")
     return eviction
@@ -295,12 +295,14 @@ def _laid_over(coding: Coding, block: _SectionBlock, beside: Collection[str] = (
             method, config = named, plugins.load("kv", named).Config()
         except RecipeError as error:
             raise block.error(("method",), str(error)) from error
-    own = block.without((*POLICY_KEYS, "method"))
-    if config is None and own.settings:
-        key = next(iter(own.settings))
+    method_block = block.without((*POLICY_KEYS, "method"))
+    if config is None and method_block.settings:
+        key = next(iter(method_block.settings))
         raise block.error((key,), f"{where}: {key} needs a method, one of {', '.join(plugins.names('kv'))}")
     if config is not None:
-        config = _replace_fields(config, own._replace(where=f"{where} ({method})"), ("method", *POLICY_KEYS, *beside))
+        config = _replace_fields(
+            config, method_block._replace(where=f"{where} ({method})"), ("method", *POLICY_KEYS, *beside)
+        )
     policy = block.without([key for key in block.settings if key not in POLICY_KEYS])
     return Coding(method, config, _replace_fields(coding.policy, policy))
 

@@ -26,14 +26,14 @@ def of(static: Mapping[str, Tensor], spec: Spec) -> dict[str, Tensor]:
 
 def of_checked(settings: Coding | Reading, static: Mapping[str, Tensor], spec: Spec) -> dict[str, Tensor]:
     """Return what `of` does; raise RecipeError where these are not the tensors of the settings."""
-    own = of(static, spec)
+    tensors = of(static, spec)
     try:
-        check(settings, spec, own)
+        check(settings, spec, tensors)
     except ValueError as error:
         raise RecipeError(
             f"{spec.where}: {settings.method} is calibrated, but {error}; calibrate the cache with these settings"
         ) from error
-    return own
+    return tensors
 
 
 def check(settings: Coding | Reading, spec: Spec, own: Mapping[str, Tensor]) -> None:

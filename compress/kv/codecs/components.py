@@ -41,14 +41,14 @@ def allocate(variances: Tensor, budget: int, unit: int) -> Tensor:
     ]
     heapq.heapify(heap)
     while heap:
-        _, run, head, held = heapq.heappop(heap)
+        _, run, head, run_bits = heapq.heappop(heap)
         if sizes[run] > budget:
             continue
         budget -= sizes[run]
         bits[head, run * unit : run * unit + unit] += 1
-        if held + 1 < MOST_MIXED_BITS:
-            gain = (GAUSSIAN_ERRORS[held + 1] - GAUSSIAN_ERRORS[held + 2]) * runs[run][head] / sizes[run]
-            heapq.heappush(heap, (-gain, run, head, held + 1))
+        if run_bits + 1 < MOST_MIXED_BITS:
+            gain = (GAUSSIAN_ERRORS[run_bits + 1] - GAUSSIAN_ERRORS[run_bits + 2]) * runs[run][head] / sizes[run]
+            heapq.heappush(heap, (-gain, run, head, run_bits + 1))
     return bits
 
 

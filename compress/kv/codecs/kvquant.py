@@ -118,9 +118,9 @@ def k_means(x: Tensor, weight: Tensor, count: int) -> Tensor:
         for _ in range(K_MEANS_ROUNDS):
             cuts = torch.searchsorted(x, (levels[1:] + levels[:-1]) / 2)
             cuts = torch.cat((cuts.new_zeros(1), cuts, cuts.new_full((1,), len(x))))
-            held, sums = mass[cuts].diff(), first[cuts].diff()
-            moved = torch.where(held > 0, sums / held.clamp(min=1e-300), levels)
-            loss = float((second[cuts].diff() - 2 * levels * sums + levels.square() * held).sum())
+            masses, sums = mass[cuts].diff(), first[cuts].diff()
+            moved = torch.where(masses > 0, sums / masses.clamp(min=1e-300), levels)
+            loss = float((second[cuts].diff() - 2 * levels * sums + levels.square() * masses).sum())
             if torch.equal(moved, levels):
                 break
             levels = moved.sort().values

@@ -206,9 +206,9 @@ class Lloyd(Codec):
         kernel, whole = self._reader(query, block), out.shape[-1] // kv_contract.PIECE * kv_contract.PIECE
         whole = 0 if kernel is None else whole
         if kernel is not None and whole:
-            (levels, step), part = self.levels.whole(), _first(block, self.fields, whole)
-            planes = [part[name] for name in self.codes.fields]
-            kernel.scores(query[..., :-1] * step, planes, part["norms"], levels, out[..., :whole])
+            (levels, step), rows = self.levels.whole(), _first(block, self.fields, whole)
+            planes = [rows[name] for name in self.codes.fields]
+            kernel.scores(query[..., :-1] * step, planes, rows["norms"], levels, out[..., :whole])
             out[..., :whole] += query[..., -1:]
         if whole < out.shape[-1]:
             out[..., whole:] = self.scores(query, _last(block, self.fields, whole))
@@ -218,9 +218,9 @@ class Lloyd(Codec):
         whole = 0 if kernel is None else whole
         mixed = p.new_zeros(*p.shape[:3], self.spec.width)
         if kernel is not None and whole:
-            (levels, step), part = self.levels.whole(), _first(block, self.fields, whole)
-            planes = [part[name] for name in self.codes.fields]
-            mixed += kernel.mix(p[..., :whole], planes, part["norms"], levels, self.spec.width) * step
+            (levels, step), rows = self.levels.whole(), _first(block, self.fields, whole)
+            planes = [rows[name] for name in self.codes.fields]
+            mixed += kernel.mix(p[..., :whole], planes, rows["norms"], levels, self.spec.width) * step
         if whole < p.shape[-1]:
             values, norms = self.decode_levels(_last(block, self.fields, whole))
             mixed += (p[..., whole:] * norms.mT) @ values

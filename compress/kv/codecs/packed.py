@@ -110,8 +110,8 @@ class Pieces:
         for head in range(self.shape[0]):
             before = sum(piece.head < head for piece in self.pieces)
             for place in range(MOST_MIXED_BITS + 1):
-                own = sum(piece.head == head and piece.bits > MOST_MIXED_BITS - place for piece in self.pieces)
-                self.bounds[head, place] = before + own
+                count = sum(piece.head == head and piece.bits > MOST_MIXED_BITS - place for piece in self.pieces)
+                self.bounds[head, place] = before + count
         self.lanes, self.columns = torch.full(self.shape, -1), torch.full(self.shape, -1)
         for index, piece in enumerate(self.pieces):
             channels, fields = torch.tensor(piece.channels), torch.arange(len(piece.channels))
@@ -173,15 +173,15 @@ class Pieces:
         place: list[int] = []
         for index, piece in enumerate(self.pieces):
             if piece.bits & width:
-                own = [piece.head * self.shape[1] + channel for channel in piece.channels]
-                source += own + [self.shape[0] * self.shape[1]] * (piece.fields - len(own))
+                channels = [piece.head * self.shape[1] + channel for channel in piece.channels]
+                source += channels + [self.shape[0] * self.shape[1]] * (piece.fields - len(channels))
                 shift += [piece.bits & (width - 1)] * piece.fields
                 start = int(self.starts[index, column])
                 place += range(start, start + piece.fields * width // 8)
         return torch.tensor(source).long(), torch.tensor(shift, dtype=torch.uint8), torch.tensor(place).long()
 
     def _on(self, like: Tensor) -> list[list[Tensor]]:
-        return [[part.to(like.device) for part in plane] for plane in self._planes]
+        return [[tensor.to(like.device) for tensor in plane] for plane in self._planes]
 
 
 def row_nbytes(bits: Tensor) -> int:
@@ -196,7 +196,7 @@ def _pieces(bits: Tensor) -> list[ChannelPiece]:
 def _of_head(head: int, bits: list[int]) -> list[ChannelPiece]:
     pieces = []
     for b in range(MOST_MIXED_BITS, 0, -1):
-        channels = [channel for channel, own in enumerate(bits) if own == b]
+        channels = [channel for channel, channel_bits in enumerate(bits) if channel_bits == b]
         for start in range(0, len(channels), PIECE):
             run = tuple(channels[start : start + PIECE])
             pieces.append(ChannelPiece(head, b, run, PIECE if len(run) > PIECE // 2 else PIECE // 2))

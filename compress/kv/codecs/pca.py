@@ -134,14 +134,14 @@ class Principal(Codec):
             raise RecipeError(f"{spec.where}: back holds a singular matrix; calibrate the cache again")
         self.pieces = Pieces(static["bits"], row)
         self.places = self.pieces.lanes.where(self.pieces.lanes >= 0, PIECE * self.pieces.most)
-        held = {
+        tensors = {
             "mean": static["mean"].float()[:, None],
             "back": back.mT.float().contiguous(),
             "forward": self._by_pieces(inverse.float()).mT.contiguous(),
             "weights": (static["variances"] * (static["bits"] > 0))[:, None],
             "bits": static["bits"],
         }
-        super().__init__(spec, held)
+        super().__init__(spec, tensors)
         self.rope = "pre" if spec.kind == "keys" else "post"
         self.norms = Norms(8, NORM_STEPS)
         self.fields = {"norms": Field("scales"), "codes": Field("codes")}

@@ -136,5 +136,5 @@ def output_norms(values: Tensor, weight: Tensor) -> Tensor:
     by_head = weight.view(heads, -1, width, weight.shape[1])  # h, H / h, width, out
     step = max(1, NUMBERS_PER_PIECE // (heads * by_head.shape[1] * weight.shape[1]))
     # h, H / h, step, out
-    parts = [(part.float()[:, None] @ by_head).abs().sum(-1).mean(1) for part in values.split(step, 1)]
+    parts = [(piece.float()[:, None] @ by_head).abs().sum(-1).mean(1) for piece in values.split(step, 1)]
     return torch.cat(parts, 1) if tokens else values.new_zeros(heads, 0).float()

@@ -86,18 +86,18 @@ def merge_evicted(keys: Tensor, values: Tensor, kept: Tensor, sink: int) -> tupl
     is_kept = torch.zeros(keys.shape[0], dtype=torch.bool, device=keys.device)
     is_kept[kept] = True
     gone = (~is_kept).nonzero()[:, 0]
-    own, others = keys[kept].float(), keys[gone].float()
-    merged_keys, merged_values = own.clone(), values[kept].float()
+    kept_keys, others = keys[kept].float(), keys[gone].float()
+    merged_keys, merged_values = kept_keys.clone(), values[kept].float()
     if not len(gone) or len(kept) <= sink:
         return merged_keys, merged_values
-    targets = functional.normalize(own[sink:], dim=-1)
+    targets = functional.normalize(kept_keys[sink:], dim=-1)
     pieces = functional.normalize(others, dim=-1).split(max(1, COSINES_PER_PIECE // len(targets)))
     nearest = [(piece @ targets.T).max(-1) for piece in pieces]
     cosines = torch.cat([cosine for cosine, _ in nearest])
     places = torch.cat([index for _, index in nearest]) + sink
     chosen = cosines >= cosines.mean()
     weights, places, gone = cosines[chosen][:, None], places[chosen], gone[chosen]
-    counts = own.new_ones(len(own)).index_add_(0, places, own.new_ones(len(places)))[:, None]
+    counts = kept_keys.new_ones(len(kept_keys)).index_add_(0, places, kept_keys.new_ones(len(places)))[:, None]
     for total, source in ((merged_keys, keys), (merged_values, values)):
         total.index_add_(0, places, source[gone].float() * weights)
         total /= counts

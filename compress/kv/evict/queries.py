@@ -28,18 +28,18 @@ def attach(model: nn.Module, cache_of: Callable[[dict[str, Any]], KVCache | None
     modules = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
 
     def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        cache, own = cache_of(kwargs), getattr(getattr(module, "config", None), "_attn_implementation", None)
+        cache, attention_name = cache_of(kwargs), getattr(getattr(module, "config", None), "_attn_implementation", None)
         is_watched = cache is not None and cache.path == "decode" and evicts(cache)
-        if not is_watched or own is None or own.startswith(NAME):
+        if not is_watched or attention_name is None or attention_name.startswith(NAME):
             before.append(None)
             return
-        before.append(own)
-        module.config._attn_implementation = register_watched(own)
+        before.append(attention_name)
+        module.config._attn_implementation = register_watched(attention_name)
 
     def leave(module: Any, args: Any, output: Any) -> None:
-        own = before.pop() if before else None
-        if own is not None:
-            module.config._attn_implementation = own
+        attention_name = before.pop() if before else None
+        if attention_name is not None:
+            module.config._attn_implementation = attention_name
         for each in modules:
             vars(each).pop(LAYER_ATTRIBUTE, None)
 

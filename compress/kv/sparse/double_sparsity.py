@@ -71,8 +71,8 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
     queries = samples["queries"].unflatten(1, (spec.heads, -1))  # tokens, h, query heads, width
     sums = torch.zeros(spec.heads, spec.width, dtype=torch.float64)
     for start in range(0, len(keys), STEP):
-        part = slice(start, start + STEP)
-        sums += (queries[part].abs().sum(2) * keys[part].abs()).sum(0, dtype=torch.float64).cpu()
+        tokens = slice(start, start + STEP)
+        sums += (queries[tokens].abs().sum(2) * keys[tokens].abs()).sum(0, dtype=torch.float64).cpu()
     order = sums.argsort(dim=-1, descending=True, stable=True)
     return {"channels": order[:, : min(config.channels, spec.width)].to(torch.int16).contiguous()}
 

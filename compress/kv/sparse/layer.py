@@ -277,8 +277,10 @@ def _seen_tokens(piece: QueryPiece, choice: TokenChoice | None, mask: Tensor | N
     if choice is not None:
         inner = torch.ones_like(choice.places, dtype=torch.bool) if valid is None else valid
     heads = inner.shape[1]
-    parts = (before, inner, after)
-    return torch.cat([part.expand(batch, heads, 1, size) for part, size in zip(parts, sizes, strict=True)], -1)
+    masks = (before, inner, after)
+    return torch.cat(
+        [mask_part.expand(batch, heads, 1, size) for mask_part, size in zip(masks, sizes, strict=True)], -1
+    )
 
 
 def _mix_values(

@@ -77,7 +77,7 @@ def encode(x: Tensor, tables: Tensor, search: CodeSearch) -> Tensor:
     """Return codes uint8 [h, N, M] of x [h, N, d]; the same for a vector whatever others come with it."""
     h, m, a, _ = tables.shape
     step = max(1, SCORES // (h * a * (a if search.pairs else m)))
-    parts = [_encode(part, tables, search) for part in x.split(step, 1)]
+    parts = [_encode(piece, tables, search) for piece in x.split(step, 1)]
     return torch.cat(parts, 1) if parts else x.new_zeros(h, 0, m, dtype=torch.uint8)
 
 
@@ -194,13 +194,13 @@ def _stage(x: Tensor, training: BookTraining, generator: torch.Generator) -> Ten
         counts = torch.zeros(h, 2, a, 2, a, dtype=torch.float64, device=x.device)
         sums = torch.zeros(h, 2, a, d, dtype=x.dtype, device=x.device)
         lengths = tables.square().sum(-1)[:, :, None] / 2
-        for part in some.split(max(1, SCORES // (h * a * a)), 1):
-            shares = _pair(part, tables, lengths).mul_(-2 / (heat * size)).softmax(-1).unflatten(-1, (a, a))
+        for piece in some.split(max(1, SCORES // (h * a * a)), 1):
+            shares = _pair(piece, tables, lengths).mul_(-2 / (heat * size)).softmax(-1).unflatten(-1, (a, a))
             both, one, two = shares.sum(1), shares.sum(3), shares.sum(2)
             counts[:, 0, :, 1] += both
             counts[:, 1, :, 0] += both.mT
             for i, share in enumerate((one, two)):
                 counts[:, i, :, i].diagonal(dim1=1, dim2=2).add_(share.sum(1))
-                sums[:, i] += share.mT @ part
+                sums[:, i] += share.mT @ piece
         tables = solve(counts, sums, tables, training.tied).float()
     return tables

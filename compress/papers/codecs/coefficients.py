@@ -95,17 +95,17 @@ def greedy(damages: Sequence[Tensor], grids: Sequence[list[int]], budget: int) -
     total = sum(ranks[-1] for ranks in grids)
     heap: list[tuple[float, int]] = []
 
-    def push(part: int) -> None:
-        at = places[part]
+    def push(index: int) -> None:
+        at = places[index]
         if at:
-            size = grids[part][at] - grids[part][at - 1]
-            heapq.heappush(heap, ((curves[part][at - 1] - curves[part][at]) / size, part))
+            size = grids[index][at] - grids[index][at - 1]
+            heapq.heappush(heap, ((curves[index][at - 1] - curves[index][at]) / size, index))
 
-    for part in range(len(grids)):
-        push(part)
+    for index in range(len(grids)):
+        push(index)
     while total > budget and heap:
-        _, part = heapq.heappop(heap)
-        total -= grids[part][places[part]] - grids[part][places[part] - 1]
-        places[part] -= 1
-        push(part)
+        _, index = heapq.heappop(heap)
+        total -= grids[index][places[index]] - grids[index][places[index] - 1]
+        places[index] -= 1
+        push(index)
     return [ranks[at] for ranks, at in zip(grids, places, strict=True)]

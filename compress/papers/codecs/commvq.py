@@ -209,12 +209,12 @@ class Additive(Codec):
     def __init__(self, config: Config, spec: Spec, static: Mapping[str, Tensor]) -> None:
         self.config = config
         tables = all_books(static["codebooks"].float(), config.tied)
-        held = {"mean": static["mean"].float()[:, None], "tables": tables}
+        tensors = {"mean": static["mean"].float()[:, None], "tables": tables}
         if "metric" in static:
-            held |= {"metric": static["metric"].float()}
-            held |= {"measured": tables @ held["metric"][:, None]}
+            tensors |= {"metric": static["metric"].float()}
+            tensors |= {"measured": tables @ tensors["metric"][:, None]}
         self.count = tables.shape[1]  # codes of a vector
-        super().__init__(spec, held)
+        super().__init__(spec, tensors)
         self.rope = "pre" if spec.kind == "keys" else "post"
         self.norms = Norms(8, NORM_STEPS)
         self.fields = {"codes": Field("codes")} | ({} if config.norm == "none" else {"norms": Field("scales")})

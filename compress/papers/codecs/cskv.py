@@ -147,11 +147,11 @@ class Shrunk(Codec):
 
     def __init__(self, spec: Spec, config: Config, static: Mapping[str, Tensor]) -> None:
         rank = int(static["rank"])
-        held = {"mean": static["mean"].float()}
-        held |= {name: static[name][:, :rank].float().contiguous() for name in ("back", "forward")}
-        super().__init__(spec, held)
+        tensors = {"mean": static["mean"].float()}
+        tensors |= {name: static[name][:, :rank].float().contiguous() for name in ("back", "forward")}
+        super().__init__(spec, tensors)
         self.rope = "pre" if spec.kind == "keys" else "post"
-        self.rows = Rows([rank], config.bits, held["back"].square().sum(0)[None])
+        self.rows = Rows([rank], config.bits, tensors["back"].square().sum(0)[None])
         self.fields = self.rows.fields
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:

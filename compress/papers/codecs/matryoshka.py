@@ -300,13 +300,13 @@ class Nested(Codec):
             raise RecipeError(f"{spec.where}: back holds a singular matrix; calibrate the cache again")
         ranks = static["ranks"].tolist()
         is_kept = torch.arange(max(ranks), device="cpu") < static["ranks"].cpu()[:, None]  # of a head's columns
-        held = {
+        tensors = {
             "mean": static["mean"].float()[:, None],
             "back": (back[..., : max(ranks)] * is_kept[:, None]).float().contiguous(),
             "forward": inverse.mT[..., : max(ranks)].float().contiguous(),
         }
-        super().__init__(spec, held)
-        self.rows = Rows(ranks, config.bits, held["back"].square().sum(1))
+        super().__init__(spec, tensors)
+        self.rows = Rows(ranks, config.bits, tensors["back"].square().sum(1))
         self.fields = self.rows.fields
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:

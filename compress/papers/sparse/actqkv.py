@@ -133,12 +133,12 @@ class ActQKV(Reader):
         if self.config.budget == "equal":
             return float(self.config.keep)
         entropy = -(weights * weights.clamp(min=1e-30).log()).sum(-1)
-        own = entropy.exp().mean(1) / weights.shape[-1]  # B, n
-        self.density = own[:, -1]
+        density = entropy.exp().mean(1) / weights.shape[-1]  # B, n
+        self.density = density[:, -1]
         readers = [getattr(layer, "reader", None) for layer in piece.layer.cache.layers]
         others = [x.density for x in readers if isinstance(x, ActQKV) and x is not self and x.density is not None]
-        mean = (sum(others, torch.zeros_like(self.density))[:, None] + own) / (len(others) + 1)
-        return (self.config.keep * own / mean).clamp(max=1)
+        mean = (sum(others, torch.zeros_like(self.density))[:, None] + density) / (len(others) + 1)
+        return (self.config.keep * density / mean).clamp(max=1)
 
 
 def _weights(probe: Tensor, means: Tensor, piece: QueryPiece, size: int) -> Tensor:

@@ -134,8 +134,7 @@ def test_dropped_tokens_come_back(path: CachePath, is_before_rope: bool, monkeyp
     found = steps(prepared(path), prompt(1), 0, cache, [1] * len(FURTHER))
     torch.testing.assert_close(found[0].double(), expected, atol=1e-4, rtol=0)
     assert tuple(layer.stored_tokens for layer in cache.layers) == lengths
-    assert sum(lengths) > sum(slow(0, 0)[1]) + 10  # some came back
-    assert not torch.allclose(expected, slow(0, 0)[0], atol=1e-2)
+    assert sum(lengths) > sum(slow(0, 0)[1]) + 10 and not torch.allclose(expected, slow(0, 0)[0], atol=1e-2)
     for layer in cache.layers:
         assert len(set(layer.columns.tolist())) == layer.stored_tokens
 
