@@ -11,8 +11,8 @@ and decisions have 16 bits together, what states emit is rounded to some hundred
 hardly any path takes it counts less than its square; paths are as good as with exact costs within 0.2% of the squared
 error. Nothing depends on how sequences are batched, and every device finds the same path. The steps run compiled, on a
 CPU (kernels/loops/viterbi.py) and on a GPU (viterbi_triton.py), where that is possible, else in torch. There, batches
-are bounded by `STATES` costs, because a step that stays in the cache is several times faster, and by DECISIONS bytes for
-the decisions of all steps.
+are bounded by `STATES` costs, because a step that stays in the cache is several times faster, and by DECISIONS bytes
+for the decisions of all steps.
 """
 
 from __future__ import annotations
