@@ -113,7 +113,8 @@ def _run(job: Job, as_json: bool, merged_into: Path | None = None) -> None:
 
 def _words(job: Job, options: RunOptions) -> list[str]:
     """The options of a command line that measures for this job, into the folder where it is looked for."""
-    from compress.allocate import prepare_options
+
+    from compress.allocate import variants
 
     words = [job.model, "--recipe", options.recipe]
     words += [word for override in options.recipe_overrides for word in ("--set", override)]
@@ -129,7 +130,7 @@ def _words(job: Job, options: RunOptions) -> list[str]:
     words += [word for name, given in said.items() if given is not None for word in (name, str(given))]
     words += ["--allow-partial"] if job.allow_partial else []
     if job.recipe.allocate is not None:
-        words += ["--measurements", str(job.measurements or prepare_options.folder_of(job))]
+        words += ["--measurements", str(job.measurements or variants.folder_of(job))]
     return words
 
 

@@ -20,8 +20,8 @@ from transformers import Cache, DynamicCache
 from compress.errors import UnsupportedModelError
 from compress.evaluate.feed import fed
 from compress.kv import attention
-from compress.kv.cache import KVCache
 from compress.kv.evict import queries
+from compress.kv.layer import KVCache
 
 QUERIES = 32  # of each window, at its end
 

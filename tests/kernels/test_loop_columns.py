@@ -47,7 +47,7 @@ def test_columns_are_rounded_as_one_by_one(shape: tuple[int, int], is_column_maj
 
     expected = Single()
     loop = feedback._Loop(weight, factor, expected, leaf=columns)
-    loop.node(0, columns)
+    loop.round_leaf(0, columns)
     residual, pending = torch.empty(shape), torch.zeros(shape)
     codes = torch.empty(shape, dtype=torch.uint8)
     column_loops.round_columns(weight, factor, residual, pending, (owner, scale, zero), codes, 15)
