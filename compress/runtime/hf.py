@@ -258,12 +258,12 @@ def register() -> None:
 
 def _check_files(model: PreTrainedModel, directory: Path, weights: set[str]) -> None:
     """Compare the files that are about to be loaded with the manifest beside them."""
-    asked = manifest.is_asked()
-    if asked and not (directory / MANIFEST).is_file():
+    is_verified = manifest.is_asked()
+    if is_verified and not (directory / MANIFEST).is_file():
         from compress.runtime import kv_config
 
         kv_config.fetch(model, directory, MANIFEST)
-    manifest.check_loaded(directory, weights, asked)
+    manifest.check_loaded(directory, weights, is_verified)
 
 
 def _set_pruning(model: nn.Module, config: CompressConfig) -> None:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from compress.kv.codec import Spec
-from compress.kv.codecs import lloyd
 from compress.papers.codecs import matryoshka
 from compress.papers.codecs.coefficients import greedy, grid
-from kv_cases import refusal, through_a_model
+from kv_cases import refusal
 
 HEADS, GROUP, WIDTH = 2, 2, 8
 COUNT, LENGTH, SINK, TAIL = 3, 40, 3, 6
@@ -73,26 +72,6 @@ def test_against_plain_projections(kind: str, ranks: list[int], basis: str) -> N
         torch.testing.assert_close(made.decode(block)[0, head].double(), expected, atol=8e-3, rtol=2e-3)
         if rank == WIDTH:
             torch.testing.assert_close(expected, x[0, head].double(), atol=1e-9, rtol=0)
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_against_a_plain_coder(bits: int) -> None:
-    ranks = [6, 4]
-    made, static = codec("values", ranks, bits=bits)
-    x = normal(1, HEADS, 30, WIDTH, seed=41) + 1
-    block = made.encode(x, {})
-    table = lloyd.levels(bits).double()
-    for head, rank in enumerate(ranks):
-        back, mean = static["back"][head].double(), static["mean"][head].double()
-        z = torch.linalg.solve(back, (x[0, head].double() - mean).T).T[:, :rank]
-        weights = back[:, :rank].square().sum(0) / back[:, :rank].square().sum()
-        size = (z.square() * weights).sum(1, keepdim=True).sqrt()
-        first = table[(z / size)[..., None].sub(table).abs().argmin(-1)]
-        norms = (z * first * weights).sum(1, keepdim=True) / (first.square() * weights).sum(1, keepdim=True)
-        norms = 2 ** ((norms.log2() * 16).round() / 16)
-        expected = table[(z / norms)[..., None].sub(table).abs().argmin(-1)] * norms @ back[:, :rank].T + mean
-        wrong = (made.decode(block)[0, head] - expected).abs() > 1e-3 * float(expected.abs().max())
-        assert wrong.any(1).double().mean() < 0.07  # ties, of norms and of levels
 
 
 @pytest.mark.parametrize("bits", [16, 4])
@@ -176,9 +155,6 @@ def test_layers_and_kinds_share_a_budget() -> None:
     ranks = [static["ranks"].tolist() for _, _, static in learned]
     assert sum(map(sum, ranks)) == 4 * HEADS * WIDTH // 2
     assert ranks == [[2, 2], [2, 2], [2, 6], [8, 8]]  # the keys of layer 1 and the values of layer 0 hurt alike
-    fixed = (matryoshka.Config(ranks="even"), spec("keys"), {})
-    matryoshka.balance([fixed])
-    assert not fixed[2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -206,42 +182,12 @@ def test_the_weighted_basis_loses_least(kind: str) -> None:
 def test_training_keeps_the_basis_orthogonal_and_lowers_the_damage(kind: str) -> None:
     first = calibrated(kind, basis="orthogonal")
     found = calibrated(kind, basis="orthogonal", steps=80, rate=1e-2)
-    again = calibrated(kind, basis="orthogonal", steps=80, rate=1e-2)
-    assert all(torch.equal(found[name], again[name]) for name in found)
     for static in (first, found):
         unit = static["back"].double()
         unit = unit / unit.norm(dim=1, keepdim=True)
         torch.testing.assert_close(unit.mT @ unit, torch.eye(WIDTH).double().expand(HEADS, -1, -1), atol=4e-3, rtol=0)
     ratio = found["damages"][:, :-1] / first["damages"][:, :-1]
     assert float(ratio.log().mean().exp()) < 0.9
-    turn = matryoshka.cayley(normal(HEADS, WIDTH, WIDTH, seed=1).double())
-    torch.testing.assert_close(turn.mT @ turn, torch.eye(WIDTH).double().expand(HEADS, -1, -1), atol=1e-12, rtol=0)
-
-
-def test_the_order_of_samples_does_not_matter() -> None:
-    given, order = samples(), torch.tensor([2, 0, 1])
-    moved = {}
-    for name, x in given.items():
-        parts = x if name.endswith("_sink") else x.unflatten(0, (COUNT, -1))
-        moved[name] = parts[order] if name.endswith("_sink") else parts[order].flatten(0, 1)
-    for kind in KINDS:
-        config = matryoshka.Config(exact_tail=TAIL, unit=2)
-        one, other = (matryoshka.calibrate(config, spec(kind), x) for x in (given, moved))
-        torch.testing.assert_close(one["damages"], other["damages"], rtol=1e-2, atol=1e-6)
-        torch.testing.assert_close(one["back"].abs(), other["back"].abs(), rtol=0, atol=2e-3)
-        assert torch.equal(one["ranks"], other["ranks"])
-
-
-@pytest.mark.parametrize("settings", [{"keep": 0.5}, {"keep": 1.0}, {"keep": 0.75, "bits": 8, "ranks": "even"}])
-def test_calibrated_on_a_model(settings: dict[str, Any]) -> None:
-    """Both paths give the same logits for a padded batch; all channels stay near the exact cache."""
-    recipe = {"method": "matryoshka", **settings, "residual_length": 4, "flush": 4, "exact_tail": 4}
-    static, (decoded, fused, exact) = through_a_model(recipe)
-    ranks = [static[f"layers.{layer}.{kind}.ranks"] for layer in range(2) for kind in KINDS]
-    assert sum(int(x.sum()) for x in ranks) <= settings["keep"] * sum(16 * len(x) for x in ranks)
-    torch.testing.assert_close(decoded, fused, atol=1e-4, rtol=1e-4)
-    if settings["keep"] == 1:
-        assert float((decoded - exact).norm() / exact.norm()) < 1e-3
 
 
 def test_what_is_refused() -> None:
@@ -249,15 +195,6 @@ def test_what_is_refused() -> None:
     own = calibrated("keys", unit=4)
     zero = {**own, "ranks": torch.zeros(HEADS, dtype=torch.int32)}
     assert "ranks holds 0, which is not between 1 and 8" in refusal("matryoshka", spec("keys"), zero)
-    flat = {**own, "back": torch.zeros_like(own["back"])}
-    assert "singular" in refusal("matryoshka", spec("keys"), flat)
-    for settings, match in (
-        ({"keep": 0.0}, "keep 0.0"),
-        ({"keep": 1.5}, "keep 1.5"),
-        ({"unit": 0}, "unit 0"),
-        ({"steps": 5}, "steps 5 train an orthogonal basis"),
-        ({"rate": 0.0}, "rate above 0"),
-        ({"exact_tail": -1}, "exact_tail -1"),
-    ):
+    for settings, match in (({"keep": 0.0}, "keep 0.0"), ({"steps": 5}, "steps 5 train an orthogonal basis")):
         with pytest.raises(ValueError, match=match):
             matryoshka.Config(**settings)

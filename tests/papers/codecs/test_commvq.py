@@ -12,7 +12,7 @@ from torch import Tensor
 from compress.errors import CalibrationError, RecipeError
 from compress.kv.codec import Spec, rotate
 from compress.papers.codecs import additive, commvq
-from compress.papers.codecs.additive import Search, Training
+from compress.papers.codecs.additive import CodeSearch
 
 HEADS, WIDTH, QUERIES = 2, 16, 2
 SETTINGS: list[dict[str, Any]] = [
@@ -75,17 +75,17 @@ def test_entries_commute_with_turns() -> None:
     table, t = normal(7, WIDTH).double(), turns(5, WIDTH)
     for token in range(5):
         row = {name: x[:, token : token + 1].expand(-1, 7, -1) for name, x in t.items()}
-        one = rotate_double(additive.turned(table), **row)
-        torch.testing.assert_close(one, additive.turned(rotate_double(table, **row)), atol=1e-15, rtol=0)
+        one = rotate_double(additive.quarter_turn(table), **row)
+        torch.testing.assert_close(one, additive.quarter_turn(rotate_double(table, **row)), atol=1e-15, rtol=0)
     x, y = table[3, : WIDTH // 2], table[3, WIDTH // 2 :]
     a, b = table[1, : WIDTH // 2], table[1, WIDTH // 2 :]
     pair = torch.cat((x - b, y + a))  # C_3 e1 + C_1 e2
-    torch.testing.assert_close(pair, table[3] + additive.turned(table[1]))
+    torch.testing.assert_close(pair, table[3] + additive.quarter_turn(table[1]))
 
 
 def rotate_double(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [n, width] with cos, sin [1, n, width]."""
-    return x * cos[0] + additive.turned(x) * sin[0]
+    return x * cos[0] + additive.quarter_turn(x) * sin[0]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -116,13 +116,6 @@ def test_values_without_decoding(settings: dict[str, Any]) -> None:
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
 
 
-def test_the_pair_of_a_stage_is_the_nearest_of_all() -> None:
-    x, tables = normal(HEADS, 40, WIDTH).double(), additive.widened(normal(HEADS, 1, 8, WIDTH, seed=1).double(), True)
-    sums = (tables[:, 0, :, None] + tables[:, 1, None]).flatten(1, 2)
-    codes = additive.encode(x, tables, Search(0, True)).long()
-    assert torch.equal(codes[..., 0] * 8 + codes[..., 1], torch.cdist(x, sums).min(-1)[1])
-
-
 @pytest.mark.parametrize("pairs", [True, False])
 def test_search_against_all_sums(pairs: bool) -> None:
     """Greedy codes are those of a plain loop; sweeps never raise the error, and end near the best of all sums."""
@@ -131,9 +124,9 @@ def test_search_against_all_sums(pairs: bool) -> None:
     best = torch.cdist(x[0], additive.total(every[None], tables)[0]).square().min(-1)[0]
     errors = []
     for sweeps in (0, 1, 4):
-        codes = additive.encode(x, tables, Search(sweeps, pairs))
+        codes = additive.encode(x, tables, CodeSearch(sweeps, pairs))
         errors.append((x - additive.total(codes, tables)).square().sum(-1)[0])
-        single = torch.cat([additive.encode(x[:, i : i + 1], tables, Search(sweeps, pairs)) for i in range(60)], 1)
+        single = torch.cat([additive.encode(x[:, i : i + 1], tables, CodeSearch(sweeps, pairs)) for i in range(60)], 1)
         assert torch.equal(codes, single)
     assert (errors[1] <= errors[0] + 1e-9).all() and (errors[2] <= errors[1] + 1e-9).all()
     assert (errors[2] >= best - 1e-9).all() and errors[2].sum() < 1.5 * best.sum()
@@ -142,7 +135,7 @@ def test_search_against_all_sums(pairs: bool) -> None:
         for m in range(4):
             codes.append(torch.cdist(left, tables[0, m]).min(-1)[1])
             left -= tables[0, m, codes[-1]]
-        assert torch.equal(additive.encode(x, tables, Search(0, False))[0].long(), torch.stack(codes, -1))
+        assert torch.equal(additive.encode(x, tables, CodeSearch(0, False))[0].long(), torch.stack(codes, -1))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -151,7 +144,7 @@ def test_the_maximization_step_is_least_squares(tied: bool) -> None:
     a, m, count = 3, 4, 50
     x = normal(1, count, 8).double()
     codes = torch.randint(0, a, (1, count, m), generator=torch.Generator().manual_seed(0))
-    before = additive.widened(normal(1, m // 2, a, 8, seed=2).double(), True)
+    before = additive.all_books(normal(1, m // 2, a, 8, seed=2).double(), True)
     found = additive.solve(*additive.moments(x, codes, a), before, tied)
     books = m // 2 if tied else m
     design = torch.zeros(count, 8, books * a * 8, dtype=torch.float64)
@@ -159,35 +152,24 @@ def test_the_maximization_step_is_least_squares(tied: bool) -> None:
     for n in range(count):
         for i in range(m):
             entry = (i // 2 if tied else i) * a + int(codes[0, n, i])
-            turn = additive.turned(eye).mT if tied and i % 2 else eye
+            turn = additive.quarter_turn(eye).mT if tied and i % 2 else eye
             design[n, :, entry * 8 : entry * 8 + 8] += turn
     held = math.sqrt(additive.RIDGE) * torch.eye(design.shape[-1], dtype=torch.float64)
     weight = 2**0.5 if tied else 1.0  # a tied entry stands in two codebooks
-    old = additive.stored(before, tied).flatten()
+    old = additive.own_books(before, tied).flatten()
     rows = torch.cat((design.flatten(0, 1), weight * held))
     expected = torch.linalg.lstsq(rows, torch.cat((x.flatten(), weight * held @ old)), driver="gelsd").solution
-    torch.testing.assert_close(additive.stored(found, tied).flatten(), expected, atol=1e-8, rtol=1e-8)
+    torch.testing.assert_close(additive.own_books(found, tied).flatten(), expected, atol=1e-8, rtol=1e-8)
     losses = [float((x - additive.total(codes, t)).square().sum()) for t in (before, found)]
     assert losses[1] < losses[0]
-
-
-def test_more_rounds_never_lose() -> None:
-    x = samples()["keys_pre"].transpose(0, 1)
-    losses = []
-    for rounds in (0, 1, 2, 6):
-        training, search = Training(8, 2, True, 4, rounds), Search(1)
-        tables = additive.learn(x, training, search, torch.Generator().manual_seed(0))
-        losses.append(float((x - additive.total(additive.encode(x, tables, search), tables)).square().sum()))
-    assert all(after <= before for before, after in zip(losses, losses[1:], strict=False)), losses
-    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_the_metric_of_keys() -> None:
     """It commutes with right angles; for queries whose pairs have no direction it is the error of scores."""
     one = samples()["queries"].unflatten(1, (HEADS, -1)).transpose(0, 1).flatten(1, 2)
-    queries = torch.cat((one, additive.turned(one)), 1).double()
+    queries = torch.cat((one, additive.quarter_turn(one)), 1).double()
     factor, errors = commvq.metric(queries), normal(HEADS, 20, WIDTH, seed=4).double()
-    torch.testing.assert_close(additive.turned(errors @ factor), additive.turned(errors) @ factor)
+    torch.testing.assert_close(additive.quarter_turn(errors @ factor), additive.quarter_turn(errors) @ factor)
     felt = (errors @ queries.mT).square().mean(-1)
     size = queries.square().mean((1, 2))[:, None]
     torch.testing.assert_close((errors @ factor).square().sum(-1), felt / size, rtol=0.02, atol=0)
@@ -200,22 +182,6 @@ def test_packed_codes() -> None:
             rows = commvq.pack(codes, bits)
             assert torch.equal(commvq.unpack(rows, bits, count), codes)
             assert rows.shape[-1] == sum(-(-count * width // 8) for width in commvq.planes(bits))
-
-
-@pytest.mark.parametrize("kind", ["keys", "values"])
-def test_same_seed_same_bytes_and_less_error_with_more_bits(kind: str) -> None:
-    config, x = commvq.Config(bits=1.0, entries=16), samples()["keys_pre" if kind == "keys" else "values"]
-    one, two, other = (
-        commvq.calibrate(commvq.Config(bits=1.0, entries=16, seed=seed), spec(kind), samples()) for seed in (0, 0, 1)
-    )
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert not torch.equal(one["codebooks"], other["codebooks"])
-    rows, errors = x.transpose(0, 1)[None], []
-    for bits in (0.5, 1.0, 2.0):
-        made = codec(kind, {"bits": bits, "entries": 16})
-        errors.append(float((made.decode(made.encode(rows, {})) - rows).square().sum()))
-    assert errors[2] < errors[1] < errors[0] < 0.6 * float((rows - rows.mean(2, keepdim=True)).square().sum())
-    assert config.stages(WIDTH) == 2
 
 
 def test_what_is_refused() -> None:

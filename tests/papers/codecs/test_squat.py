@@ -192,9 +192,8 @@ def test_chunks_and_padding() -> None:
 
 
 def test_errors() -> None:
-    assert "keys: squat is calibrated, but compensation is missing, expected float16 [2, 384]" in refusal(
-        "squat", spec(), {}
-    )
+    error = refusal("squat", spec(), {})
+    assert "keys: squat is calibrated, but compensation is missing, expected float16 [2, 384]" in error
     assert isinstance(squat.build(squat.Config(), spec("values"), {}), kivi.ByToken)
     for settings in ({"bits": 0}, {"columns": 0}, {"strength": -1.0}, {"rank": 0}, {"group_size": 1}):
         with pytest.raises(ValueError, match=next(iter(settings))):
