@@ -119,11 +119,11 @@ def quantize(task: LinearTask, seed: int) -> Quantized:
     layer = task.layer
     if layer.scheme.config is None:
         stored = dense.pack(task.weight, layer.stored.params)
-        return _finished(task, Quantized(PackedWeight(layer.stored, stored, layer.spec.shape)), seed)
-    target, stats, method_seed = _given(task, seed)
+        return _with_surroundings(task, Quantized(PackedWeight(layer.stored, stored, layer.spec.shape)), seed)
+    target, stats, method_seed = _method_inputs(task, seed)
     method, config = plugins.load("quant", layer.scheme.method), layer.scheme.config
     quantize_target = partial(_quantize_by_tiles, layer) if hasattr(method, "quantize_rows") else method.quantize
-    with _named(layer):
+    with _naming(layer):
         if layer.scheme.lowrank is None:
             result = quantize_target(target, stats, config, method_seed)
         else:
@@ -134,7 +134,7 @@ def quantize(task: LinearTask, seed: int) -> Quantized:
                 lambda rest: quantize_target(rest, stats, config, method_seed),
                 method_seed,
             )
-    return _finished(task, result, seed)
+    return _with_surroundings(task, result, seed)
 
 
 def _quantize_by_tiles(layer: LayerPlan, target: Tensor, stats: Stats | None, config: Any, seed: int) -> Quantized:
@@ -158,9 +158,9 @@ class Tiles(NamedTuple):
 def quantize_tiles(task: LinearTask, numbers: slice, seed: int) -> Tiles:
     """Quantize these of the tiles of a linear."""
     begun, layer = time.monotonic(), task.layer
-    target, stats, _ = _given(task, seed)
+    target, stats, _ = _method_inputs(task, seed)
     method = plugins.load("quant", layer.scheme.method)
-    with _named(layer):
+    with _naming(layer):
         rounding = method.prepare(target, stats, layer.scheme.config)
         parts = [method.quantize_rows(rounding, rows) for rows in sizes.spans(layer)[numbers]]
     rounding.release()
@@ -170,7 +170,7 @@ def quantize_tiles(task: LinearTask, numbers: slice, seed: int) -> Tiles:
 def join_tiles(task: LinearTask, tiles: Tiles, parts: Sequence[Any], seed: int) -> Quantized:
     """Return a linear, whose `parts` are its tiles in order; tiles: some of them."""
     method = plugins.load("quant", task.layer.scheme.method)
-    return _finished(task, method.join(tiles.rounding, parts), seed)
+    return _with_surroundings(task, method.join(tiles.rounding, parts), seed)
 
 
 def _statistics(task: LinearTask) -> InputStatistics:
@@ -178,7 +178,7 @@ def _statistics(task: LinearTask) -> InputStatistics:
     return task.statistics if sizes.needs_statistics(task.layer) else NO_STATISTICS
 
 
-def _given(task: LinearTask, seed: int) -> tuple[Tensor, Stats | None, int]:
+def _method_inputs(task: LinearTask, seed: int) -> tuple[Tensor, Stats | None, int]:
     """Return what the method of a linear is given: the target [out, in], statistics, and a seed."""
     layer, given = task.layer, _statistics(task)
     target, stats = given.target(task.weight), given.for_layer(layer)
@@ -187,7 +187,7 @@ def _given(task: LinearTask, seed: int) -> tuple[Tensor, Stats | None, int]:
 
 
 @contextmanager
-def _named(layer: LayerPlan) -> Iterator[None]:
+def _naming(layer: LayerPlan) -> Iterator[None]:
     """Name the linear in errors of numbers."""
     try:
         yield
@@ -196,7 +196,7 @@ def _named(layer: LayerPlan) -> Iterator[None]:
         raise NumericalError(message) from error
 
 
-def _finished(task: LinearTask, result: Quantized, seed: int) -> Quantized:
+def _with_surroundings(task: LinearTask, result: Quantized, seed: int) -> Quantized:
     """Return what is stored of a quantized linear, with what lies around it, and all notes."""
     layer, packed, notes = task.layer, result.weight, result.notes
     if layer.stored.ops and layer.scheme.config is not None:
