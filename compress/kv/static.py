@@ -43,7 +43,7 @@ def check(settings: Coding | Reading, spec: Spec, own: Mapping[str, Tensor]) -> 
     """
     specs = _specs(settings, spec)
     read = {name: tensor for name, tensor in own.items() if name in specs}
-    checks.specified(read, specs)
+    checks.check_specs(read, specs)
     for name, tensor in read.items():
         if tensor.is_floating_point():
             checks.finite(name, tensor)
@@ -70,7 +70,7 @@ def check_names(
             full = _prefix(spec) + name
             held = tensors.get(full) if not is_certain else None
             expected[full] = (shape, dtype) if held is None else (tuple(held.shape), held.dtype)
-    checks.specified(tensors, expected)
+    checks.check_specs(tensors, expected)
 
 
 def check_all(

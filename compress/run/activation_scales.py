@@ -27,7 +27,9 @@ def calibrate(
 
     def add(name: str, inputs: Tensor) -> None:
         layer = static[name]
-        largest[name].add(transforms.apply_input(inputs, layer.stored.ops, incoherence.drawn(layer, seed, inputs)))
+        largest[name].add(
+            transforms.apply_input(inputs, layer.stored.ops, incoherence.draw_on_device(layer, seed, inputs))
+        )
 
     hooks = [(stream.skeleton.linear(block, name), partial(add, name)) for name in static]
     stream.forward(index, block, "calibrating", BlockPass(QUANTIZED, None, lambda _: calib_stats.hooked(hooks)))

@@ -163,7 +163,7 @@ def _finished(task: LinearTask, result: Quantized, seed: int) -> Quantized:
     """Return what is stored of a quantized linear, with what lies around it, and all notes."""
     layer, packed, notes = task.layer, result.weight, result.notes
     if layer.stored.ops and layer.scheme.config is not None:
-        packed, notes = incoherence.wrapped(packed, layer, seed), (*incoherence.notes(layer), *notes)
+        packed, notes = incoherence.wrap(packed, layer, seed), (*incoherence.notes(layer), *notes)
     if layer.stored.activations is not None:
         scale = {IN_SCALE: task.in_scale} if task.in_scale is not None else {}
         stored = dataclasses.replace(packed.stored, activations=layer.stored.activations)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import trellis as trellis_format
-from compress.formats.trellis import BYTE_SUMS, CENTRE, Params
+from compress.formats.trellis import BYTE_SUM_CENTRE, BYTE_SUMS, Params
 from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import emitter, row_decoder
@@ -160,7 +160,7 @@ class _Sums(_Trellis, TiledSums):
         first, last, self.columns, self.spans, self.rows, self.tile_blocks, self.tokens = self.integers
         with self.loop(self.tokens) as m:
             sums = self.scaled_sums(self.x_scales, self.x_sums, m, self.spans)
-            self.store(self.b.fmul(self.float(CENTRE), sums), self.space, self.further(m))
+            self.store(self.b.fmul(self.float(BYTE_SUM_CENTRE), sums), self.space, self.further(m))
         self.write(first, last, SPAN)
 
     def start_block(self, block: Any) -> None:
@@ -222,7 +222,7 @@ class _Decode(_Trellis):
     def _values(self, sums: Any, row: Any) -> Any:
         """Weights, float32."""
         b, kind = self.b, self.vector(self.float, CHUNK)
-        centred = b.sitofp(b.sub(sums, self._shorts(CENTRE)), kind)
+        centred = b.sitofp(b.sub(sums, self._shorts(BYTE_SUM_CENTRE)), kind)
         low = b.fmul(centred, self.constant(self.float, CHUNK, self.low))
         value = self.intrinsic(f"llvm.fma.v{CHUNK}f32", kind, centred, self.constant(self.float, CHUNK, self.high), low)
         value = b.fmul(value, self.scale)

@@ -105,7 +105,7 @@ def check_store(store: Store, held: Mapping[str, Tensor], fact: Mapping[str, Any
     moved = held["order"].shape[-1] if "order" in held and held["order"].dim() else 0
     if moved:
         expected |= dict.fromkeys(("order", "source"), ((batch, min(moved, seen)), torch.int64))
-    checks.specified(held, expected)
+    checks.check_specs(held, expected)
     if moved:
         for row in held["order"]:
             checks.distinct("order", row, moved)
@@ -124,7 +124,7 @@ def check_shared(held: Mapping[str, Tensor], pads: Tensor | None, sizes: Sequenc
         if not fits or shape[0] not in (1, batch) or tensor.is_floating_point() == (name == "positions"):
             raise ValueError(f"rope.{name} has the shape {list(shape)}")
     if pads is not None:
-        checks.specified({"pads": pads}, {"pads": ((batch,), torch.int64)})
+        checks.check_specs({"pads": pads}, {"pads": ((batch,), torch.int64)})
         checks.within("pads", pads, 0, tokens)
 
 
