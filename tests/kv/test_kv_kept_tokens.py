@@ -15,7 +15,7 @@ from compress.kv.cache import make_cache
 from compress.kv.evict import kept_tokens
 from compress.kv.layer import KVCache
 from compress.kv.settings import cache_settings
-from compress.run import cache_bytes, kv_cache
+from compress.run import kv_cache
 from compress.runtime import kv_config
 from pico import build
 
@@ -64,7 +64,7 @@ def test_tokens_and_bytes_are_those_of_a_cache_of_that_context(model: PreTrained
         stored = [kept + context - prompt for kept in kept_tokens.by_layer(model.config, settings, context)]
         assert stored == [layer.stored_tokens for layer in cache.layers]
         assert min(stored) < context or name == "tokens"
-        found = cache_bytes.at_context(model.config, settings, {}, torch.float32, context)
+        found = kv_cache.bytes_at_context(model.config, settings, {}, torch.float32, context)
         held, rope = cache.nbytes(), cache.rope.nbytes
         rows = 16 * 4 + 4 if rope else 0  # the cache of such few tokens need not hold rows beside positions
         expected = (held.total - rope + held.static) / context + rows

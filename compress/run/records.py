@@ -1,12 +1,13 @@
-"""Write README.md of a checkpoint: the model card that the hub shows, with facts of the run only.
+"""Write what a finished checkpoint says of itself, facts of the run only: model card, report, page, manifest.
 
-Its front matter names the base model only by its hub id: the one that was given, or loaded. License, language and
-kind of task are those of the base's own card, where that lies beside the base.
+The front matter of the model card (README.md) names the base model only by its hub id: the one that was given, or
+loaded. License, language and kind of task are those of the base's own card, where that lies beside the base.
 """
 
 from __future__ import annotations
 
 import html
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,12 +16,16 @@ from typing import Any, ClassVar
 import yaml
 
 from compress import process_memory
-from compress.errors import one_line
+from compress.errors import first_line, one_line
 from compress.kv.settings import KINDS
-from compress.model.opener import opener
-from compress.run.job import RunState
-from compress.storage.files import open_regular
-from compress.storage.known_files import CARD
+from compress.model.architectures import opener
+from compress.pages import checkpoint as pages
+from compress.progress import note
+from compress.run.job import RunState, write_manifest
+from compress.storage.checkpoint import write_text
+from compress.storage.files import open_regular, read_text
+from compress.storage.known_files import CARD, REPORT
+from compress.storage.manifest import PAGE, RECIPE
 from compress.storage.paths import HUB_ID
 from compress.types import LayerPlan
 
@@ -29,7 +34,7 @@ READ = 1 << 16  # bytes of the base's card
 FRONT = re.compile(r"\A---\r?\n(.*?)\r?\n---\s*?$", re.DOTALL | re.MULTILINE)
 COPIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 WORD = re.compile(r"[\w.:/+-]{1,200}")
-SNAPSHOT = re.compile(r"models--([\w.-]+)--([\w.-]+)/snapshots/[0-9a-f]+/?$")  # of the hub's cache
+HUB_SNAPSHOT = re.compile(r"models--([\w.-]+)--([\w.-]+)/snapshots/[0-9a-f]+/?$")
 TASKS = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForImageTextToText": "image-text-to-text",
@@ -110,6 +115,24 @@ decoded weights.
 """
 
 
+def write(directory: Path, run: RunState, result: dict[str, Any]) -> None:
+    """Write model card, report and page, and at last the manifest, which has the hash of every file."""
+    write_text(directory / CARD, text(run, result))
+    write_text(directory / REPORT, json.dumps(result, indent=1) + "\n")
+    _write_page(directory, result, run.job.out)
+    write_manifest(directory, run.job, run.prepared.skeleton.checkpoint)
+
+
+def _write_page(directory: Path, result: dict[str, Any], out: Path) -> None:
+    """Write the page of a checkpoint; one that cannot be written is a note, since the checkpoint does without."""
+    page = directory / PAGE
+    try:
+        write_text(page, pages.page(result, read_text(directory / RECIPE)))
+    except Exception as error:  # noqa: BLE001  (whatever is wrong with a page, the checkpoint is finished)
+        page.with_name(page.name + ".part").unlink(missing_ok=True)
+        note(f"no {PAGE} was written ({first_line(error)}); compress report {out} tries it again")
+
+
 def text(run: RunState, report: Mapping[str, Any]) -> str:
     """Return the card of a run with this report."""
     checkpoint, opened_by = run.prepared.skeleton.checkpoint, opener(run.prepared.skeleton.config).__name__
@@ -123,7 +146,7 @@ def text(run: RunState, report: Mapping[str, Any]) -> str:
         source=process_memory.show(report["source_nbytes"]),
         package=PACKAGE,
         base=BASE.format(base=plain(report["base"])) if report["base"] else "",
-        made=_made(run, report),
+        made=_how_made(run, report),
         opener=opened_by,
     )
     return f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n{body}"
@@ -182,7 +205,7 @@ def base_model(model: str, given: str | None) -> str | None:
         return given
     path = Path(model)
     if path.exists():
-        cached = SNAPSHOT.search(str(path.resolve()))
+        cached = HUB_SNAPSHOT.search(str(path.resolve()))
         return "/".join(cached.groups()) if cached else None
     return model if HUB_ID.fullmatch(model) and not model.startswith(".") else None
 
@@ -191,8 +214,8 @@ def base_card(directory: Path) -> dict[str, Any]:
     """Return words and lists of words of the front matter of a directory's card; {} where there is none to be read."""
     try:
         with open_regular(directory / CARD) as stream:
-            found = FRONT.match(stream.read(READ).decode(errors="replace"))
-        values = yaml.load(found[1], Loader=Words) if found else None
+            front = FRONT.match(stream.read(READ).decode(errors="replace"))
+        values = yaml.load(front[1], Loader=Words) if front else None
     except (OSError, yaml.YAMLError, RecursionError, ValueError):
         return {}
     return {key: value for key, value in values.items() if _is_words(value)} if isinstance(values, dict) else {}
@@ -224,7 +247,7 @@ def _cache(section: Mapping[str, Any]) -> str:
     return f"Cache of generation: {'; '.join(said)}, and the first {section['keys']['sink']}{others}."
 
 
-def _made(run: RunState, report: Mapping[str, Any]) -> str:
+def _how_made(run: RunState, report: Mapping[str, Any]) -> str:
     """Return how the weights and the cache were made, in a few lines."""
     lines, calibration = [], report["calibration"]
     if calibration is None:
