@@ -59,7 +59,7 @@ def check_names(
     is_certain: bool,
     reading: Reading | None = None,
 ) -> None:
-    """Check what a file says that it holds for the layers of a model, before any of it is read.
+    """Check the names, shapes and types that a file lists for the layers of a model, before any of it is read.
 
     heads: of queries, of keys, and the width of a head; unless these are certain, names are checked and nothing else.
     tensors: whatever has a `shape` and a `dtype`, by full name. Raises ValueError, which begins with such a name.
@@ -118,7 +118,7 @@ def head_shape(config: Any) -> tuple[int, int, int]:
 
 
 def states_heads(config: Any) -> bool:
-    """Return whether a configuration says of the heads of its keys what `head_shape` reads, and nothing more.
+    """Return whether `head_shape` reads all that a configuration has about the heads of its keys.
 
     Where it has further settings (latent keys, layers with heads of their own, all queries sharing a head), the first
     keys that come tell their shape.

@@ -1,4 +1,4 @@
-"""Check what a file says of coded layers before compiled code reads their codes, which trusts shapes and types.
+"""Check the entries of coded layers in a file before compiled code reads their codes, which trusts shapes and types.
 
 Hashes find what was damaged on the way. They do not find a file that was made to mislead, because whoever makes it
 computes them anew. So each tensor is compared with one of the same codec, which codes a few tokens for that. All
@@ -68,7 +68,7 @@ def heads_of(model: Any, layers: int) -> list[dict[str, Heads]]:
 
 
 def check_layer(fact: Mapping[str, Any], heads: Mapping[str, Heads], tokens: int) -> None:
-    """Check what is said of a layer of a model with these heads, which has seen so many tokens."""
+    """Check the entry of a layer of a model with these heads, which has seen so many tokens."""
     if wrong := json_text.mismatch(fact, LAYER):
         raise ValueError(wrong)
     if fact["seen"] != tokens:
