@@ -31,7 +31,7 @@ ALLOWED = {
     "compress.calib.chats": "what Linux says of this process",
     "compress.cli.streams": "the null device",
     "compress.process_memory": "what Linux says of this process",
-    "compress.kernels.object_cache": "a folder of this user's alone, whose owner is checked; new files only",
+    "compress.kernels.llvm": "a folder of this user's alone, whose owner is checked; new files only",
     "compress.model.gguf_names": "a tokenizer, into a temporary folder that this process has made",
     "compress.run.source": "links, into a temporary folder that this process has made",
     "compress.export.targets.gguf": "a new file in the folder of an export",

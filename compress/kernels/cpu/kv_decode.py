@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
-from compress.kernels.cpu.emitter import LANES
+from compress.kernels.cpu.emitter import LANES, Writer
 from compress.kernels.cpu.kv_affine import THREAD, PackedEmitter, addresses
-from compress.kernels.cpu.row_decoder import Writer
 from compress.kernels.kv_contract import PlanarCodes
 from compress.numerics.packing import FIELDS
 

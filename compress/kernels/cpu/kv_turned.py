@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
-from compress.kernels.cpu.emitter import LANES
+from compress.kernels.cpu.emitter import LANES, Writer
 from compress.kernels.cpu.kv_basis import KeyTransform, tile_config
 from compress.kernels.cpu.kv_mixed import Unpacker
-from compress.kernels.cpu.row_decoder import Writer
 from compress.kernels.kv_contract import BLOCK, MixedCodes, Rotary
 
 LINE = 64

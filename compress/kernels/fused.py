@@ -41,7 +41,7 @@ class Weights:
             kernels.append(kernel)
         known = [ref(kernel) for kernel in kernels]
         if known != self._kernels:
-            self._kernels, self._run = known, kernels[0].beside(kernels[1:])
+            self._kernels, self._run = known, kernels[0].fuse(kernels[1:])
         x = x.contiguous()
         if self._run is not None and all(each.takes(x) for each in self.weights):
             return self._run(kernels, x)
