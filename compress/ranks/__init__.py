@@ -128,15 +128,15 @@ def environment_alone(place: int = 0, devices: int = 0, threads: int | None = No
     process of torchrun, and each place, gets one in turn; 0: none is chosen. threads: for products on the CPU, unless
     the environment says how many.
     """
-    found = {name: value for name, value in os.environ.items() if name not in OF_TORCHRUN}
+    environment = {name: value for name, value in os.environ.items() if name not in OF_TORCHRUN}
     if devices > 1:
         local = int(os.environ.get("LOCAL_RANK", "0") or 0)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         listed = visible if len(visible) == devices else [str(number) for number in range(devices)]
-        found["CUDA_VISIBLE_DEVICES"] = listed[(local + place) % devices]
+        environment["CUDA_VISIBLE_DEVICES"] = listed[(local + place) % devices]
     if threads is not None:
-        found.setdefault("OMP_NUM_THREADS", str(threads))
-    return found
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
+    return environment
 
 
 def by_main(make: Callable[[], T]) -> T:

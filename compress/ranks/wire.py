@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 PACKAGE = "compress."
-LENGTH_NBYTES = 8  # of the length of the text, little-endian
+LENGTH_NBYTES = 8  # the text's length, little-endian
 SIMPLE = (type(None), bool, int, float, str)
 PLURAL: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 SPANS: dict[str, Callable[..., Any]] = {"slice": slice, "range": range}
@@ -122,7 +122,7 @@ class _Decoder:
         return own.view(known).view(shape).to(self.device if is_cuda else "cpu")
 
     def _object(self, module: str, name: str, *values: Any) -> Any:
-        kind = _kind(module, name)
+        kind = _data_class(module, name)
         given = [self.value(each) for each in values]
         if issubclass(kind, tuple):
             return tuple.__new__(kind, given)
@@ -139,15 +139,15 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _kind(module: str, name: str) -> Any:
+def _data_class(module: str, name: str) -> Any:
     """Return a dataclass or a named tuple of this package by its name."""
     if not module.startswith(PACKAGE) or "__main__" in module:
         raise ValueError(f"{module} is no module of this package")
     importlib.import_module(module)
-    found: Any = sys.modules[module]
-    for part in name.split("."):
-        found = vars(found).get(part)
-    is_data = isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields"))
-    if not is_data or found.__module__ != module:
+    data_class: Any = sys.modules[module]
+    for attribute in name.split("."):
+        data_class = vars(data_class).get(attribute)
+    is_data = isinstance(data_class, type) and (dataclasses.is_dataclass(data_class) or hasattr(data_class, "_fields"))
+    if not is_data or data_class.__module__ != module:
         raise ValueError(f"{module}.{name} is no kind of data")
-    return found
+    return data_class
