@@ -67,7 +67,7 @@ def _begin(directory: str, initializer: Callable[..., None], *arguments: Any) ->
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Start processes that import nothing from the working directory and stay quiet about signals until `prepare_worker`."""
+    """Start processes that import nothing of the working directory, and are deaf to signals until `prepare_worker`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         with _safe_path() if HAS_SAFE_PATH else _elsewhere():
