@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 PACKAGE = "compress."
-LENGTH_NBYTES = 8  # the text's length, little-endian
+TEXT_LENGTH_NBYTES = 8  # a little-endian number
 SIMPLE = (type(None), bool, int, float, str)
 PLURAL: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 SPANS: dict[str, Callable[..., Any]] = {"slice": slice, "range": range}
@@ -31,8 +31,8 @@ def encode(value: Any) -> Tensor:
     """Return a value as uint8 [n] on the CPU. Raises TypeError for one that is no data."""
     tensors: list[Tensor] = []
     text = json.dumps(_plain(value, tensors), separators=(",", ":")).encode()
-    message = torch.empty(LENGTH_NBYTES + len(text) + sum(t.nbytes for t in tensors), dtype=torch.uint8)
-    head = len(text).to_bytes(LENGTH_NBYTES, "little") + text
+    message = torch.empty(TEXT_LENGTH_NBYTES + len(text) + sum(t.nbytes for t in tensors), dtype=torch.uint8)
+    head = len(text).to_bytes(TEXT_LENGTH_NBYTES, "little") + text
     message[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     place = len(head)
     for tensor in tensors:
@@ -43,9 +43,9 @@ def encode(value: Any) -> Tensor:
 
 def decode(message: Tensor, device: torch.device) -> Any:
     """Return the value of a message, uint8 [n]; device: of the tensors that were on a GPU where it was made."""
-    length = int.from_bytes(message[:LENGTH_NBYTES].numpy().tobytes(), "little")
-    text = message[LENGTH_NBYTES : LENGTH_NBYTES + length].numpy().tobytes()
-    return _Decoder(message[LENGTH_NBYTES + length :], device).value(json.loads(text))
+    length = int.from_bytes(message[:TEXT_LENGTH_NBYTES].numpy().tobytes(), "little")
+    text = message[TEXT_LENGTH_NBYTES : TEXT_LENGTH_NBYTES + length].numpy().tobytes()
+    return _Decoder(message[TEXT_LENGTH_NBYTES + length :], device).value(json.loads(text))
 
 
 def _plain(value: Any, tensors: list[Tensor]) -> Any:
@@ -122,7 +122,7 @@ class _Decoder:
         return own.view(known).view(shape).to(self.device if is_cuda else "cpu")
 
     def _object(self, module: str, name: str, *values: Any) -> Any:
-        kind = _data_class(module, name)
+        kind = _kind(module, name)
         given = [self.value(each) for each in values]
         if issubclass(kind, tuple):
             return tuple.__new__(kind, given)
@@ -139,15 +139,15 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _data_class(module: str, name: str) -> Any:
+def _kind(module: str, name: str) -> Any:
     """Return a dataclass or a named tuple of this package by its name."""
     if not module.startswith(PACKAGE) or "__main__" in module:
         raise ValueError(f"{module} is no module of this package")
     importlib.import_module(module)
-    data_class: Any = sys.modules[module]
-    for attribute in name.split("."):
-        data_class = vars(data_class).get(attribute)
-    is_data = isinstance(data_class, type) and (dataclasses.is_dataclass(data_class) or hasattr(data_class, "_fields"))
-    if not is_data or data_class.__module__ != module:
+    value: Any = sys.modules[module]
+    for part in name.split("."):
+        value = vars(value).get(part)
+    is_data = isinstance(value, type) and (dataclasses.is_dataclass(value) or hasattr(value, "_fields"))
+    if not is_data or value.__module__ != module:
         raise ValueError(f"{module}.{name} is no kind of data")
-    return data_class
+    return value
