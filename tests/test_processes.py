@@ -24,7 +24,7 @@ import os, sys
 from compress.ranks import children
 children.HAS_SAFE_PATH = {has_safe_path}
 if __name__ == "__main__":
-    pool = children.pool(2, children.started, ())
+    pool = children.pool(2, children.prepare_worker, ())
     with children.starting():
         tasks = [pool.submit(os.getcwd) for _ in range(2)]
     assert [task.result() for task in tasks] == [os.getcwd()] * 2
