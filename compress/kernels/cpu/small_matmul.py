@@ -25,7 +25,7 @@ from compress.kernels.cpu.emitter import LANES, LARGEST, PRODUCT, TOKENS, Writer
 ALIGNED = 64  # bytes
 CALLED = (*PRODUCT.split(), "first", "last")  # arguments that every call of a kernel gives
 WRITTEN = ("out", "first", "last", "start", "stop")  # and those of a decoder
-WEIGHTS_PER_THREAD = 1 << 20  # that are decoded and worth waking it
+WEIGHTS_PER_THREAD = 1 << 20  # to decode fewer is not worth waking it
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Factors:
     divisor: float = 1.0
 
     @property
-    def named(self) -> dict[str, int]:
+    def by_name(self) -> dict[str, int]:
         """Return the addresses by the names of arguments."""
         return {"scale": self.scale, "row_scales": self.rows}
 

@@ -60,7 +60,7 @@ class _Product(Product):
     def decoder(self, dtype: torch.dtype) -> Decoder:
         params = self.params
         settings = (params.bits, params.state_bits, *BYTE_SUMS[params.code], params.row_scales, dtype)
-        values = {**self.stored, **self.sizes, **self.factors.named}
+        values = {**self.stored, **self.sizes, **self.factors.by_name}
         return small_matmul.in_rows(llvm.function(_Decode, *settings), values, self.shape[1])
 
 
@@ -119,10 +119,10 @@ class _Trellis(emitter.Writer):
 
     def _byte_sums(self, states: Any) -> Any:
         """The sums of the four bytes, int16."""
-        low, high = self._hashed(states)
+        low, high = self._hash(states)
         return self.b.add(self._both_bytes(low), self._both_bytes(high))
 
-    def _hashed(self, states: Any) -> tuple[Any, Any]:
+    def _hash(self, states: Any) -> tuple[Any, Any]:
         """The low and the high halves of states * factor + addend mod 2^32, int16."""
         b = self.b
         low = b.mul(states, self._shorts(self.factor))

@@ -104,15 +104,15 @@ class _Codebook(Product):
         if self.params.permuted:
             x = x.index_select(1, self.tensors["order"].int())
         if x.shape[0] > self.most:
-            torch.mm(x, self._decoded(x.dtype, ordered=False).T, out=out)
+            torch.mm(x, self._decode(x.dtype, ordered=False).T, out=out)
         elif four_bytes(self.params):
             self._four_bytes(x, out)
         else:
-            self._gathered(x, out)
+            self._multiply_general(x, out)
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in], computed in float32 and rounded once, as formats/codebook.py does."""
-        return self._decoded(dtype, ordered=self.params.permuted)
+        return self._decode(dtype, ordered=self.params.permuted)
 
     def _four_bytes(self, x: Tensor, out: Tensor) -> None:
         params, tensors, (outputs, inputs), rows = self.params, self.tensors, self.shape, x.shape[0]
@@ -127,7 +127,7 @@ class _Codebook(Product):
             USE_ASM=COMPILED, num_warps=WARPS, **constants,
         )  # fmt: skip
 
-    def _gathered(self, x: Tensor, out: Tensor) -> None:
+    def _multiply_general(self, x: Tensor, out: Tensor) -> None:
         params, rows = self.params, x.shape[0]
         constants = multiply_constants(params, rows, self.shape)
         code_rows, code_columns = codebook_format.code_shape(params, self.shape)
@@ -138,7 +138,7 @@ class _Codebook(Product):
         pointers = (x, *_pointers(self.tensors, params, self.shape))
         products.launch(_gather.multiply, pointers, out, sizes, grid, num_warps=WARPS, **constants)
 
-    def _decoded(self, dtype: torch.dtype, *, ordered: bool) -> Tensor:
+    def _decode(self, dtype: torch.dtype, *, ordered: bool) -> Tensor:
         """Return the weight [out, in], its columns in their own or in the stored order."""
         params, (outputs, inputs) = self.params, self.shape
         pointers = _pointers(self.tensors, params, self.shape)
