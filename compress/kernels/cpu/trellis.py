@@ -74,8 +74,8 @@ class _Trellis(emitter.Writer):
     def __init__(
         self,
         name: str,
-        pointers: int,
-        integers: int,
+        pointers: str,
+        integers: str,
         bits: int,
         state_bits: int,
         hash: tuple[int, int],
