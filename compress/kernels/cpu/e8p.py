@@ -26,7 +26,7 @@ from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import emitter, small_matmul
 from compress.kernels.cpu.emitter import LANES, PRODUCT
-from compress.kernels.cpu.small_matmul import Factors, Layout, Product, SpanSums
+from compress.kernels.cpu.small_matmul import Factors, Product, ProductSizes, SpanSums
 
 SPAN = 512  # columns that share the scale of an activation, or a part of them that divides the row
 CHUNK = 2 * LANES  # columns of one vector
@@ -48,17 +48,17 @@ class _E8p(Product):
         codes = [tensors[name] for name in _code_names(params.bits)]
         by_row = tensors["row_scales"].data_ptr() if params.row_scales else 0
         factors = Factors(tensors["scale"].data_ptr(), by_row, 4.0)
-        layout = Layout(shape[1], shape[0], columns, rows, span, CHUNK, 0)
+        layout = ProductSizes(shape[1], shape[0], columns, rows, span, CHUNK, 0)
         names = (*_code_names(params.bits), *TABLES)
         stored = {name: t.data_ptr() for name, t in zip(names, (*codes, *_tables()), strict=True)}
         sizes = {"columns": columns, "rows": rows, "span": span, "features": shape[1]}
         super().__init__(tensors, params, shape, layout, stored, sizes, factors)
 
     def kernel(self, tokens: int) -> llvm.Function:
-        return llvm.function(_Sums, self.params.bits, tokens)
+        return llvm.function(_E8pSums, self.params.bits, tokens)
 
     def decoder(self, dtype: torch.dtype) -> Decoder:
-        function = llvm.function(_Decode, self.params.bits, self.params.row_scales, dtype)
+        function = llvm.function(_E8pRows, self.params.bits, self.params.row_scales, dtype)
         return small_matmul.in_rows(function, {**self.stored, **self.sizes, **self.factors.by_name}, self.shape[1])
 
 
@@ -111,7 +111,7 @@ class _Points(emitter.Writer):
         return vectors[0]
 
 
-class _Sums(_Points, SpanSums):
+class _E8pSums(_Points, SpanSums):
     """Sums rows of the weight times few rows of activations."""
 
     def __init__(self, bits: int, tokens: int) -> None:
@@ -146,7 +146,7 @@ class _Sums(_Points, SpanSums):
                 b.store(b.add(b.load(held), self.pair_sums(values, x)), held)
 
 
-class _Decode(_Points):
+class _E8pRows(_Points):
     """Writes rows of the weight."""
 
     def __init__(self, bits: int, by_row: bool, dtype: torch.dtype) -> None:

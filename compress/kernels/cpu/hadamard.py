@@ -19,7 +19,7 @@ from compress.kernels.cpu.emitter import LANES, Writer
 from compress.numerics import hadamard
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-MIN_POWER_OF_TWO = 4  # of two: whole vectors
+MIN_POWER_OF_TWO = 4  # smaller ones are no whole vector
 RADIX = 16  # vectors in registers
 TOGETHER = 8  # sums of a table in registers
 THREAD = 1 << 17  # numbers that are worth waking a thread

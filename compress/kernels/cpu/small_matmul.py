@@ -29,7 +29,7 @@ WEIGHTS_PER_THREAD = 1 << 20  # to decode fewer is not worth waking it
 
 
 @dataclass(frozen=True)
-class Layout:
+class ProductSizes:
     """Sizes of a stored weight, as its kernel sees them."""
 
     inputs: int
@@ -96,7 +96,7 @@ class Product(Prepared):
         tensors: Mapping[str, Tensor],
         params: Any,
         shape: Shape,
-        layout: Layout,
+        layout: ProductSizes,
         stored: Mapping[str, int],
         sizes: Mapping[str, int],
         factors: Factors = NO_FACTORS,

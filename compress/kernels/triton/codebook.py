@@ -40,7 +40,7 @@ from compress.formats.codebook import Params
 from compress.kernels.contract import Shape
 from compress.kernels.triton import _gather, products
 from compress.kernels.triton._parts import COMPILED, columns_of, finish, powers, row_powers
-from compress.kernels.triton.products import Grid, Product, tile_rows
+from compress.kernels.triton.products import GpuProduct, Grid, tile_rows
 from compress.numerics.packing import plane_fields, plane_widths
 
 BLOCKS = {"in": (128, 32), "out": (64, 64)}  # code rows of a program, words of a step at most; a word has two codes
@@ -55,7 +55,7 @@ TILE = (64, 64)  # rows and columns of the weight in a step of the product
 DECODED = {"in": (4, 512), "out": (16, 128)}  # and in a program of the decoder
 
 
-def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Product | None:
+def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> GpuProduct | None:
     """Return the product with one or two stages of codes in up to three planes, for entries of up to 32."""
     few = len(params.bits) <= STAGES and all(len(plane_widths(bits)) <= PLANES for bits in params.bits)
     return _Codebook(tensors, params, shape) if few and params.vector_dim <= LONGEST else None
@@ -95,7 +95,7 @@ def configuration(params: Params, rows: int, shape: tuple[int, int]) -> dict[str
     }  # fmt: skip
 
 
-class _Codebook(Product):
+class _Codebook(GpuProduct):
     def most_rows(self, dtype: torch.dtype) -> int:
         """Return any number for permuted weights: more than `most` rows meet the weight decoded in the stored order."""
         return sys.maxsize if self.params.permuted else self.most

@@ -23,7 +23,7 @@ from compress.numerics import hadamard
 LARGEST = 1 << 15  # numbers that fit in the registers of a program, and in its shared memory
 SMALLEST = 16  # power of two
 LARGEST_TABLE = 128
-ELEMENTS = 1 << 12  # of a program at least, if there are rows enough
+MIN_PROGRAM_NUMBERS = 1 << 12  # of a program at least, if there are rows enough
 PER_THREAD = 16  # numbers that a thread holds, more above 2^14: a row is one program, and few rows want short ones
 
 
@@ -51,7 +51,7 @@ def configuration(n: int) -> dict[str, int]:
     """The kernel's constants but for BEFORE and AFTER: lines of SIZE numbers, of which TABLE make a row."""
     order = hadamard.order(n)
     size = 1 << order.power
-    block = max(1, ELEMENTS // size) if order.K == 1 else _padded_table_rows(order.K)
+    block = max(1, MIN_PROGRAM_NUMBERS // size) if order.K == 1 else _padded_table_rows(order.K)
     return {"TABLE": order.K, "SIZE": size, "BITS": order.power, "BLOCK": block}
 
 

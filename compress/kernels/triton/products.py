@@ -111,7 +111,7 @@ def launch(
     )
 
 
-class Product(Prepared):
+class GpuProduct(Prepared):
     """A stored weight that a Triton kernel of its format multiplies and decodes."""
 
     most = 16  # rows of activations: two tiles of 8
