@@ -18,7 +18,7 @@ from compress.kernels.loops.compiler import Bytes, Longs, Shorts, Words, loop
 from compress.numerics import rans
 from compress.numerics.rans import FREQUENCY_BITS, HEAD, LANES, LEAST, SYMBOLS, TOTAL
 
-SYMBOLS_PER_THREAD = 1 << 16  # that are worth waking it
+SYMBOLS_PER_THREAD = 1 << 16  # fewer are not worth waking it
 
 
 def available() -> bool:
@@ -50,7 +50,7 @@ def decode(streams: Sequence[Tensor], contexts: Tensor, freqs: Tensor, count: in
     """Return the symbols uint8 [streams, count] of int16 streams; ValueError as in numerics/rans.py."""
     rans.check(streams)
     offsets = _offsets(contexts, TOTAL)
-    table = _unsigned(rans.lookup(freqs))
+    table = _as_int32(rans.lookup(freqs))
     out = torch.empty(len(streams), count, dtype=torch.uint8)
     used = torch.zeros(len(streams), dtype=torch.int64)
     ends = torch.empty(len(streams), LANES, dtype=torch.int32)
@@ -74,7 +74,7 @@ def _offsets(contexts: Tensor, entries: int) -> Tensor:
     return (contexts * entries).to(torch.int32).contiguous()
 
 
-def _unsigned(values: Tensor) -> Tensor:
+def _as_int32(values: Tensor) -> Tensor:
     """Return int64 numbers below 2^32 as int32 of the same bits."""
     return torch.where(values >= 1 << 31, values - (1 << 32), values).to(torch.int32).contiguous()
 
