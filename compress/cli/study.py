@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.cli.evaluation_options import Bos, note_prefix
 from compress.cli.options import (
     AsJson,
+    Bos,
+    ComputeDtype,
     Device,
     Dtype,
     Model,
     Seed,
-    app,
     check_device,
     check_paths,
     device_named,
     errors,
     note,
-    size_given,
+    note_prefix,
+    parse_memory,
 )
-from compress.cli.signatures import ComputeDtype
 from compress.errors import RecipeError
 from compress.storage import paths
 
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from compress.study.grid import Axes, Settings
 
 RESUME = "; run the same command again to go on"
-EPILOG = (
-    "Example: compress study ./my-model --recipes 'int*,vq2bit' --text held_out.txt --calib text.txt --out studies/mine"
-)
-
 
 Out = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Of the study; new, or to go on with.")]
 Texts = Annotated[list[str], typer.Option("--text", metavar="SRC", help="Text to score; repeatable.")]
@@ -76,7 +72,6 @@ Tasks = Annotated[
 ]
 
 
-@app.command(epilog=EPILOG)
 def study(
     model: Model,
     out: Out,
@@ -115,7 +110,7 @@ def study(
         check_paths(model, *text, *sources)
         paths.check_apart(out, paths.local_model(model))
         paths.check_writable(out, "--out")
-        limits = _seconds(cell_time), size_given(max_memory)
+        limits = _seconds(cell_time), parse_memory(max_memory)
         from compress.study import grid
         from compress.study.grid import Axes, Settings
 

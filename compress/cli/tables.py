@@ -84,7 +84,7 @@ def size(nbytes: float) -> str:
     return show(nbytes)
 
 
-def titled(names: Sequence[str], title: str | None = None) -> Table:
+def new_table(names: Sequence[str], title: str | None = None) -> Table:
     """Return an empty table: words to the left, numbers to the right, names of layers in full."""
     columns = [
         Column(
@@ -117,7 +117,7 @@ def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, so
 
     source: bytes of the original, if they are known.
     """
-    table = titled(("layers", "count", "shape", "method", "format", "bpw", "bytes"))
+    table = new_table(("layers", "count", "shape", "method", "format", "bpw", "bytes"))
     for row in rows:
         shape = f"{row['shape'][0]} x {row['shape'][1]}"
         table.add_row(
@@ -253,7 +253,7 @@ def evaluation_table(values: dict[str, Any]) -> Table:
 
 def layers_table(layers: list[dict[str, Any]], title: str) -> Table:
     """Return layers of a report with their errors."""
-    table = titled(("layer", "method", "bpw", "output error", "weight error", "notes"), title)
+    table = new_table(("layer", "method", "bpw", "output error", "weight error", "notes"), title)
     for row in layers:
         output = "" if row["output_error"] is None else f"{row['output_error']:.5f}"
         table.add_row(
@@ -285,7 +285,7 @@ def speed_lines(speed: Speed) -> list[str]:
 
 def speed_table(speed: Speed) -> Table:
     """Return a row for each shape of packed layer."""
-    table = titled(("layer", "count", "format", "bpw", "by", "time", "GB/s", "of copy rate", "x bfloat16"))
+    table = new_table(("layer", "count", "format", "bpw", "by", "time", "GB/s", "of copy rate", "x bfloat16"))
     for row in speed.layers:
         cells = (f"{row.shape[0]} x {row.shape[1]}", str(row.count), row.format, f"{row.bpw:.3f}")
         path = "kernel" if row.kernel else "decoding"
@@ -315,7 +315,7 @@ def unmeasured_lines(found: Unmeasured, command: str) -> list[str]:
 
 def frontier_table(found: dict[str, Any]) -> Table:
     """Return KL against size: uniform options, allocated models, and the one with the target."""
-    table = titled(("", "bpw", "bytes", "KL", "uniform at these bytes", "ratio"))
+    table = new_table(("", "bpw", "bytes", "KL", "uniform at these bytes", "ratio"))
 
     def add(name: str, row: dict[str, Any], style: str = "") -> None:
         uniform = row.get("kl of uniform")

@@ -1,4 +1,4 @@
-"""Measure the quality, bytes and speed of compressed caches: the protocol of `compress kv-bench`.
+"""Measure the quality, bytes and speed of compressed caches: the protocol of `compress kv bench`.
 
 At each context length, for each recipe: the loss of perplexity and the divergence from the uncompressed cache through
 the cache (cache_scores.py), recall of what lies far back, the error of attention's output (cache_error.py), bytes and

@@ -69,7 +69,7 @@ In vLLM, with `pip install vllm` beside it: `vllm serve path/to/this/directory`.
 {base}{made}
 Not measured by the run that wrote this: divergence from the original, tasks, speed. `compress eval DIR --base ORIGINAL
 --text FILE` gives perplexity and KL divergence. `recipe.yaml` is the recipe with every default, `report.json` what
-happened (`compress report DIR` shows it as a page), `compress verify DIR` checks the files.
+happened (`compress inspect DIR --page` makes a page of it), `compress verify DIR` checks the files.
 """
 
 TRANSFORMED = """# {model}, transformed with compress (recipe {recipe})
@@ -99,7 +99,7 @@ model.generate(...)  # keeps its keys and values as described here
 
 Without the package, transformers loads the weights and keeps an exact cache.
 {base}{made}
-Not measured by the run that wrote this: divergence through the cache, memory, speed. `compress kv-bench DIR --text
+Not measured by the run that wrote this: divergence through the cache, memory, speed. `compress kv bench DIR --text
 FILE` compares it with the exact cache. `recipe.yaml` is the recipe with every default, `report.json` what happened,
 `compress verify DIR` checks the files.
 """

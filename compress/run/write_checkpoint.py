@@ -71,7 +71,7 @@ def _write_page(directory: Path, result: dict[str, Any], out: Path) -> None:
         write_text(page, pages.page(result, read_text(directory / RECIPE)))
     except Exception as error:  # noqa: BLE001  (whatever is wrong with a page, the checkpoint is finished)
         page.with_name(page.name + ".part").unlink(missing_ok=True)
-        note(f"no {PAGE} was written ({first_line(error)}); compress report {out} tries it again")
+        note(f"no {PAGE} was written ({first_line(error)}); compress inspect {out} --page tries it again")
 
 
 def _reshaped(config: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

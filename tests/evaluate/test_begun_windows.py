@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compress import api
-from compress.cli import kv
+from compress.cli import options
 from compress.errors import OutputError
 from compress.evaluate import Execution, cache, evaluate, record, sampling, suite
 from compress.evaluate.generation import prompt_ids
@@ -85,7 +85,7 @@ def test_sampling_and_caches_begin_alike(model: Path, tmp_path: Path) -> None:
     request = sampling.Request(HELD_OUT, settings, seq_len=32, max_tokens=128, prompts=0, prompt_tokens=8)
     assert sampling.measure(model, model, request).begins_with == "<bos>"
     (tmp_path / "exact.yaml").write_text("kv_cache: {method: identity, sink: 1, residual_length: 4}")
-    caches = kv.cache_recipes([str(tmp_path / "exact.yaml")])
+    caches = options.cache_recipes([str(tmp_path / "exact.yaml")])
     asked = cache.Request(caches, HELD_OUT, max_tokens=256)
     scores, _ = cache.evaluate([model], asked, 64, Execution())
     alone = evaluate(model, HELD_OUT, seq_len=64, max_tokens=256)
@@ -107,7 +107,7 @@ def test_plans_reports_and_scores_say_it(model: Path, tmp_path: Path) -> None:
     for more, said in (([], SAID), (["--bos", "never"], NEVER)):
         scored = cli("eval", str(out), *shared, *more)
         assert scored.code == 0 and said in scored.out + scored.err
-        assert cli("report", str(out), *shared, *more).code == 0
+        assert cli("inspect", str(out), "--page", *shared, *more).code == 0
     kept = record.load(out)["texts"]
     assert [row["begins_with"] for row in kept] == ["<bos>", ""] and kept[0]["kl_mean"] != kept[1]["kl_mean"]
 

@@ -1,4 +1,4 @@
-"""The protocol of kv-bench: chunks against single tokens, exact caches, equal bytes, recall, and the command lines."""
+"""The protocol of kv bench: chunks against single tokens, exact caches, equal bytes, recall, and the command lines."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_the_command(pico_dir: Callable[..., Path], recipes: Callable[[int], str
     directory = str(pico_dir("llama"))
     kv = ["--kv", recipes(2), "--kv", recipes(8)]
     options = ["--text", str(TEXT), "--context", "128", "--max-tokens", "400", "--device", "cpu"]
-    code, out = lines("kv-bench", directory, *kv, *options, "--json")
+    code, out = lines("kv", "bench", directory, *kv, *options, "--json")
     assert code == 0, out
     rows = json.loads(out)["rows"]
     assert [(row["recipe"], row["extra"]) for row in rows] == [("kv2", 0), ("kv8", 0), ("kv2", 16)]
@@ -181,7 +181,7 @@ def test_the_command(pico_dir: Callable[..., Path], recipes: Callable[[int], str
     target = large["size"]["bytes_per_token"]
     assert target - step < longer["size"]["bytes_per_token"] <= target
     options[5] = "256"
-    code, out = lines("kv-bench", directory, *kv[:2], *options, "--no-speed")
+    code, out = lines("kv", "bench", directory, *kv[:2], *options, "--no-speed")
     assert code == 0 and "128 tokens: 126 scored" in out and "kv2" in out
 
 
@@ -220,7 +220,7 @@ def test_generate_with_a_cache_that_is_read_fused_only(pico_dir: Callable[..., P
     ],
 )
 def test_errors_are_one_line(pico_dir: Callable[..., Path], words: list[str], message: str) -> None:
-    code, err = lines("kv-bench", str(pico_dir("llama")), *words, "--text", str(TEXT), "--max-tokens", "600")
+    code, err = lines("kv", "bench", str(pico_dir("llama")), *words, "--text", str(TEXT), "--max-tokens", "600")
     assert code == 1 and err.count("\n") == 1
     with pytest.raises(RecipeError, match=message):
         raise RecipeError(err)
@@ -256,7 +256,7 @@ def test_recipes_that_do_not_fit_are_left_out_unless_they_are_named(
 def test_without_names_all_recipes_that_fit_are_compared(pico_dir: Callable[..., Path]) -> None:
     words = ["--text", str(TEXT), "--calib", str(TEXT), "--context", "256", "--max-tokens", "600", "--device", "cpu"]
     quick = ["--no-speed", "--no-equal-bytes", "--json"]
-    result = CliRunner().invoke(app, ["kv-bench", str(pico_dir("llama")), *words, *quick])
+    result = CliRunner().invoke(app, ["kv", "bench", str(pico_dir("llama")), *words, *quick])
     assert result.exit_code == 0, result.stderr
     fitting = [
         "gear4",

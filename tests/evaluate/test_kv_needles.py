@@ -155,7 +155,7 @@ def test_the_command_shows_them(pico_dir: Callable[..., Path], tmp_path: Path) -
     path = tmp_path / "one.yaml"
     path.write_text("description: d\nkv_cache: {method: kivi, bits: 2, residual_length: 0, flush: 4, sink: 0}\n")
     fixed = {"keys": "{axis: token}"}
-    words = ["kv-bench", str(pico_dir("llama")), "--kv", str(path), "--set", f"keys={fixed['keys']}"]
+    words = ["kv", "bench", str(pico_dir("llama")), "--kv", str(path), "--set", f"keys={fixed['keys']}"]
     # a token of the pico model is a byte, so that five needles of about 50 tokens and as many questions hardly fit
     words += ["--text", str(TEXT), "--context", "256", "--max-tokens", "600", "--no-speed", "--device", "cpu"]
     result = CliRunner().invoke(app, [*words, "--needles", "2", "--json"])

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from compress.cli.app import app
-from compress.cli.kv import cache_recipes
+from compress.cli.options import cache_recipes
 from compress.errors import RecipeError
 from compress.evaluate import cache_speed
 from compress.evaluate.cache_candidates import candidates
@@ -166,8 +166,8 @@ def test_the_commands_take_overrides_and_say_how_the_cache_is_read(pico_dir: Cal
     assert "compress: cache: fused attention, " in run(*words, *given).stderr
     assert "cache" not in json.loads(run(*words, "--json").stdout)
     bench = ["--context", "128", "--max-tokens", "400", "--text", str(TEXT), "--no-speed", "--needles", "0"]
-    found = json.loads(run("kv-bench", directory, *given, *bench, "--json").stdout)
+    found = json.loads(run("kv", "bench", directory, *given, *bench, "--json").stdout)
     (name,) = {row["recipe"] for row in found["rows"]}
     assert name == "kv8, residual_length=32, group_size=16" and found["readings"][name]["generated"]["path"] == "fused"
-    shown = run("kv-bench", directory, *given, *bench).stdout
+    shown = run("kv", "bench", directory, *given, *bench).stdout
     assert f"{name}, scored: decoded before attention" in shown and "static included" in shown

@@ -119,7 +119,7 @@ def test_doubled_scales_are_named_on_the_page(
     assert result.code == 0, result
     assert "retrieval by depth" in result.out and "arithmetic by sign" in result.out
     assert f"looks broken: {name} puts out 2.0 times what the original does" in result.err
-    assert cli("report", str(broken)).code == 0
+    assert cli("inspect", str(broken), "--page").code == 0
     page = (broken / "report.html").read_text(encoding="utf-8")
     assert f"<strong>Looks broken:</strong> {name} puts out 2.0 times what the original does" in page
 
