@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from compress.errors import CalibrationError, RecipeError
-from compress.evaluate import kick, suite, task_scores
+from compress.evaluate import suite, task_scores
 from compress.evaluate.items import Material, Outcome
+from compress.papers.tasks import kick
 
 KINDS = ("kick_knowledge", "kick_choices", "kick_open_book", "kick_closed_book", "kick_summary")
 QUESTION = {

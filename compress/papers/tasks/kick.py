@@ -26,7 +26,7 @@ from compress.evaluate.task_scores import TaskScore
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 WORD = re.compile(r"\w+")
-FORM = "docs/llm_kick.md says what a line looks like"  # of a file of questions
+FORM = "docs/results/llm_kick.md says what a line looks like"  # of a file of questions
 
 
 def cut_to_room(text: str, tail: str, new_tokens: int, material: Material) -> str:

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compress.evaluate import kick, question_files
+from compress.evaluate import question_files
 from compress.evaluate.items import Item, Material
+from compress.papers.tasks import kick
 
 WAY = "written"
 SUITES: Mapping[str, Mapping[str, Any]] = {}

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from compress.errors import CalibrationError, shown
-from compress.evaluate import kick, question_files
+from compress.evaluate import question_files
 from compress.evaluate.items import Item, Material
+from compress.papers.tasks import kick
 
 WAY = "likelihood"
 SUITES: Mapping[str, Mapping[str, Any]] = {}
