@@ -66,6 +66,7 @@ class Task:
     correct: Correct | None = None  # for `written`
     figures: Callable[[Item, str], Mapping[str, float]] | None = None  # for `written`, where a task has more to say
     by: str = ""  # fact of its items whose values have figures of their own; "": none
+    remark: Callable[[Sequence[Any]], str] | None = None  # what the scores of all tasks of a run say together
 
     @property
     def digest(self) -> str:

@@ -33,7 +33,6 @@ from compress.evaluate import (
     cache,
     diagnosis,
     findings,
-    kick,
     lost_tokens,
     side_by_side,
     task_scores,
@@ -156,7 +155,7 @@ def task(name: str, material: Material, suite: str | None = None, **settings: ob
         config = module.Config(**given)
     except ValueError as error:
         raise RecipeError(f"task {name}: {error}") from error
-    judges = {each: getattr(module, each, None) for each in ("correct", "figures")}
+    judges = {each: getattr(module, each, None) for each in ("correct", "figures", "remark")}
     return Task(name, module.WAY, module.items(config, material), **judges, by=getattr(module, "BY", ""))
 
 
@@ -258,7 +257,7 @@ def run(directory: Path, base: Path, asked: Asked, execution: Execution, progres
         floor,
         tuple(tasks),
         tuple(found),
-        tuple(each for each in (kick.books(tasks), _exact_contexts(models, asked_tasks, stuff)) if each),
+        tuple(_remarks(models, asked_tasks, stuff, tasks)),
         time.perf_counter() - start,
         *(("", "") if models.cache is None else (models.cache.name, readings(models.model, models.cache).text)),
         written,
@@ -312,6 +311,15 @@ def _task(models: Models, made: Task, stuff: Material, say: Progress) -> TaskSco
     say(f"{made.name}, model", 0, 0)
     own = answers.score(models.model, made, stuff, models.make_cache)
     return task_scores.of_task(made, own, original)
+
+
+def _remarks(models: Models, tasks: Sequence[Task], stuff: Material, scores: Sequence[TaskScore]) -> Iterator[str]:
+    """Yield what several tasks say together, a sentence each."""
+    for remark in dict.fromkeys(task.remark for task in tasks if task.remark is not None):
+        if sentence := remark(scores):
+            yield sentence
+    if sentence := _exact_contexts(models, tasks, stuff):
+        yield sentence
 
 
 def _exact_contexts(models: Models, tasks: Sequence[Task], stuff: Material) -> str:

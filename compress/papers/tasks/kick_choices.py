@@ -40,21 +40,21 @@ class Config:
 
 def items(config: Config, material: Material) -> list[Item]:
     """Return the questions that are asked; CalibrationError, with the line, for one that cannot be used."""
-    read = question_files.read_lines(config.file, config.count, _question, kick.FORM)
+    read = question_files.read_lines(config.file, config.count, _question, kick.LINE_FORM)
     subjects: dict[str, list[Item]] = {}
     for each in read:
         subjects.setdefault(each.facts["subject"], []).append(each)
-    found = []
-    for subject, own in subjects.items():
-        of_dev = [each for each in own if each.facts["is_dev"]]
-        examples = of_dev[: config.shots] or own[: config.shots]
-        asked = [each for each in own if not each.facts["is_dev"] and each not in examples]
-        found += [replace(each, context=_context(subject, examples, each, material)) for each in asked]
-    if not found:
+    questions = []
+    for subject, lines in subjects.items():
+        of_dev = [each for each in lines if each.facts["is_dev"]]
+        examples = of_dev[: config.shots] or lines[: config.shots]
+        asked = [each for each in lines if not each.facts["is_dev"] and each not in examples]
+        questions += [replace(each, context=_context(subject, examples, each, material)) for each in asked]
+    if not questions:
         raise CalibrationError(
             f"{config.file}: all {len(read)} questions serve as examples; give more, or lower shots ({config.shots})"
         )
-    return found
+    return questions
 
 
 def _question(row: Mapping[str, Any], name: str) -> Item:

@@ -33,9 +33,9 @@ class Config:
 def items(config: Config, material: Material) -> list[Item]:
     """Return the questions; CalibrationError, with the line, for one that cannot be used."""
 
-    def made(row: Mapping[str, Any], name: str) -> Item:
+    def item_of(row: Mapping[str, Any], name: str) -> Item:
         context = f"Question: {question_files.text(row, 'question')}\nAnswer:"
         answers = question_files.answers(row)
         return Item(name, context, new_tokens=config.new_tokens, facts={"answers": answers})
 
-    return question_files.read_lines(config.file, config.count, made, kick.FORM)
+    return question_files.read_lines(config.file, config.count, item_of, kick.LINE_FORM)

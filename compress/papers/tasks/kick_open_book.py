@@ -20,7 +20,7 @@ from compress.papers.tasks import kick
 
 WAY = "written"
 SUITES: Mapping[str, Mapping[str, Any]] = {}
-correct, figures = kick.is_answered, kick.answer_f1
+correct, figures, remark = kick.is_answered, kick.answer_f1, kick.compare_books
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Config:
 def items(config: Config, material: Material) -> list[Item]:
     """Return the questions; CalibrationError, with the line, for one that cannot be used."""
 
-    def made(row: Mapping[str, Any], name: str) -> Item:
+    def item_of(row: Mapping[str, Any], name: str) -> Item:
         question = question_files.text(row, "question")
         evidence = question_files.text(row, "evidence")[: config.evidence]
         tail = f"\n\nQuestion: {question}\nAnswer:"
@@ -53,4 +53,4 @@ def items(config: Config, material: Material) -> list[Item]:
             facts={"answers": question_files.answers(row)},
         )
 
-    return question_files.read_lines(config.file, config.count, made, kick.FORM)
+    return question_files.read_lines(config.file, config.count, item_of, kick.LINE_FORM)

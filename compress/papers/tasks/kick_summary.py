@@ -42,7 +42,7 @@ def items(config: Config, material: Material) -> list[Item]:
     A text that the model has no room for is cut at its end.
     """
 
-    def made(row: Mapping[str, Any], name: str) -> Item:
+    def item_of(row: Mapping[str, Any], name: str) -> Item:
         instruction = row.get("instruction", "Summarize the text.")
         if not isinstance(instruction, str):
             raise ValueError('"instruction" is no text')
@@ -51,7 +51,7 @@ def items(config: Config, material: Material) -> list[Item]:
         facts = {"reference": question_files.text(row, "summary"), "enough": config.enough}
         return Item(name, document + tail, new_tokens=config.new_tokens, facts=facts)
 
-    return question_files.read_lines(config.file, config.count, made, kick.FORM)
+    return question_files.read_lines(config.file, config.count, item_of, kick.LINE_FORM)
 
 
 def correct(item: Item, text: str) -> bool:
