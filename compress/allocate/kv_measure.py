@@ -18,8 +18,8 @@ from compress import process_memory
 from compress.allocate import kv_options, kv_tokens
 from compress.allocate.kv_budget import CacheCosts, CacheOption
 from compress.errors import BudgetError
-from compress.evaluate import cache, cache_candidates
-from compress.evaluate.scores import Execution
+from compress.evaluate.cache_scores import counter
+from compress.evaluate.reader import Execution, load_model
 from compress.importers import open_checkpoint
 from compress.progress import Progress
 from compress.run import source
@@ -61,16 +61,16 @@ def costs(job: Job, options: Sequence[CacheOption], context: int, tokens: Tensor
     scored, length = scored.flatten(), window_length(tokens, context)
     scored = scored[: max(1, min(SCORED, scored.numel()) // length) * length].view(-1, length)
     progress("measuring the bytes of caches", 0, 0)
-    stored = cache_candidates.load_model(directory, Execution("auto", job.device))
+    stored = load_model(directory, Execution("auto", job.device))
     caches = kv_options.offered(stored, recipe, options, samples)
     asked = kv_tokens.Asked(recipe, options, context)
     sizes = kv_tokens.sized(stored, scored[:1], caches, asked)
     del stored
-    model = cache_candidates.load_model(directory, Execution("float32", job.device))
+    model = load_model(directory, Execution("float32", job.device))
     caches = kv_options.offered(model, recipe, options, samples)
-    say = cache.counter(progress, "measuring the divergence of caches", len(scored))
+    say = counter(progress, "measuring the divergence of caches", len(scored))
     measured = kv_options.measure(model, scored, caches, sizes, say)
-    say = cache.counter(progress, "measuring the divergence of evicting", len(scored) * len(asked.evictions()))
+    say = counter(progress, "measuring the divergence of evicting", len(scored) * len(asked.evictions()))
     forgotten = kv_tokens.measure(model, scored, asked, sizes, say)
     process_memory.check(job.max_memory)
     return replace(measured, forgotten=forgotten)

@@ -1,8 +1,9 @@
 """Measure the damage of every option of a cache, for keys and values by layer.
 
-Errors are those of evaluate/cache_error.py, with one tensor kind coded and everything else exact. Divergences are those
-of evaluate/cache_scores.py, with one kind coded by one option in all layers, shared out by the errors: as many passes
-as there are kinds and options, whatever the number of layers, and their sum for a uniform choice is what was measured.
+Errors are those of evaluate/cache_layers.py, with one tensor kind coded and everything else exact. Divergences are
+those of evaluate/cache_scores.py, with one kind coded by one option in all layers, shared out by the errors: as many
+passes as there are kinds and options, whatever the number of layers, and their sum for a uniform choice is what was
+measured.
 What tokens that are forgotten cost is measured beside that (compress/allocate/kv_tokens.py); here all tokens stay.
 """
 
@@ -20,8 +21,9 @@ from compress.allocate.kv_budget import CacheCosts, CacheOption, TensorCosts
 from compress.allocate.kv_sizes import CacheSizes
 from compress.calib.kv import calibrate
 from compress.errors import RecipeError, shown
-from compress.evaluate.cache_error import attentions, output_errors
-from compress.evaluate.cache_scores import Candidate, Say, compare, exact_tokens, readable
+from compress.evaluate.cache_layers import attentions, output_errors
+from compress.evaluate.cache_scores import compare, exact_tokens
+from compress.evaluate.reader import Candidate, Say, readable
 from compress.kv.cache import coded_layers
 from compress.kv.generation import check_length
 from compress.kv.settings import KINDS, CacheSettings, reading_layers

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from compress.errors import CalibrationError
-from compress.evaluate.cache_scores import Candidate, policies
-from compress.evaluate.feed import fed
+from compress.evaluate.cache_scores import policies
+from compress.evaluate.reader import Candidate, fill
 from compress.kv import generation
 from compress.kv.cache import CodedLayer, KVCache
 from compress.kv.settings import KINDS, reading_layers
@@ -52,7 +52,7 @@ def sized(
 def _sized(model: Any, tokens: Tensor, candidate: Candidate, context: int, first: int) -> CacheSizes:
     cache = candidate.cache(model.config)
     first = first if first <= context <= tokens.shape[1] else 1
-    fed(model, tokens[:, :first], cache)
+    fill(model, tokens[:, :first], cache)
     period = math.lcm(*(store.flush for _, layer in _coded(cache) for store in layer.stores.values()))
     longest = tokens.shape[1]
     after = context if context <= longest else longest - (longest - context) % period
@@ -67,7 +67,7 @@ def _sized(model: Any, tokens: Tensor, candidate: Candidate, context: int, first
     at = first
     for stop in (max(1, before), after):
         for start in range(at, stop, period):
-            fed(model, tokens[:, start : min(start + period, stop)], cache)
+            fill(model, tokens[:, start : min(start + period, stop)], cache)
         at = max(at, stop)
         if cache.path == "fused" and any(layer.stores["keys"].keeps_halves for _, layer in _coded(cache)):
             cache.rope.halves(0, len(cache.rope), keep=True)  # as with more tokens than these

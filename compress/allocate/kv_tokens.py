@@ -5,7 +5,7 @@ and values of a layer store the same tokens, so their options go together where 
 
 Bytes are those of the tokens that stay at the context, a prompt and the tokens behind it
 (compress/kv/evict/kept_tokens.py). Damage is that of the codes plus that of the tokens, each measured with the other
-left out (compress/evaluate/cache_evictions.py for tokens). Codes of tokens that are forgotten do no harm, so the sum is
+left out (compress/evaluate/cache_layers.py for tokens). Codes of tokens that are forgotten do no harm, so the sum is
 more than what both cost together, the more the less stays.
 """
 
@@ -21,8 +21,8 @@ from compress.allocate import kv_sizes
 from compress.allocate.kv_budget import CacheOption, LayerCosts
 from compress.allocate.kv_sizes import CacheSizes
 from compress.errors import RecipeError
-from compress.evaluate import cache_evictions
-from compress.evaluate.cache_scores import Candidate, Say
+from compress.evaluate import cache_layers
+from compress.evaluate.reader import Candidate, Say
 from compress.kv.evict import kept_tokens
 from compress.kv.evict.settings import Eviction
 from compress.kv.settings import CacheSettings
@@ -138,7 +138,7 @@ def measure(
     if asked.settings.evict is None:
         return ()
     ways = asked.evictions()
-    scores = cache_evictions.by_layer(model, windows, asked.settings, list(ways.values()), say, batch)
+    scores = cache_layers.eviction_costs(model, windows, asked.settings, list(ways.values()), say, batch)
     by_keep = dict(zip(ways, scores, strict=True))
     counts = {option.keep: asked.kept(model, option.keep, sizes[0]) for option in asked.options}
     later = asked.context - kept_tokens.prompt_of(asked.context)

@@ -28,7 +28,7 @@ from compress.storage import paths
 
 if TYPE_CHECKING:
     from compress.evaluate.page import Wanted
-    from compress.evaluate.scores import Execution
+    from compress.evaluate.reader import Execution
 
 ON_PAGE = "With --page"  # the heading of the options that a page alone has a use for
 PAGE_OPTIONS = ("base", "text", "prompt", "study", "seq_len", "max_tokens", "max_new_tokens", "bos", "dtype", "device")
@@ -91,7 +91,7 @@ def inspect(
             raise RecipeError("--text and --prompt compare with the uncompressed model; name it with --base")
         check_base(str(directory), base)
         from compress.evaluate import page as pages
-        from compress.evaluate.scores import Execution
+        from compress.evaluate.reader import Execution
         from compress.study import losses
 
         points = [] if study is None else losses.points(study)

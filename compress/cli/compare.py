@@ -33,8 +33,8 @@ from compress.cli.options import (
 from compress.errors import RecipeError
 
 if TYPE_CHECKING:
-    from compress.evaluate.sampling import Found
-    from compress.evaluate.sampling_filters import Setting
+    from compress.evaluate.sampling import SamplingComparison
+    from compress.evaluate.sampling_distributions import SamplingSetting
     from compress.progress import Progress
     from compress.study.recommend import Asked, Choice, Studied
 
@@ -108,18 +108,18 @@ def sampling(
         check_paths(model, text)
         check_base(model, base)
         from compress.cli import tables
-        from compress.evaluate import record, sampling_advice
+        from compress.evaluate import record, sampling_temperature
         from compress.evaluate import sampling as measuring
-        from compress.evaluate.scores import Execution
+        from compress.evaluate.reader import Execution
         from compress.run.source import resolve
 
         directory, original = Path(resolve(model)), Path(resolve(base))
-        own = sampling_advice.own_temperature(original)
+        own = sampling_temperature.own_temperature(original)
         temperatures = sorted({*(temperature or measuring.TEMPERATURES), *([own] if write else [])})
         settings = _settings(temperatures, top_k or [], top_p or [], min_p or [])
         if write:
-            sampling_advice.check_writable(directory)
-        asked = measuring.Request(text, settings, seq_len, max_tokens, prompts, prompt_tokens, new_tokens, seed)
+            sampling_temperature.check_writable(directory)
+        asked = measuring.SamplingRequest(text, settings, seq_len, max_tokens, prompts, prompt_tokens, new_tokens, seed)
         note_prefix(directory, bos)
         execution = Execution(dtype, device_named(device), bos=bos)
         with tables.progress_bar() as progress:
@@ -127,10 +127,12 @@ def sampling(
         keep(directory, lambda: record.add_sampling(directory, comparison.plain()))
         print(json.dumps(comparison.plain())) if as_json else _show_sampling(comparison)
         if write:
-            note(sampling_advice.write(directory, comparison.temperatures, own))
+            note(sampling_temperature.write(directory, comparison.temperatures, own))
 
 
-def _settings(temperature: list[float], top_k: list[int], top_p: list[float], min_p: list[float]) -> list[Setting]:
+def _settings(
+    temperature: list[float], top_k: list[int], top_p: list[float], min_p: list[float]
+) -> list[SamplingSetting]:
     """Return the grid; wrong usage for an impossible value."""
     from compress.evaluate import sampling as measuring
 
@@ -141,7 +143,7 @@ def _settings(temperature: list[float], top_k: list[int], top_p: list[float], mi
         raise typer.BadParameter(str(error), param_hint=f"--{name}") from error
 
 
-def _show_sampling(comparison: Found) -> None:
+def _show_sampling(comparison: SamplingComparison) -> None:
     """Print the tables and what is recommended."""
     from compress.cli import tables
     from compress.pages import sampling as words
@@ -159,7 +161,7 @@ def _show_sampling(comparison: Found) -> None:
         print(f"  {words.verdict(each)}")
 
 
-def _sampled_table(comparison: Found) -> object:
+def _sampled_table(comparison: SamplingComparison) -> object:
     from compress.cli import tables
 
     names = ("filters", "T", "rep-4", "distinct-2", "self-BLEU", "tokens", "reverse KL", "same CDF", "same Gumbel")

@@ -39,7 +39,7 @@ from compress.cli.options import (
 from compress.errors import CalibrationError
 
 if TYPE_CHECKING:
-    from compress.evaluate.cache_reading import Readings
+    from compress.evaluate.reader import Readings
     from compress.evaluate.task_scores import TaskScore
     from compress.kv.settings import CacheSettings
 
@@ -147,7 +147,7 @@ def evaluate(
         check_adapter(adapter)
         from compress import evaluate as evaluation
         from compress.cli import tables
-        from compress.evaluate import cache
+        from compress.evaluate import cache_scores
         from compress.run.source import resolve
 
         execution = evaluation.Execution(dtype, device_named(device), bos=bos)
@@ -159,9 +159,9 @@ def evaluate(
                 report = partial(progress, "scoring")
                 scores = evaluation.evaluate(directory, text, against, seq_len, max_tokens, execution, report)
             else:
-                request = cache.Request(caches, text, calib, max_tokens=max_tokens)
                 directories = [directory, *([] if against is None else [against])]
-                scores, read = cache.evaluate(directories, request, seq_len, execution, progress)
+                lengths = seq_len, max_tokens
+                scores, read = cache_scores.evaluate(directories, text, caches, calib, lengths, execution, progress)
         _show_scores(dataclasses.asdict(scores), read, as_json)
 
 
@@ -209,12 +209,12 @@ def _run_suite(
     from compress.cli import tables
     from compress.evaluate import record
     from compress.evaluate import suite as suites
-    from compress.evaluate.scores import Execution
+    from compress.evaluate.reader import Execution
     from compress.run.source import resolve
 
     tasks = [*options.tasks, *([f"choices={options.choices}"] if options.choices else [])]
     lengths = options.seq_len, options.max_tokens
-    asked = suites.Asked(options.suite, tuple(options.texts), tuple(tasks), *lengths, options.kv, options.calib)
+    asked = suites.SuiteRequest(options.suite, tuple(options.texts), tuple(tasks), *lengths, options.kv, options.calib)
     suites.check(asked)
     directory, original = resolve(model), resolve(base)
     note_prefix(original, execution[2])
@@ -306,8 +306,8 @@ def _run_harness(
     from compress.calib import prefix
     from compress.cli import tables
     from compress.evaluate import harness, record
-    from compress.evaluate.scores import Execution
-    from compress.evaluate.suite import Result
+    from compress.evaluate.reader import Execution
+    from compress.evaluate.suite import SuiteResult
     from compress.run.source import resolve
 
     dtype, device, bos = execution
@@ -318,7 +318,7 @@ def _run_harness(
         scores = harness.evaluate(directories, names, Execution(dtype, device, bos=bos), limit, progress)
     if base is not None:
         seconds = time.perf_counter() - start
-        result = Result(harness.WAY, directories[1].name, (), {}, tuple(scores), (), (), seconds)
+        result = SuiteResult(harness.WAY, directories[1].name, (), {}, tuple(scores), (), (), seconds)
         result = dataclasses.replace(result, begins_with=prefix.of_directory(directories[1], bos).text)
         keep(directories[0], lambda: record.add(directories[0], suites=[result.plain()]))
     if as_json:

@@ -37,7 +37,7 @@ from compress.errors import CalibrationError, first_line
 from compress.storage import paths
 
 if TYPE_CHECKING:
-    from compress.evaluate.cache import Bench, Row
+    from compress.evaluate.cache import Bench, CacheRow
 
 QUALITY = ("recipe", "bytes/token", "static", "slope bits", "dNLL", "95%", "KL", "top-1", "recall", "error p50", "p95")
 TIMES = ("recipe", "encode us/token", "decode ms", "fused ms", "exact ms")
@@ -70,19 +70,14 @@ def generate(
     with errors():
         check_paths(model, calib)
         caches = cache_recipes([kv] if kv else [], overrides) if kv or overrides else None
-        from compress.evaluate import cache as measuring
         from compress.evaluate import generation
         from compress.run.source import resolve
 
+        directory, device, draw = resolve(model), device_named(device), (temperature, seed)
         if caches is None:
-            written = generation.written(
-                resolve(model), prompt, max_new_tokens, temperature, seed, "auto", device_named(device)
-            )
+            written = generation.write(directory, prompt, max_new_tokens, *draw, "auto", device)
         else:
-            asked = measuring.Request(caches, "", calib)
-            written = measuring.generate(
-                resolve(model), prompt, max_new_tokens, temperature, seed, device_named(device), asked
-            )
+            written = generation.write_through_cache(directory, prompt, max_new_tokens, draw, device, caches, calib)
         if as_json:
             cache = {} if written.cache is None else {"cache": dataclasses.asdict(written.cache)}
             print(json.dumps({"prompt": prompt, "text": written.text, **cache}))
@@ -132,14 +127,14 @@ def bench(
         caches = cache_recipes(recipes or [], overrides) if recipes or overrides else None
         from compress.cli import tables
         from compress.evaluate import cache
-        from compress.evaluate.scores import Execution
+        from compress.evaluate.reader import Execution
         from compress.run.source import resolve
 
         directory = resolve(model)
         if caches is None:
             caches = cache_recipes([OWN_CACHE] if _has_cache(directory) else recipes_with_cache(only=True))
         left_out = None if recipes else note  # recipes that were not named
-        asked = cache.Request(
+        asked = cache.BenchRequest(
             caches, text, calib, tuple(context or ()), max_tokens, equal_bytes, speed, needles, left_out
         )
         note_prefix(directory, bos)
@@ -215,7 +210,7 @@ def show(file: File, as_json: AsJson = False) -> None:
         paths.check_saved_cache(file)
         from compress.evaluate import saved_cache
 
-        _print_saved(saved_cache.described(file), file, as_json)
+        _print_saved(saved_cache.describe(file), file, as_json)
 
 
 def _print_saved(saved: object, path: Path, as_json: bool) -> None:
@@ -265,7 +260,7 @@ def _bench_tables(result: Bench) -> list[Table]:
     return shown
 
 
-def _quality(context: int, rows: list[Row]) -> Table:
+def _quality(context: int, rows: list[CacheRow]) -> Table:
     first = rows[0]
     gain = "" if first.recall_gain is None else f", repeated passages worth {first.recall_gain:.3f} nats a token"
     title = (
@@ -291,7 +286,7 @@ def _quality(context: int, rows: list[Row]) -> Table:
     return table
 
 
-def _needles(context: int, rows: list[Row]) -> Table:
+def _needles(context: int, rows: list[CacheRow]) -> Table:
     """Return shares of right answers, in all and by depth, and nats a token above the exact cache."""
     measured = [(row, row.needles) for row in rows if row.needles is not None]
     first = measured[0][1]
@@ -307,7 +302,7 @@ def _needles(context: int, rows: list[Row]) -> Table:
     return table
 
 
-def _speed(context: int, rows: list[Row]) -> Table:
+def _speed(context: int, rows: list[CacheRow]) -> Table:
     table = new_table(SPEED, f"{context} tokens: speed of one sequence")
     for row in rows:
         if (speed := row.speed) is None:

@@ -1,4 +1,4 @@
-"""Say in sentences what looks broken in a compressed model, from the facts of diagnosis.py.
+"""Name what looks broken in a compressed model, in sentences, from the facts of diagnosis.py and of tokenizers.py.
 
 A part is named where it is unlike its like: the same linear in the other blocks. Coarse codes and scales that
 transforms move around change all of them alike, a defect changes one. For a linear these are defects:
@@ -17,11 +17,18 @@ than STRAYED, or those of other tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from compress.evaluate.diagnosis import SAME_BASIS, Block, Facts, Linear
-from compress.evaluate.diagnosis_tail import Part, Tail
+import torch
+
+from compress.calib.documents import documents
+from compress.errors import UnsupportedModelError
+from compress.evaluate import diagnosis, tokenizers
+from compress.evaluate.diagnosis import SAME_BASIS, BlockFacts, Facts, LinearFacts, Tail, TailPart
+from compress.evaluate.pair import Pair
+from compress.evaluate.scores import TextWindows
 from compress.pages.outliers import SUSPECT, median
+from compress.progress import Progress
 
 FAR = 1.32  # times
 SPREADS = 4.0  # times the usual distance from the median of their like
@@ -33,14 +40,17 @@ STRAYED = 0.3  # 1 - correlation of what the output head or the last norm puts o
 FEW = 3  # linears of a kind below which they have no usual value: theirs should be the original's
 
 
+DIAGNOSED = (4, 128)  # windows of each text, and tokens of each, that parts are compared on
+
+
 def sentences(facts: Facts) -> list[str]:
     """Return what looks broken, worst first by kind; nothing for a sound model."""
     errors = {block.name: block.error for block in facts.blocks}
     paths = {linear.path for block in facts.blocks for linear in block.linears}
     alike = {path: [x for block in facts.blocks for x in block.linears if x.path == path] for path in paths}
-    found = []
+    defects = []
     if facts.embeddings > SAME_BASIS:
-        found.append(
+        defects.append(
             f"the embeddings are not the original's, nor a rotation of them: relative squared distance "
             f"{facts.embeddings:.2f}"
         )
@@ -52,8 +62,23 @@ def sentences(facts: Facts) -> list[str]:
                 f"{block.name} adds to the hidden states what the original does not: relative squared error "
                 f"{block.error:.2g}, {usual:.2g} in other blocks; none of its linears stands out alone"
             ]
-        found += own
-    return found + ([] if facts.tail is None else list(_tail(facts.tail)))
+        defects += own
+    return defects + ([] if facts.tail is None else list(_tail(facts.tail)))
+
+
+def find(pair: Pair, texts: Sequence[str], windows: Sequence[TextWindows], progress: Progress) -> list[str]:
+    """Return what looks broken in the compressed model of a pair, a sentence each; texts with their windows."""
+    progress("comparing layers", 0, 0)
+    base, model = pair.base.model, pair.model.model
+    sample = next(documents(texts[0]), "")
+    defects = [tokenizers.finding(pair.tokenizers[0], pair.tokenizers[1], model, sample)]
+    count, length = DIAGNOSED
+    tokens = torch.cat([each.tokens[:count, :length] for each in windows])
+    try:
+        defects += sentences(diagnosis.compare(base, model, tokens[:: len(windows)]))
+    except UnsupportedModelError as error:
+        defects.append(f"layers could not be compared one by one: {error}")
+    return [each for each in defects if each]
 
 
 def _tail(tail: Tail) -> Iterator[str]:
@@ -69,26 +94,26 @@ def _tail(tail: Tail) -> Iterator[str]:
         yield f"{part.name} puts out {part.ratio:.1f} times what the original does"
 
 
-def _is_off(part: Part) -> bool:
+def _is_off(part: TailPart) -> bool:
     return part.unlike > STRAYED or abs(math.log(max(part.ratio, 1e-9))) > math.log(FAR)
 
 
-def _linears(block: Block, usual: float, alike: Mapping[str, list[Linear]]) -> Iterator[str]:
+def _linears(block: BlockFacts, usual: float, alike: Mapping[str, list[LinearFacts]]) -> Iterator[str]:
     """Yield a sentence for each linear of a block that is broken."""
     is_named = False
     for linear in block.linears:
         like = [x for x in alike[linear.path] if x.name != linear.name]
         if linear.moved:
-            said = f"{linear.name} has {linear.moved}"
+            sentence = f"{linear.name} has {linear.moved}"
         elif not (is_named and linear.unlike > UNLIKE) and _is_scaled(
             linear, like, block.error > max(WORSE * usual, 0.1)
         ):
-            said = f"{linear.name} puts out {_times(linear, like, is_named):.1f} times what the original does"
+            sentence = f"{linear.name} puts out {_times(linear, like, is_named):.1f} times what the original does"
         elif not is_named and _is_other(linear, like) and (block.error > WORSE * usual or _is_lost(linear)):
             common = median({x.name: x.unlike for x in like})
             others = "experts" if _is_expert(linear) else "blocks"
             before = [x.path for x in block.linears[: block.linears.index(linear)] if x.unlike > UNLIKE]
-            said = (
+            sentence = (
                 f"{linear.name} puts out something else than the original: correlation {1 - linear.unlike:.2f}, "
                 f"{1 - common:.2f} in other {others}"
                 + (f"; or {', '.join(before)} before it does, which is in another basis" if before else "")
@@ -96,17 +121,17 @@ def _linears(block: Block, usual: float, alike: Mapping[str, list[Linear]]) -> I
         else:
             continue
         is_named = True
-        yield said
+        yield sentence
 
 
-def _times(linear: Linear, like: list[Linear], is_behind: bool) -> float:
+def _times(linear: LinearFacts, like: list[LinearFacts], is_behind: bool) -> float:
     """Return how many times its like a linear puts out; behind one that is named, over what it takes, which is off."""
     values = {x.name: x.gain if is_behind else x.ratio for x in (linear, *like)}
     own = values.pop(linear.name)
     return own / (median(values) if len(like) >= FEW else 1.0)
 
 
-def _is_scaled(linear: Linear, like: list[Linear], is_block_worse: bool) -> bool:
+def _is_scaled(linear: LinearFacts, like: list[LinearFacts], is_block_worse: bool) -> bool:
     """Tell whether a linear puts out far more or less than its like."""
     far, spread = [], 0.0
     for own, others in (
@@ -122,15 +147,15 @@ def _is_scaled(linear: Linear, like: list[Linear], is_block_worse: bool) -> bool
     return far[0] * far[1] > 0 and (is_block_worse or spread < 0.1)
 
 
-def _is_other(linear: Linear, like: list[Linear]) -> bool:
+def _is_other(linear: LinearFacts, like: list[LinearFacts]) -> bool:
     common = median({x.name: x.unlike for x in like})
     return linear.unlike > max(UNLIKE, SUSPECT * common)
 
 
-def _is_expert(linear: Linear) -> bool:
+def _is_expert(linear: LinearFacts) -> bool:
     return ".*." in linear.path
 
 
-def _is_lost(linear: Linear) -> bool:
+def _is_lost(linear: LinearFacts) -> bool:
     """Tell whether an expert puts out so little of the original that the block's error need not say it, too."""
     return _is_expert(linear) and linear.unlike > LOST

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.evaluate import scores
 from compress.evaluate.generation import text_behind
+from compress.evaluate.reader import Reader
 
 WORST = 10  # tokens that are shown
 BEFORE = 16  # tokens in front of each
@@ -41,7 +41,7 @@ class WorstToken:
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostTokens:
     """How the divergence from the original is spread over the tokens of a text."""
 
     text: str
@@ -55,10 +55,10 @@ class Lost:
         return {**values, "classes": list(values["classes"]), "worst": list(values["worst"])}
 
 
-def find(models: Sequence[Any], names: Sequence[str], windows: Tensor, kl: Tensor, text: str, decode: Decode) -> Lost:
+def find(readers: Sequence[Reader], windows: Tensor, kl: Tensor, text: str, decode: Decode) -> LostTokens:
     """Return how KL is spread over a text.
 
-    models, names: the compressed one and its original; windows: int64 [n, tokens]; kl: float64 [n, scored], of the
+    readers: the compressed model and its original; windows: int64 [n, tokens]; kl: float64 [n, scored], of the
     predictions of the last tokens of each; text: name of the source; decode: token ids to text, special tokens
     included.
     """
@@ -66,10 +66,10 @@ def find(models: Sequence[Any], names: Sequence[str], windows: Tensor, kl: Tenso
     order = values.argsort(descending=True, stable=True)
     ranked = [index for index in order[:WORST].tolist() if values[index] > 0]
     places = [divmod(index, kl.shape[1]) for index in ranked]
-    first = windows.shape[1] - kl.shape[1]  # that is predicted
-    found = [_token(models, names, windows[row, : first + at + 1], decode) for row, at in places]
-    worst = tuple(WorstToken(float(values[index]), *rest) for index, rest in zip(ranked, found, strict=True))
-    return Lost(text, half(values), classes(values), worst)
+    first = windows.shape[1] - kl.shape[1]  # the first token that is predicted
+    fields = [_token(readers, windows[row, : first + at + 1], decode) for row, at in places]
+    worst = tuple(WorstToken(float(values[index]), *rest) for index, rest in zip(ranked, fields, strict=True))
+    return LostTokens(text, half(values), classes(values), worst)
 
 
 def half(values: Tensor) -> float:
@@ -103,13 +103,10 @@ def classes(values: Tensor) -> tuple[dict[str, float], ...]:
     )
 
 
-def _token(models: Sequence[Any], names: Sequence[str], tokens: Tensor, decode: Decode) -> tuple[Any, ...]:
+def _token(readers: Sequence[Reader], tokens: Tensor, decode: Decode) -> tuple[Any, ...]:
     """Return the fields of a WorstToken, but for its KL; tokens: those in front of it, and itself."""
     before, own = tokens[:-1].tolist()[-BEFORE:], int(tokens[-1])
-    laws = [
-        scores.next_logits(model, name, tokens[None].to(model.device))[-1].float().softmax(-1)
-        for model, name in zip(models, names, strict=True)
-    ]
+    laws = [reader.predictions(tokens[None])[-1].float().softmax(-1) for reader in readers]
     (expected, confidence), (base_expected, base_confidence) = (
         (_piece(decode, before, int(law.argmax())), float(law.max())) for law in laws
     )

@@ -13,11 +13,12 @@ import torch
 
 from compress.calib import prefix
 from compress.errors import shown
+from compress.evaluate.reader import Reader
 from compress.evaluate.scores import positions
 from compress.model.positions import max_positions
 
-SAMPLE = 4000  # characters that both tokenize
-READ = 800  # of them, that the model reads
+TOKENIZED_CHARACTERS = 4000
+READ_CHARACTERS = 800
 
 
 def encode_with(tokenizer: Any) -> Callable[[str], list[int]]:
@@ -30,7 +31,7 @@ def encode_with(tokenizer: Any) -> Callable[[str], list[int]]:
 
 
 def difference(base: Any, tokenizer: Any, text: str) -> str:
-    """Say in a clause how a tokenizer differs from the original's; "" where it does not. text: to try both on."""
+    """Return a clause on how a tokenizer differs from the original's; "" where it does not. text: to try both on."""
     vocabularies = [dict(each.get_vocab()) for each in (base, tokenizer)]
     first, second = vocabularies
     if len(first) != len(second):
@@ -45,7 +46,7 @@ def difference(base: Any, tokenizer: Any, text: str) -> str:
             f"{len(moved):,} of its {len(first):,} tokens have other ids: {shown(token)} is {second[token]}, "
             f"{first[token]} in the original"
         )
-    ids = [encode_with(each)(text[:SAMPLE]) for each in (base, tokenizer)]
+    ids = [encode_with(each)(text[:TOKENIZED_CHARACTERS]) for each in (base, tokenizer)]
     if ids[0] != ids[1]:
         place = next((i for i, pair in enumerate(zip(*ids, strict=False)) if pair[0] != pair[1]), min(map(len, ids)))
         return (
@@ -65,7 +66,7 @@ def finding(base: Any, tokenizer: Any, model: Any, text: str) -> str:
     clause = difference(base, tokenizer, text)
     if not clause:
         return ""
-    through = [_nats_per_byte(model, each, text[:READ]) for each in (tokenizer, base)]
+    through = [_nats_per_byte(model, each, text[:READ_CHARACTERS]) for each in (tokenizer, base)]
     read = ""
     if through[0] is not None and through[1] is not None:
         read = (
@@ -84,5 +85,5 @@ def _nats_per_byte(model: Any, tokenizer: Any, text: str) -> float | None:
     ids = begun.before(encode_with(tokenizer)(text))
     if not 2 <= len(ids) <= (max_positions(config) or len(ids)) or max(ids) >= config.vocab_size:
         return None
-    nll = positions([model], [str(model.name_or_path)], torch.tensor([ids]))[0, begun.unscored :]
+    nll = positions([Reader(model, name=str(model.name_or_path))], torch.tensor([ids]))[0, begun.unscored :]
     return float(nll.sum()) / len(text.encode())

@@ -11,7 +11,7 @@ from compress.allocate import kv_budget, kv_options, kv_tokens
 from compress.allocate.kv_budget import CacheOffer
 from compress.calib.kv import calibrate
 from compress.errors import RecipeError
-from compress.evaluate.cache_scores import Candidate
+from compress.evaluate.reader import Candidate
 from compress.kv import generation, hooks
 from compress.kv.cache import coded_layers
 from compress.kv.settings import KINDS, cache_settings

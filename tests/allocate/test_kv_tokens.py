@@ -18,7 +18,7 @@ from compress.allocate import kv_budget, kv_options, kv_session, kv_share, kv_to
 from compress.allocate.kv_budget import CacheCosts, CacheOffer, CacheOption, LayerCosts, TensorCosts
 from compress.cli import tables
 from compress.errors import RecipeError
-from compress.evaluate.cache_scores import Candidate
+from compress.evaluate.reader import Candidate
 from compress.kv import generation, hooks
 from compress.kv.evict import kept_tokens
 from compress.kv.settings import KINDS, CacheSettings, cache_settings

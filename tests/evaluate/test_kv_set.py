@@ -17,9 +17,8 @@ from compress.cli.app import app
 from compress.cli.options import cache_recipes
 from compress.errors import RecipeError
 from compress.evaluate import cache_speed
-from compress.evaluate.cache_candidates import candidates
-from compress.evaluate.cache_reading import readings
-from compress.evaluate.cache_scores import Candidate, readable
+from compress.evaluate.cache_candidates import candidates_of
+from compress.evaluate.reader import Candidate, readable, readings
 from compress.kernels import llvm
 from compress.kv import reading
 from compress.kv.settings import cache_settings
@@ -136,7 +135,7 @@ def test_bytes_a_token_include_what_is_calibrated(
     model: PreTrainedModel, pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = cache_settings({"method": "pca", "residual_length": 32})
-    (made,) = candidates(model, pico_dir("llama"), {"c": settings}, str(TEXT), lambda *a: None)
+    (made,) = candidates_of(model, pico_dir("llama"), {"c": settings}, str(TEXT), lambda *a: None)
     tokens = torch.arange(200)[None] % 250
     found, longer = (cache_speed.sizes(model, tokens[:, :n], [made], lambda n: None)[0] for n in (128, 200))
     for size in (found, longer):

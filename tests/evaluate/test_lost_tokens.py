@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compress.evaluate import lost_tokens
+from compress.evaluate.reader import Reader
 from compress.model import load
 from compress.pages import lost_tokens as page
 from pico import build, save
@@ -39,7 +40,7 @@ def test_the_worst_tokens_are_those_of_a_slow_search(models: list[Any]) -> None:
     windows = torch.randint(0, 256, (WINDOWS, LENGTH), generator=torch.Generator().manual_seed(3))
     model, base = laws(models, windows)
     kl = (base * (base.log() - model.log())).sum(-1)
-    found = lost_tokens.find(models, ["model", "base"], windows, kl, "a.txt", spelled)
+    found = lost_tokens.find([Reader(each) for each in models], windows, kl, "a.txt", spelled)
     places = sorted(((float(kl[i, j]), i, j) for i in range(WINDOWS) for j in range(LENGTH - 1)), reverse=True)
     assert len(found.worst) == lost_tokens.WORST
     for each, (value, i, j) in zip(found.worst, places, strict=False):
@@ -57,7 +58,9 @@ def test_the_worst_tokens_are_those_of_a_slow_search(models: list[Any]) -> None:
 
 def test_equal_models_have_lost_nothing(models: list[Any]) -> None:
     windows = torch.zeros(1, 4, dtype=torch.long)
-    found = lost_tokens.find(models, ["a", "b"], windows, torch.zeros(1, 3, dtype=torch.float64), "a.txt", spelled)
+    found = lost_tokens.find(
+        [Reader(each) for each in models], windows, torch.zeros(1, 3, dtype=torch.float64), "a.txt", spelled
+    )
     assert (found.half, found.worst) == (0.0, ()) and found.classes[0]["tokens"] == 1.0 and len(found.classes) == 1
     assert "largest KL" not in page.section([found.plain()])
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from compress.errors import CalibrationError, shown
-from compress.evaluate import question_files
-from compress.evaluate.items import Item, Material
+from compress.evaluate.items import Item, Material, check_file, read_lines, text_of
 from compress.papers.tasks import kick
 
 WAY = "likelihood"
@@ -33,14 +32,14 @@ class Config:
     shots: int = 5  # examples in front of a question, fewer where they do not fit; 0: none
 
     def __post_init__(self) -> None:
-        question_files.check(self.file, "kick_choices", self.count)
+        check_file(self.file, "kick_choices", self.count)
         if self.shots < 0:
             raise ValueError(f"shots {self.shots} is negative")
 
 
 def items(config: Config, material: Material) -> list[Item]:
     """Return the questions that are asked; CalibrationError, with the line, for one that cannot be used."""
-    read = question_files.read_lines(config.file, config.count, _question, kick.LINE_FORM)
+    read = read_lines(config.file, config.count, _question, kick.LINE_FORM)
     subjects: dict[str, list[Item]] = {}
     for each in read:
         subjects.setdefault(each.facts["subject"], []).append(each)
@@ -63,7 +62,7 @@ def _question(row: Mapping[str, Any], name: str) -> Item:
         raise ValueError('"choices" is no list of 2 to 26 texts')
     letters = string.ascii_uppercase[: len(choices)]
     lines = [
-        question_files.text(row, "question"),
+        text_of(row, "question"),
         *(f"{k}. {choice}" for k, choice in zip(letters, choices, strict=True)),
     ]
     subject = row.get("subject", "")

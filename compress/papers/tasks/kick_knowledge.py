@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compress.evaluate import question_files
-from compress.evaluate.items import Item, Material
+from compress.evaluate.items import Item, Material, answers_of, check_file, read_lines, text_of
 from compress.papers.tasks import kick
 
 WAY = "written"
@@ -30,7 +29,7 @@ class Config:
     prompt: str = "Please give answer to this question: {question}\nThe answer is "
 
     def __post_init__(self) -> None:
-        question_files.check(self.file, "kick_knowledge", self.count, new_tokens=self.new_tokens)
+        check_file(self.file, "kick_knowledge", self.count, new_tokens=self.new_tokens)
         if "{question}" not in self.prompt:
             raise ValueError("prompt has no {question}")
 
@@ -39,11 +38,11 @@ def items(config: Config, material: Material) -> list[Item]:
     """Return the questions; CalibrationError, with the line, for one that cannot be used."""
 
     def item_of(row: Mapping[str, Any], name: str) -> Item:
-        answers = question_files.answers(row)
-        context = config.prompt.replace("{question}", question_files.text(row, "question"))
+        answers = answers_of(row)
+        context = config.prompt.replace("{question}", text_of(row, "question"))
         return Item(name, context, new_tokens=config.new_tokens, facts={"answers": answers})
 
-    return question_files.read_lines(config.file, config.count, item_of, kick.LINE_FORM)
+    return read_lines(config.file, config.count, item_of, kick.LINE_FORM)
 
 
 def correct(item: Item, text: str) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from compress.errors import CalibrationError, RecipeError
-from compress.evaluate import suite, task_scores
+from compress.evaluate import task_runs, task_scores
 from compress.evaluate.items import Material, Outcome
 from compress.papers.tasks import kick
 
@@ -41,7 +41,7 @@ def lines(path: Path, *rows: Any) -> str:
 
 
 def made(name: str, file: str, positions: int = 8192, **settings: Any) -> Any:
-    return suite.task(name, stuff(positions), file=file, **settings)
+    return task_runs.task(name, stuff(positions), file=file, **settings)
 
 
 def test_containment() -> None:
