@@ -6,7 +6,7 @@ solution (compress/lowrank/factors.py). A row or column that hardly any gradient
 heaviest one, so that nothing is left without a measure.
 
 The gradients are those of the original model on the first `samples` calibration samples: a forward and a backward pass
-over the whole model, block by block (compress/allocate/block_scores.py), before the first block is rounded. The paper
+over the whole model, block by block (compress/allocate/kl_shares.py), before the first block is rounded. The paper
 takes 10000 sequences of 1024 tokens.
 """
 

@@ -46,7 +46,7 @@ def quantize(
             if processes.is_main:
                 with Output(job.out, job.overwrite, work=job.work):
                     pass  # what would be refused after hours of measuring is refused before
-            job = decide.decided(job, progress)
+            job = decide.decide(job, progress)
         with pipeline.opened(job, progress, seen) as (loop, blocks):
             loop.run(blocks)
 
@@ -68,14 +68,14 @@ def merge(
     """
     import dataclasses
 
-    from compress.export import decoded
+    from compress.export import for_runs
     from compress.storage.workdir import Output
 
     assert job.adapter is not None
-    with decoded.Decoded(directory, job.out) as beside:
+    with for_runs.DecodedCheckpoint(directory, job.out) as beside:
         with Output(job.out, job.overwrite, work=job.work):
             pass  # refused before anything is decoded
-        decoded.check(directory, job.adapter)
+        for_runs.check_merge(directory, job.adapter)
         model = str(beside.write(progress))
         return quantize(dataclasses.replace(job, model=model), progress, on_plan)
 
@@ -88,7 +88,7 @@ def plan(job: Job, progress: Progress = silent) -> tuple[Job, Prepared, float] |
     from compress.allocate import forecast
     from compress.run import pipeline, prepare
 
-    decided = forecast.decided(job, progress)
+    decided = forecast.forecast(job, progress)
     if isinstance(decided, forecast.Unmeasured):
         return decided
     progress("reading headers", 0, 0)
@@ -101,9 +101,9 @@ def plan(job: Job, progress: Progress = silent) -> tuple[Job, Prepared, float] |
 def _check_export(job: Job, prepared: Prepared) -> None:
     """Raise ExportError for a plan whose result the target that the recipe names could not hold."""
     if job.recipe.export is not None:
-        from compress.export import planned
+        from compress.export import for_runs
 
-        planned.check(prepared, job.recipe.export)
+        for_runs.check_plan(prepared, job.recipe.export)
 
 
 def load(

@@ -13,7 +13,7 @@ import pytest
 from compress import plugins
 
 ROOT = Path(__file__).parents[1]
-HEAVY = {"scipy", "datasets", "pyarrow", "transformers", "triton", "llvmlite"}
+HEAVY = {"scipy", "datasets", "pyarrow", "transformers", "triton", "llvmlite", "numba"}
 LOOSE = 10  # modules beside the packages
 OPENERS = {"from_pretrained", "from_config", "torch_load", "load_state_dict_from_url"}
 REFUSED = {"trust_remote_code": False, "allow_pickle": False, "weights_only": True, "use_safetensors": True}
@@ -34,7 +34,9 @@ ORDER = [
 # Packages with plugins -> what these may import of ours beside what their package shares; never another plugin.
 BASE = {"compress.errors", "compress.types", "compress.numerics"}
 PLUGINS: dict[str, set[str]] = {
-    "quant": BASE | {"compress.formats", "compress.kernels.llvm", "compress.lowrank.factors"},
+    "quant": BASE
+    | {"compress.formats", "compress.papers.formats", "compress.kernels.llvm", "compress.kernels.loops"}
+    | {"compress.lowrank.correct"},
     "allocate": BASE | {"compress.allocate"},
     "importers": {"compress.errors", "compress.numerics", "compress.storage"},
     "export": BASE | {"compress.formats", "compress.storage", "compress.export"},
@@ -317,7 +319,7 @@ def test_check_of_the_order() -> None:
 
 
 def test_check_of_plugins() -> None:
-    for module in ("quant.feedback", "formats.int", "types", "lowrank.factors"):
+    for module in ("quant.feedback", "formats.int", "types", "lowrank.correct"):
         assert beyond("compress.quant.gptq", {f"compress.{module}"}) == set()
     for module in ("quant.rtn", "calib.stats", "model.graph", "run.job"):
         assert beyond("compress.quant.gptq", {f"compress.{module}"}) == {f"compress.{module}"}

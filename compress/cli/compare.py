@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,14 +27,13 @@ from compress.cli.options import (
     keep,
     note,
     note_prefix,
+    parse_nbytes,
     required_text,
 )
 from compress.errors import RecipeError
 
 if TYPE_CHECKING:
-    from compress.evaluate.sampling import SamplingComparison
-    from compress.evaluate.sampling_distributions import SamplingSetting
-    from compress.progress import Progress
+    from compress.evaluate.sampling import SamplingComparison, SamplingSetting
     from compress.study.recommend import Asked, Choice, Studied
 
 
@@ -59,13 +57,13 @@ def bench(
         check_paths(model)
         check_base(model, base)
         from compress.cli import tables
-        from compress.evaluate import record, speed
+        from compress.evaluate import speed
         from compress.run.source import resolve
 
         directory = resolve(model)
         against = None if base is None else resolve(base)
         rates = speed.measure(directory, device_named(device), batch, prompt_tokens, new_tokens, against)
-        keep(directory, lambda: record.add_speed(directory, rates.plain()))
+        keep(directory, lambda record: record.add_speed(directory, rates.plain()))
         if as_json:
             print(json.dumps(dataclasses.asdict(rates)))
             return
@@ -108,8 +106,8 @@ def sampling(
         check_paths(model, text)
         check_base(model, base)
         from compress.cli import tables
-        from compress.evaluate import record, sampling_temperature
         from compress.evaluate import sampling as measuring
+        from compress.evaluate import sampling_temperature
         from compress.evaluate.reader import Execution
         from compress.run.source import resolve
 
@@ -124,7 +122,7 @@ def sampling(
         execution = Execution(dtype, device_named(device), bos=bos)
         with tables.progress_bar() as progress:
             comparison = measuring.measure(directory, original, asked, execution, progress)
-        keep(directory, lambda: record.add_sampling(directory, comparison.plain()))
+        keep(directory, lambda record: record.add_sampling(directory, comparison.plain()))
         print(json.dumps(comparison.plain())) if as_json else _show_sampling(comparison)
         if write:
             note(sampling_temperature.write(directory, comparison.temperatures, own))
@@ -196,7 +194,7 @@ def recommend(
     with errors():
         check_device(device)
         check_paths(model, calib)
-        limit = _parse_size(fits)
+        limit = parse_nbytes(fits, "--fits")
         from compress import recipe
         from compress.cli import tables
         from compress.run.job import Job
@@ -213,7 +211,10 @@ def recommend(
             if not usable:
                 raise RecipeError(choosing.none_usable(left_out))
             chosen = choosing.three(usable, limit)
-            costs = _costs(asked, set(chosen.values()) if timing else (), progress)
+            costs: dict[Choice, dict[str, Any]] = {}
+            for choice in set(chosen.values()) if timing else ():  # one that trains takes minutes to time
+                progress(f"timing a block of {choice.recipe}", len(costs), len(chosen))
+                costs[choice] = _cost(asked, choice)
         result = {
             "fits": limit,
             "context": context,
@@ -235,24 +236,6 @@ def recommend(
             _show_recommendation(result, asked, studied)
         if not chosen:
             raise typer.Exit(1)
-
-
-def _parse_size(text: str) -> int:
-    from compress.process_memory import parse_size
-
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--fits") from error
-
-
-def _costs(asked: Asked, choices: Collection[Choice], progress: Progress) -> dict[Choice, dict[str, Any]]:
-    """Return what making each choice takes; one that trains takes minutes to time."""
-    costs: dict[Choice, dict[str, Any]] = {}
-    for choice in choices:
-        progress(f"timing a block of {choice.recipe}", len(costs), len(choices))
-        costs[choice] = _cost(asked, choice)
-    return costs
 
 
 def _cost(asked: Asked, choice: Choice) -> dict[str, Any]:
@@ -297,8 +280,7 @@ def _under_all_names(rows: dict[str, dict[str, Any]]) -> list[tuple[str, dict[st
 
 def _lines(row: dict[str, Any], asked: Asked) -> list[str]:
     """Return lines on a choice: size, loss, cost and command."""
-    from compress.cli.tables import size
-    from compress.progress import duration
+    from compress.cli.tables import size, time_text
 
     cache = f" + {size(row['cache_nbytes'])} of cache at {asked.context:,} tokens" if asked.context else ""
     total = f" = {size(row['total'])}" if cache else ""
@@ -309,7 +291,7 @@ def _lines(row: dict[str, Any], asked: Asked) -> list[str]:
     ]
     if (cost := row["cost"]) is not None:
         peak = "" if cost["peak"] is None else f", peak memory {size(cost['peak'])}"
-        lines.append(f"to make: about {duration(cost['seconds'])}{peak}")
+        lines.append(f"to make: about {time_text(cost['seconds'])}{peak}")
     return [*lines, row["command"]]
 
 

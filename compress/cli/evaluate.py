@@ -207,7 +207,6 @@ def _run_suite(
     if options.choices is not None and not options.choices.is_file():
         raise CalibrationError(f"{options.choices} is not a file; give questions as JSON lines")
     from compress.cli import tables
-    from compress.evaluate import record
     from compress.evaluate import suite as suites
     from compress.evaluate.reader import Execution
     from compress.run.source import resolve
@@ -221,7 +220,7 @@ def _run_suite(
     running = Execution(dtype=execution[0], device=execution[1], bos=execution[2])
     with tables.progress_bar() as progress:
         result = suites.run(directory, original, asked, running, progress).plain()
-    keep(directory, lambda: record.add(directory, suites=[result]))
+    keep(directory, lambda record: record.add(directory, suites=[result]))
     if as_json:
         print(json.dumps(result))
         return
@@ -305,7 +304,7 @@ def _run_harness(
     check_base(model, base)
     from compress.calib import prefix
     from compress.cli import tables
-    from compress.evaluate import harness, record
+    from compress.evaluate import harness
     from compress.evaluate.reader import Execution
     from compress.evaluate.suite import SuiteResult
     from compress.run.source import resolve
@@ -320,7 +319,7 @@ def _run_harness(
         seconds = time.perf_counter() - start
         result = SuiteResult(harness.WAY, directories[1].name, (), {}, tuple(scores), (), (), seconds)
         result = dataclasses.replace(result, begins_with=prefix.of_directory(directories[1], bos).text)
-        keep(directories[0], lambda: record.add(directories[0], suites=[result.plain()]))
+        keep(directories[0], lambda record: record.add(directories[0], suites=[result.plain()]))
     if as_json:
         print(json.dumps({"tasks": [dataclasses.asdict(each) for each in scores]}))
         return

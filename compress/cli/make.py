@@ -147,11 +147,11 @@ def _measure(options: RunOptions, out: Path | None, as_json: bool) -> None:
     with errors(RESUME):
         measurements = former_out(options.measurements, out, "--measurements")
         job = dataclasses.replace(options, measurements=measurements).job(writes="measurements")
-        from compress.allocate import session
+        from compress.allocate import decide
         from compress.cli import tables
 
         with tables.progress_bar() as progress:
-            folder, facts = session.measured(job, progress)
+            folder, facts = decide.measure(job, progress)
         if as_json:
             print(json.dumps(facts))
             return
@@ -179,7 +179,7 @@ def _run(job: Job, as_json: bool, merged_into: Path | None = None) -> None:
 
 def _measuring_words(job: Job, options: RunOptions) -> list[str]:
     """Return the options of a command line that measures for this job, into the folder where it is looked for."""
-    from compress.allocate import prepare_options
+    from compress.allocate import variants
 
     words = [job.model, "--recipe", options.recipe]
     words += [word for override in options.recipe_overrides for word in ("--set", override)]
@@ -195,7 +195,7 @@ def _measuring_words(job: Job, options: RunOptions) -> list[str]:
     words += [word for name, value in options_given.items() if value is not None for word in (name, str(value))]
     words += ["--allow-partial"] if job.allow_partial else []
     if job.recipe.allocate is not None:
-        words += ["--measurements", str(job.measurements or prepare_options.folder_of(job))]
+        words += ["--measurements", str(job.measurements or variants.folder_of(job))]
     return words
 
 
@@ -203,7 +203,6 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     """Print what a run would do; `words`: the options of a command that measures for it."""
     from compress import api
     from compress.cli import tables
-    from compress.progress import duration
     from compress.run.plan import groups
     from compress.run.report import packed_nbytes, whole
 
@@ -237,7 +236,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     tables.out.print(tables.plan_table(result["plan"], sizes, layers.nbytes, source, layers.bpw))
     print(tables.bits(layers.bpw, result["whole"]))
     peak = tables.size(prepared.arrangement.peak_nbytes)
-    print(f"predicted peak memory {peak}, time {duration(predicted)}")
+    print(f"predicted peak memory {peak}, time {tables.time_text(predicted)}")
     if base:
         print(f"base: {base}")
     for line in prepared.says:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -91,18 +91,33 @@ def errors(resume: str = "") -> Iterator[None]:
         raise
 
 
-def parse_memory(text: str | None) -> int | None:
-    """Return the bytes of --max-memory; wrong usage for what no run could keep to."""
+def parse_nbytes(text: str, option: str) -> int:
+    """Return the bytes of an option such as 8GiB; wrong usage for anything else."""
     from compress.process_memory import parse_size
 
     try:
-        limit = None if text is None else parse_size(text)
+        return parse_size(text)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--max-memory") from error
+        raise typer.BadParameter(str(error), param_hint=option) from error
+
+
+def parse_memory(text: str | None) -> int | None:
+    """Return the bytes of --max-memory; wrong usage for what no run could keep to."""
+    limit = None if text is None else parse_nbytes(text, "--max-memory")
     if limit is not None and limit < MIN_MEMORY_NBYTES:
         reason = f"{text} is {limit} bytes, less than any run takes; give a size such as 8GiB"
         raise typer.BadParameter(reason, param_hint="--max-memory")
     return limit
+
+
+def parse_time(text: str | None, option: str) -> float | None:
+    """Return the seconds of an option such as 90s, 20min or 2h; wrong usage for anything else."""
+    from compress.progress import parse_duration
+
+    try:
+        return None if text is None else parse_duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
 
 
 def check_model(model: str) -> None:
@@ -197,8 +212,10 @@ def note_prefix(directory: Path, bos: Bos) -> None:
     note(prefix.of_directory(directory, bos).sentence or None)
 
 
-def keep(directory: Path, add: Callable[[], object]) -> None:
-    """Call what adds a result to scores.json of a checkpoint that compress wrote, and bring its page up to date.
+def keep(directory: Path, add: Callable[[Any], object]) -> None:
+    """Add a result to scores.json of a checkpoint that compress wrote, and bring its page up to date.
+
+    add: is called with the module `compress.evaluate.record`.
 
     A checkpoint that may only be read, or whose scores.json is damaged, is measured all the same: a note says that the
     result is not kept.
@@ -208,7 +225,7 @@ def keep(directory: Path, add: Callable[[], object]) -> None:
     if not record.is_kept(directory):
         return
     try:
-        add()
+        add(record)
         page.refresh(directory)
     except (CompressError, OSError) as error:
         note(f"what was measured is not kept beside {directory}: {first_line(error)}")

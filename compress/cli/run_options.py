@@ -28,6 +28,7 @@ from compress.cli.options import (
     device_named,
     note,
     parse_memory,
+    parse_time,
 )
 from compress.errors import RecipeError
 from compress.storage import paths
@@ -135,19 +136,6 @@ class RunOptions:
             raise typer.BadParameter("give a positive number of nats a token, such as 0.05", param_hint="--max-kl")
         return f"{bound}kl"
 
-    def _limit(self) -> int | None:
-        """The bytes of --max-memory."""
-        return parse_memory(self.max_memory)
-
-    def _seconds(self) -> float | None:
-        """The seconds of --budget."""
-        from compress.progress import parse_duration
-
-        try:
-            return None if self.budget is None else parse_duration(self.budget)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--budget") from error
-
     def _check_folders(self, writes: Writes, out: Path | None) -> None:
         """Raise the error for a folder that the run could not write; `out`: that of the checkpoint, None: unknown."""
         read = [each for each in (Path(self.model), self.adapter) if each is not None and each.exists()]
@@ -172,7 +160,7 @@ class RunOptions:
         """
         from compress import recipe as recipes
 
-        overrides, limit = self.recipe_overrides, self._limit()
+        overrides, limit = self.recipe_overrides, parse_memory(self.max_memory)
         check_device(self.device)
         check_paths(self.model, self.calib)
         check_adapter(self.adapter)
@@ -209,7 +197,7 @@ class RunOptions:
             allow_partial=self.allow_partial,
             pack=pack and recipe.packs,
             measurements=self.measurements,
-            budget=self._seconds(),
+            budget=parse_time(self.budget, "--budget"),
             processes=self.processes,
         )
 

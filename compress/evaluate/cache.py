@@ -32,7 +32,6 @@ from compress.evaluate.cache_scores import (
     BATCH_TOKENS,
     Recall,
     compare,
-    counter,
     exact_tokens,
     first_scored,
     policies,
@@ -46,7 +45,7 @@ from compress.evaluate.scores import TextWindows
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
 from compress.model.positions import max_positions
-from compress.progress import Progress, silent
+from compress.progress import Progress, make_counter, silent
 
 CONTEXTS = (512, 2048, 8192)
 ERROR_WINDOWS = 8
@@ -206,7 +205,7 @@ def _context(
     """Return the rows of one context length, without speed and needles."""
     windows, (count, length) = cut.tokens, cut.tokens.shape
     batch = windows_at_a_time(model, candidates, length)
-    say = counter(progress, f"scoring at {length} tokens", count)
+    say = make_counter(progress, f"scoring at {length} tokens", count)
     positions = compare(model, windows, candidates, batch, say)
     makes = [lambda c=candidate: c.cache(model.config) for candidate in candidates]
     errors = output_errors(model, windows[:ERROR_WINDOWS], makes, max(1, min(4, BATCH_TOKENS // length)))

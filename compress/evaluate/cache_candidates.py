@@ -16,7 +16,7 @@ from compress.kv.cache import coded_layers
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
 from compress.model.positions import max_positions
-from compress.progress import Progress
+from compress.progress import Progress, silent
 from compress.recipe.schema import Bos
 from compress.run import kv_cache
 from compress.run.calibration_text import say_fewer
@@ -27,7 +27,11 @@ OWN_CACHE = "own"  # the name of the cache that a checkpoint stores
 
 
 def open_reader(
-    directory: Path, execution: Execution, caches: Mapping[str, CacheSettings], calib: str | None, progress: Progress
+    directory: Path,
+    execution: Execution,
+    caches: Mapping[str, CacheSettings],
+    calib: str | None,
+    progress: Progress = silent,
 ) -> Reader:
     """Load a model that reads and writes through one cache; without any in `caches`, through the checkpoint's own."""
     check(directory, caches, calib)

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from compress.errors import CalibrationError
-from compress.evaluate.cache_scores import counter, exact_tokens, policies
+from compress.evaluate.cache_scores import exact_tokens, policies
+from compress.evaluate.items import encode_with
 from compress.evaluate.reader import Candidate, Reader, Say, fill, read_on
 from compress.evaluate.scores import TextWindows
-from compress.evaluate.tokenizers import encode_with
 from compress.model import load as lm
-from compress.progress import Progress
+from compress.progress import Progress, make_counter
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the room for needles
 NAMES = (
@@ -139,7 +139,7 @@ def measure_text(
         planted = contexts(cut.tokens, encode, count, candidates, model.config, len(cut.prefix.tokens))
     if not planted:
         return [None] * len(candidates)
-    say = counter(progress, f"asking for needles at {cut.tokens.shape[1]} tokens", len(planted))
+    say = make_counter(progress, f"asking for needles at {cut.tokens.shape[1]} tokens", len(planted))
     return measure(model, planted, candidates, say)
 
 

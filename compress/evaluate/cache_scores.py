@@ -32,7 +32,7 @@ from compress.evaluate.scores import BATCH_NBYTES, Comparison, TextWindows
 from compress.kv.evict.kept_tokens import prompt_of
 from compress.kv.settings import EXACT, CacheSettings, Codings, Policy
 from compress.model import load as lm
-from compress.progress import Progress, silent
+from compress.progress import Progress, make_counter, silent
 
 NEEDLE_TOKENS = 32
 CUE_TOKENS = 8  # the first tokens of a needle, which are not scored
@@ -188,7 +188,7 @@ def compare_text(reader: Reader, base: Any, cut: TextWindows, text: str, progres
     """Return the scores of a model through its cache, beside `base` through the exact one, on windows of a text."""
     assert reader.cache is not None
     windows, candidates = cut.tokens, [reader.cache]
-    say = counter(progress, f"scoring {text}", len(windows))
+    say = make_counter(progress, f"scoring {text}", len(windows))
     batch = windows_at_a_time(reader.model, candidates, windows.shape[1])
     positions = compare(reader.model, windows, candidates, batch, say, base)
     comparison = scores.summary(
@@ -209,14 +209,3 @@ def windows_at_a_time(model: Any, candidates: Sequence[Candidate], length: int) 
     vocabulary = model.config.get_text_config().vocab_size
     window_nbytes = longest * vocabulary * model.dtype.itemsize * (1 + len(candidates))
     return max(1, min(BATCH_TOKENS // length, BATCH_NBYTES // window_nbytes))
-
-
-def counter(progress: Progress, text: str, total: int) -> Say:
-    """Return a function that adds windows to those that are done, and shows the sum."""
-    done = [0]
-
-    def say(count: int) -> None:
-        done[0] += count
-        progress(text, done[0], total)
-
-    return say

@@ -1,4 +1,4 @@
-"""Name what looks broken in a compressed model, in sentences, from the facts of diagnosis.py and of tokenizers.py.
+"""Name what looks broken in a compressed model, in sentences, from the facts of diagnosis.py and its tokenizer.
 
 A part is named where it is unlike its like: the same linear in the other blocks. Coarse codes and scales that
 transforms move around change all of them alike, a defect changes one. For a linear these are defects:
@@ -12,21 +12,29 @@ original where none of its linears is gets a sentence of its own. Experts are co
 
 The last norm and the output head have no like. They are named where logits are FAR times the original's, less like it
 than STRAYED, or those of other tokens.
+
+A tokenizer must give the original's tokens: a checkpoint with another one loads, runs and has the same weights, and
+only what it reads is not what it was trained on, which no comparison on equal tokens shows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from compress.calib import prefix
 from compress.calib.documents import documents
-from compress.errors import UnsupportedModelError
-from compress.evaluate import diagnosis, tokenizers
+from compress.errors import UnsupportedModelError, shown
+from compress.evaluate import diagnosis
 from compress.evaluate.diagnosis import SAME_BASIS, BlockFacts, Facts, LinearFacts, Tail, TailPart
+from compress.evaluate.items import encode_with
 from compress.evaluate.pair import Pair
-from compress.evaluate.scores import TextWindows
+from compress.evaluate.reader import Reader
+from compress.evaluate.scores import TextWindows, positions
+from compress.model.positions import max_positions
 from compress.pages.outliers import SUSPECT, median
 from compress.progress import Progress
 
@@ -40,6 +48,8 @@ STRAYED = 0.3  # 1 - correlation of what the output head or the last norm puts o
 FEW = 3  # linears of a kind below which they have no usual value: theirs should be the original's
 
 
+TOKENIZED_CHARACTERS = 4000
+READ_CHARACTERS = 800
 DIAGNOSED = (4, 128)  # windows of each text, and tokens of each, that parts are compared on
 
 
@@ -71,7 +81,7 @@ def find(pair: Pair, texts: Sequence[str], windows: Sequence[TextWindows], progr
     progress("comparing layers", 0, 0)
     base, model = pair.base.model, pair.model.model
     sample = next(documents(texts[0]), "")
-    defects = [tokenizers.finding(pair.tokenizers[0], pair.tokenizers[1], model, sample)]
+    defects = [tokenizer_sentence(pair.tokenizers[0], pair.tokenizers[1], model, sample)]
     count, length = DIAGNOSED
     tokens = torch.cat([each.tokens[:count, :length] for each in windows])
     try:
@@ -159,3 +169,62 @@ def _is_expert(linear: LinearFacts) -> bool:
 def _is_lost(linear: LinearFacts) -> bool:
     """Tell whether an expert puts out so little of the original that the block's error need not say it, too."""
     return _is_expert(linear) and linear.unlike > LOST
+
+
+def tokenizer_difference(base: Any, tokenizer: Any, text: str) -> str:
+    """Return a clause on how a tokenizer differs from the original's; "" where it does not. text: to try both on."""
+    vocabularies = [dict(each.get_vocab()) for each in (base, tokenizer)]
+    first, second = vocabularies
+    if len(first) != len(second):
+        return f"it has {len(second):,} tokens, the original {len(first):,}"
+    moved = sorted(token for token, number in first.items() if second.get(token, number) != number)
+    absent = sorted(token for token in first if token not in second)
+    if absent:
+        return f"{len(absent):,} of its {len(first):,} tokens are not the original's, which has {shown(absent[0])}"
+    if moved:
+        token = moved[0]
+        return (
+            f"{len(moved):,} of its {len(first):,} tokens have other ids: {shown(token)} is {second[token]}, "
+            f"{first[token]} in the original"
+        )
+    ids = [encode_with(each)(text[:TOKENIZED_CHARACTERS]) for each in (base, tokenizer)]
+    if ids[0] != ids[1]:
+        place = next((i for i, pair in enumerate(zip(*ids, strict=False)) if pair[0] != pair[1]), min(map(len, ids)))
+        return (
+            f"it splits the text otherwise from token {place + 1} on ({len(ids[1])} tokens, {len(ids[0])} originally)"
+        )
+    begins = [list(each("a", verbose=False)["input_ids"]) for each in (base, tokenizer)]
+    if begins[0] != begins[1]:
+        return f"it puts other tokens around a text: 'a' is {begins[1]}, {begins[0]} in the original"
+    return ""
+
+
+def tokenizer_sentence(base: Any, tokenizer: Any, model: Any, text: str) -> str:
+    """Return a sentence on a tokenizer that is not the original's; "" where it is.
+
+    It says what the difference does: how well the model reads the text through either.
+    """
+    clause = tokenizer_difference(base, tokenizer, text)
+    if not clause:
+        return ""
+    through = [_nats_per_byte(model, each, text[:READ_CHARACTERS]) for each in (tokenizer, base)]
+    read = ""
+    if through[0] is not None and through[1] is not None:
+        read = (
+            f"; through it the model reads the text at {through[0]:.2f} nats a byte, through the original's at "
+            f"{through[1]:.2f}"
+        )
+    advice = ""
+    if through[0] is None or (through[1] is not None and through[0] > through[1] + 0.01):
+        advice = "; put the tokenizer files of the original in its place"
+    return f"the tokenizer is not the original's: {clause}{read}{advice}"
+
+
+def _nats_per_byte(model: Any, tokenizer: Any, text: str) -> float | None:
+    """Return the negative log-likelihood per byte; None where the tokens are not the model's, or too few."""
+    config, begun = model.config.get_text_config(), prefix.of_tokenizer(tokenizer)
+    ids = begun.before(encode_with(tokenizer)(text))
+    if not 2 <= len(ids) <= (max_positions(config) or len(ids)) or max(ids) >= config.vocab_size:
+        return None
+    nll = positions([Reader(model, name=str(model.name_or_path))], torch.tensor([ids]))[0, begun.unscored :]
+    return float(nll.sum()) / len(text.encode())

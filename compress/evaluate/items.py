@@ -81,6 +81,15 @@ class Task:
         return hashlib.sha256(repr((self.way, tuple(self.items))).encode()).hexdigest()
 
 
+def encode_with(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Return a function that gives the tokens of a text, no special ones added."""
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    return encode
+
+
 @dataclass(frozen=True)
 class Material:
     """What a task makes items of: the tokenizer of the original, its limits, and some text of the user's."""

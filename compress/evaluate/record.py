@@ -49,7 +49,7 @@ TASK: Any = {
     **dict.fromkeys(("accuracy_by_bytes", "tokens_right", "nll", "nll_se", "kl", "kl_se"), SOME),
 }
 WRITTEN: Any = dict.fromkeys(("prompt", "base", "model"), LINES)
-LOST: Any = {  # of compress/evaluate/lost_tokens.py
+LOST: Any = {  # of compress/evaluate/pair.py
     **{"text": TEXT, "half": NUMBER, "classes": [dict.fromkeys(("low", "high", "tokens", "kl"), NUMBER)]},
     "worst": [
         {

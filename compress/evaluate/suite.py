@@ -67,7 +67,7 @@ class SuiteResult:
     cache: str = ""  # name of the cache that the model was read through; "" for none
     cache_read: str = ""  # how it was read
     written: tuple[Mapping[str, str], ...] = ()  # "prompt", and what "base" and "model" write behind it
-    lost: tuple[Mapping[str, Any], ...] = ()  # `lost_tokens.LostTokens.plain` of each text; none through a cache
+    lost: tuple[Mapping[str, Any], ...] = ()  # `pair.LostTokens.plain` of each text; none through a cache
     begins_with: str = ""  # what windows and questions begin with, by the tokenizer's name of it
 
     def plain(self) -> dict[str, Any]:

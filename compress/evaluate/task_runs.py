@@ -15,9 +15,9 @@ from torch import Tensor
 from compress import plugins
 from compress.calib.prefix import Prefix
 from compress.errors import CalibrationError, RecipeError
-from compress.evaluate import answers, task_scores, tokenizers
+from compress.evaluate import answers, task_scores
 from compress.evaluate.cache_scores import policies
-from compress.evaluate.items import Material, Task
+from compress.evaluate.items import Material, Task, encode_with
 from compress.evaluate.pair import Pair
 from compress.evaluate.task_scores import TaskScore
 from compress.model.positions import max_positions
@@ -72,7 +72,7 @@ def material(tokenizer: Any, configs: Sequence[Any], begun: Prefix, windows: Ten
 
     text = torch.zeros(0, 0, dtype=torch.long) if windows is None else windows[:, len(begun.tokens) :]
     return Material(
-        tokenizers.encode_with(tokenizer),
+        encode_with(tokenizer),
         decode,
         begun.tokens,
         min(configs[0].vocab_size, len(tokenizer)),

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -86,6 +86,38 @@ def _processor() -> tuple[str, str]:
     return processor_name(), flags
 
 
+class Signature(NamedTuple):
+    """A C function that returns nothing: what its arguments are called, addresses before 64-bit integers.
+
+    This is the one place that knows an argument list: the function is written from it, called through ctypes by it, and
+    `arguments` puts values in its order.
+    """
+
+    name: str
+    pointers: tuple[str, ...]
+    integers: tuple[str, ...]
+
+    @property
+    def ctypes(self) -> list[Any]:
+        """Return the types of the arguments as ctypes has them."""
+        return [ctypes.c_void_p] * len(self.pointers) + [ctypes.c_int64] * len(self.integers)
+
+    def arguments(self, *tensors: torch.Tensor, **values: int) -> tuple[int, ...]:
+        """Return values of the named arguments in their order; the first tensors are the first pointers.
+
+        TypeError if one is missing or unknown.
+        """
+        values |= {name: each.data_ptr() for name, each in zip(self.pointers, tensors, strict=False)}
+        names = (*self.pointers, *self.integers)
+        if values.keys() != set(names):
+            wrong = ", ".join(sorted(values.keys() ^ set(names)))
+            raise TypeError(f"{self}: missing or unknown: {wrong}")
+        return tuple(values[name] for name in names)
+
+    def __str__(self) -> str:
+        return f"void {self.name}({', '.join((*self.pointers, *self.integers))})"
+
+
 class Emitter:
     """Writes one function: llvmlite's builder with what kernels need over and over.
 
@@ -93,19 +125,21 @@ class Emitter:
     element: tensors are views of files.
     """
 
-    def __init__(self, name: str, pointers: int, integers: int) -> None:
-        """void name(pointers, 64-bit integers); no pointer aliases another."""
+    def __init__(self, name: str, pointers: str | int, integers: str | int) -> None:
+        """Begin void name(pointers, 64-bit integers): their names, or how many; no pointer aliases another."""
         from llvmlite import ir
 
         self.ir, self.pointer = ir, ir.PointerType()
         self.byte, self.short, self.word, self.index = (ir.IntType(bits) for bits in (8, 16, 32, 64))
         self.half, self.float, self.bfloat = ir.HalfType(), ir.FloatType(), _bfloat()
-        kind = ir.FunctionType(ir.VoidType(), [self.pointer] * pointers + [self.index] * integers)
+        self.signature = Signature(name, _names("pointer", pointers), _names("integer", integers))
+        count = len(self.signature.pointers)
+        kind = ir.FunctionType(ir.VoidType(), [self.pointer] * count + [self.index] * len(self.signature.integers))
         self.module = ir.Module(context=ir.Context())  # a context of its own: types of the shared one would pile up
-        self.name, function = name, ir.Function(self.module, kind, name)
-        for argument in function.args[:pointers]:
+        function = ir.Function(self.module, kind, name)
+        for argument in function.args[:count]:
             argument.add_attribute("noalias")
-        self.pointers, self.integers = function.args[:pointers], function.args[pointers:]
+        self.pointers, self.integers = function.args[:count], function.args[count:]
         self.b = ir.IRBuilder(function.append_basic_block())
         self._entry = self.b.block
 
@@ -181,32 +215,44 @@ def _bytes(kind: Any) -> int:
     return {"half": 2, "float": 4}.get(str(kind)) or kind.width // 8
 
 
+class Function(Protocol):
+    """Machine code that is called with addresses and then integers, as its signature lists them."""
+
+    signature: Signature
+
+    def __call__(self, *arguments: int) -> None: ...
+
+
 @cache
-def function(kind: Callable[..., Emitter], *settings: Any) -> Callable[..., None]:
+def function(kind: Callable[..., Emitter], *settings: Any) -> Function:
     """Return the function that kind(*settings) writes, compiled once for a process."""
     return compiled(kind(*settings))
 
 
-def compiled(emitter: Emitter) -> Callable[..., None]:
-    """Return what was written, as a function of addresses and then integers."""
+def compiled(emitter: Emitter) -> Function:
+    """Return what an emitter wrote as a function."""
+    source = str(emitter.module)
+    return link(emitter.signature, key(source), lambda: source)
+
+
+def link(signature: Signature, key: bytes, write: Callable[[], str]) -> Function:
+    """Return a function from its object code on disk, or compiled from what `write` returns in LLVM's language."""
     from llvmlite import binding
 
-    source = str(emitter.module)
-    key = _key(source)
     stored, machine = object_cache.load(key), _machine()
-    module = binding.parse_assembly(source) if stored is None else binding.parse_assembly("")
+    module = binding.parse_assembly(write() if stored is None else "")
     if stored is None:
-        _optimize(module, machine)
+        _optimize(module, machine, signature.name)
     engine = binding.create_mcjit_compiler(module, machine)
     engine.set_object_cache(lambda _, code: object_cache.store(key, code), lambda _: stored)
     engine.finalize_object()
-    kinds = [ctypes.c_void_p] * len(emitter.pointers) + [ctypes.c_int64] * len(emitter.integers)
-    function = ctypes.CFUNCTYPE(None, *kinds)(engine.get_function_address(emitter.name))
+    function = ctypes.CFUNCTYPE(None, *signature.ctypes)(engine.get_function_address(signature.name))
     function.engine = engine  # type: ignore[attr-defined]  # which must live as long as the function
-    return function
+    function.signature = signature  # type: ignore[attr-defined]
+    return cast(Function, function)
 
 
-def _key(source: str) -> bytes:
+def key(source: str) -> bytes:
     """Return the key of all that machine code depends on."""
     import llvmlite
     from llvmlite import binding
@@ -215,10 +261,19 @@ def _key(source: str) -> bytes:
     return object_cache.key((source, *versions, binding.get_default_triple(), *_processor(), f"{OPTIMIZED} {PASSES}"))
 
 
-def _optimize(module: Any, machine: Any) -> None:
+def _names(kind: str, arguments: str | int) -> tuple[str, ...]:
+    """Return the names of arguments, made up where only their number is known."""
+    return tuple(arguments.split()) if isinstance(arguments, str) else tuple(f"{kind}{i}" for i in range(arguments))
+
+
+def _optimize(module: Any, machine: Any, name: str) -> None:
+    """Run LLVM's passes on a module of which one function is called from outside."""
     from llvmlite import binding
 
     module.verify()
+    for function in module.functions:
+        if function.name != name and not function.is_declaration:
+            function.linkage = "internal"
     builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(**PASSES))
     builder.getModulePassManager().run(module, builder)
 

@@ -26,7 +26,7 @@ from compress.model.block_calls import BlockArgs, Layout, Place, Recorded, equal
 from compress.model.skeleton import Skeleton
 from compress.numerics import checks, products
 from compress.progress import note
-from compress.runtime.packed import PackedModule
+from compress.runtime.linear import PackedModule
 from compress.storage.files import new_descriptor
 
 BlockInputs = Callable[[], Iterable[tuple[Tensor, BlockArgs]]]  # all batches of a block, the same at every call

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
-from compress.runtime.expert_layouts import SHARED, SORTED, Layout
+from compress.runtime.expert_layouts import SHARED, SORTED, ExpertLayout
 from compress.runtime.experts import Experts
 from compress.types import LinearSpec
 
@@ -21,7 +21,7 @@ CHECKED_TOKENS = 3
 TOLERANCE = 0.05  # of the norm; a wrong layout is off by about 1, bfloat16 by 0.01
 
 
-def specs(name: str, module: nn.Module, layout: Layout, dtype: torch.dtype, block: int) -> Iterator[LinearSpec]:
+def specs(name: str, module: nn.Module, layout: ExpertLayout, dtype: torch.dtype, block: int) -> Iterator[LinearSpec]:
     """Yield the linears of all experts of the module of this full name; all but the last of an expert share an input.
 
     dtype: of the weights.

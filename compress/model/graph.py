@@ -22,7 +22,7 @@ from compress.model.blockwise import BlockInputs, attached, run_block, states_of
 from compress.model.meta_pass import NEEDS_DATA, PROBE_TOKENS, SkippedExperts, without_experts
 from compress.model.skeleton import Skeleton
 from compress.model.stream import NORM, OTHER, STREAM, WRITER, Part, Parts, Watch, has_matrix, memory_of
-from compress.runtime.expert_layouts import Layout
+from compress.runtime.expert_layouts import ExpertLayout
 from compress.runtime.experts import Experts
 
 WATCHED = "compress_watched"  # the name of our attention function while a forward pass is watched
@@ -319,7 +319,7 @@ def _names(entry: _Seen, projections: slice) -> list[str]:
     if not isinstance(entry.module, SkippedExperts):
         return [entry.name]
     layout = entry.module.layout
-    if isinstance(layout, Layout) and layout.is_open:
+    if isinstance(layout, ExpertLayout) and layout.is_open:
         return [f"{entry.name}.{i}.{name}" for i in range(layout.experts) for name in layout.projections[projections]]
     reason = layout if isinstance(layout, str) else "experts that are more, or given something else, than linears"
     raise UnsupportedModelError(f"{entry.name} holds {reason}; use a recipe without transforms")

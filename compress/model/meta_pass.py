@@ -18,7 +18,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from compress.model.load import empty_model
 from compress.runtime import expert_layouts, linears
-from compress.runtime.expert_layouts import Layout
+from compress.runtime.expert_layouts import ExpertLayout
 from compress.runtime.experts import is_fused_experts
 
 PROBE_TOKENS = 8
@@ -34,7 +34,7 @@ class SkippedExperts(nn.Module):
         super().__init__()
         self.layout = expert_layouts.describe(real)
         self.width: int | None = None  # of the outputs; None: as wide as the inputs
-        if isinstance(self.layout, Layout):
+        if isinstance(self.layout, ExpertLayout):
             self.width, _ = self.layout.shape(real, self.layout.parts[-1])
 
     def forward(self, hidden_states: Tensor, *routing: Tensor, **others: Tensor) -> Tensor:

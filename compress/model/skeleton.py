@@ -28,7 +28,7 @@ from compress.model.load import FAILURES, empty_model, no_bars, plain_config, wi
 from compress.model.meta_pass import READ, flow, read_weights
 from compress.runtime import expert_layouts, hf, linears
 from compress.runtime.experts import Experts, is_supported
-from compress.runtime.packed import PackedModule
+from compress.runtime.linear import PackedModule
 from compress.storage.checkpoint import CONFIG, Checkpoint, Readable
 from compress.types import LinearSpec
 
@@ -294,7 +294,7 @@ class Skeleton:
                     self.add(LinearSpec(full, shape, self.dtype, index, keys.get(full, full)), specs, kept)
                 elif isinstance(module, nn.Linear):
                     kept[full] = "a linear with a forward pass of its own"
-                elif isinstance(layout := expert_layouts.describe(module), expert_layouts.Layout):
+                elif isinstance(layout := expert_layouts.describe(module), expert_layouts.ExpertLayout):
                     for spec in expert_linears.specs(full, module, layout, self.dtype, index):
                         self.add(spec, specs, kept)
                 elif layout is not None or any(p.dim() == 3 for p in module.parameters(recurse=False)):

@@ -4,7 +4,7 @@ A vector is d columns of one row. The column loop (compress/quant/feedback.py) h
 chosen in the metric C_BB of the block, in which the loss is exact. A codebook belongs to a group of columns x rows; it
 is learned when the loop reaches the group's columns, on targets that carry all errors so far, by EM in the same metric.
 Then the entries are refitted to the codes by least squares over the whole matrix and the loop runs again (`rounds`);
-coordinate descent over the blocks (compress/quant/sweeps.py) and further refits follow. A result is only replaced by a
+coordinate descent over the blocks (compress/quant/descent.py) and further refits follow. A result is only replaced by a
 better one.
 
 Differences from the paper and its code, and why:

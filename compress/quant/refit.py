@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compress.quant import feedback, sweeps
+from compress.quant import descent, feedback
 from compress.quant.codebooks import Books, factored, rounded
 from compress.quant.feedback import Layer, Objective
 
@@ -144,7 +144,7 @@ def refit_factors(layer: Objective, layout: Layout, entries: Tensor, rank: int, 
     return factored(columns, right)
 
 
-class Learner(sweeps.Revisable, Protocol):
+class Learner(descent.Revisable, Protocol):
     """A rounder with codebooks."""
 
     books: Books
@@ -174,7 +174,7 @@ def settle(layer: Layer, rounder: Learner, rounds: int, passes: int) -> float:
         feedback.run(layer.weight, layer.factor, rounder)
 
     def descend() -> None:
-        sweeps.improve(layer, rounder.values(), rounder, 1)
+        descent.improve_blocks(layer, rounder.values(), rounder, 1)
 
     for choose, count in ((loop, rounds), (descend, passes), (None, 1)):
         for _ in range(count):

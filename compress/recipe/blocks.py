@@ -101,17 +101,18 @@ def _part(entries: Entries, key: str, base: Any, default: Any) -> Any:
 def method(entries: Entries, kind: str = "quant") -> ModuleType:
     """Return the method that a block names; one line on stderr where the block has its former name."""
     name = value(entries, "method", str)
-    say_renamed(kind, name)
+    present = plugins.current(kind, name, entries)
+    say_renamed(name, present)
     try:
-        return plugins.load(kind, plugins.current(kind, name))
+        return plugins.load(kind, present)
     except RecipeError as error:
         raise error_at(entries["method"][0], str(error)) from error
 
 
 @functools.cache  # once a process: a block is read more than once
-def say_renamed(kind: str, name: str) -> None:
-    if (current := plugins.current(kind, name)) != name:
-        print(f"method {name!r} of the recipe is called {current!r} now", file=sys.stderr)
+def say_renamed(name: str, present: str) -> None:
+    if present != name:
+        print(f"method {name!r} of the recipe is called {present!r} now", file=sys.stderr)
 
 
 def built(entries: Entries, at: Node, where: str, base: Any, beside: Sequence[str] = ()) -> Any:

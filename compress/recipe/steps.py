@@ -25,7 +25,7 @@ def transforms(entries: Entries) -> tuple[Step, ...]:
         if "method" not in block:
             raise error_at(node, f"a transform needs a method, one of {', '.join(plugins.names('transform'))}")
         module = method(block, "transform")
-        name = value(block, "method", str)
+        name = plugins.current("transform", value(block, "method", str), block)
         if module.SCOPE == "model" and scopes:
             raise error_at(
                 node, f"{name} must be the first transform: a scale that is folded into a norm before it has no effect"

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from compress.kernels.loops import columns as column_loops
 from compress.model.skeleton import Skeleton
-from compress.quant import columns_compiled
 from compress.storage.checkpoint import CHUNK, StoredTensor
 from compress.types import LayerPlan, LinearSpec
 
@@ -50,7 +50,7 @@ def routed_nbytes(specs: list[LinearSpec], config: Any, item: int) -> int:
 def compiler_nbytes(layers: Iterable[LayerPlan]) -> int:
     """Return the bytes that come to stay when a weight is large enough to compile functions; loads what does that."""
     largest = max((layer.spec.numel for layer in layers), default=0)
-    return columns_compiled.COMPILER if columns_compiled.is_worthwhile(largest) else 0
+    return column_loops.COMPILER_NBYTES if column_loops.is_worthwhile(largest) else 0
 
 
 def head_nbytes(model: PreTrainedModel) -> int:

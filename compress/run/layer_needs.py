@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from compress import plugins
 from compress.lowrank import correct
+from compress.quant import feedback
 from compress.recipe.schema import Recipe
 from compress.types import LayerPlan
 
@@ -50,13 +51,19 @@ def needs_text(layer: LayerPlan) -> bool:
     return needs_statistics(layer) or needs_in_scale(layer) or needs_gradients(layer) or trains
 
 
+def row_tiles(layer: LayerPlan) -> list[slice]:
+    """Return the rows of each tile that a linear is quantized by, all in one if its method takes whole weights."""
+    method, shape = plugins.load("quant", layer.scheme.method), layer.spec.shape
+    if not hasattr(method, "quantize_rows"):
+        return [slice(0, shape[0])]
+    return feedback.row_tiles(shape, method.row_unit(layer.scheme.config, shape))
+
+
 def spans(layer: LayerPlan) -> list[slice]:
-    """Return the rows of each tile by which a linear can be quantized (compress/quant/row_tiles.py), all in one if not.
+    """Return the rows of each tile by which processes can share a linear, all in one if they cannot.
 
     Experts are many, and a low-rank part is of the whole weight.
     """
-    whole = [slice(0, layer.spec.shape[0])]
     if layer.scheme.config is None or layer.scheme.lowrank is not None or layer.spec.is_expert:
-        return whole
-    method = plugins.load("quant", layer.scheme.method)
-    return method.spans(layer.scheme.config, layer.spec.shape) if hasattr(method, "spans") else whole
+        return [slice(0, layer.spec.shape[0])]
+    return row_tiles(layer)

@@ -26,7 +26,7 @@ from compress.model.skeleton import Skeleton
 from compress.numerics import products
 from compress.run import activation_sizes, layer_needs, linear_sizes, table_sizes
 from compress.tune import held_block, low_rank
-from compress.tune.whole_model import Sizes
+from compress.tune.whole_model import WholeModelSizes
 from compress.types import LayerPlan, LinearSpec, Plan
 
 BATCH_TOKENS = 2048  # tokens of a batch when memory allows: products are efficient, activations small
@@ -86,10 +86,10 @@ class Extras(NamedTuple):
     read: int = 0  # tokens of the calibration text that are read, at most
     reader: int = 0  # bytes of a library that reads it, which stays in memory
     document: int = 0  # bytes of its largest document while that is read
-    tuning: Callable[[held_block.Sizes], int] | None = None  # `workspace` of what tunes a block, with its settings
+    tuning: Callable[[held_block.BlockSizes], int] | None = None  # `workspace` of what tunes a block, with its settings
     tables: tuple[LayerPlan, ...] = ()  # outside of the blocks, made and kept beside those of the plan itself
     # bytes of tuning a model of these sizes with so many samples at a time, hidden states on disk or not
-    whole: Callable[[Sizes, int, bool], int] | None = None
+    whole: Callable[[WholeModelSizes, int, bool], int] | None = None
     differentiated: bool = False  # tuning that takes the gradients of the loss by all linears
 
 
@@ -251,13 +251,13 @@ class _MemoryModel:
         )
         return TRAINING + low_rank.whole_workspace(sizes, self.seq_len)
 
-    def _tuned(self, plan: Plan, skeleton: Skeleton, tokens: int) -> Sizes:
+    def _tuned(self, plan: Plan, skeleton: Skeleton, tokens: int) -> WholeModelSizes:
         """Return the sizes of the packed model that tuning depends on; tokens: of the text."""
         packed = [
             sum(layer.nbytes for layer in layers) + weights - self.item * sum(layer.spec.numel for layer in layers)
             for layers, weights in zip(self.by_block, self.weights, strict=True)
         ]
-        return Sizes(
+        return WholeModelSizes(
             rest=self.rest // self.item,
             tables=sum(table.nbytes for table in plan.tables),
             block=max(self.weights) // self.item,
@@ -315,7 +315,7 @@ class _MemoryModel:
         if self.extras.tuning is not None:  # and all along, a copy of the block
             numel, tokens = self.weights[index] // self.item, batch * self.seq_len
             states, hidden = 4 * tokens * self.token[index] // self.item, tokens * self.hidden
-            sizes_of_tuning = held_block.Sizes(numel, states, hidden, batch, self.seq_len)
+            sizes_of_tuning = held_block.BlockSizes(numel, states, hidden, batch, self.seq_len)
             tuning = TRAINING + held + self.packed[index] + self.extras.tuning(sizes_of_tuning)
             training = max(training, tuning)
             held, quantizing = held + 4 * numel, quantizing + 4 * numel

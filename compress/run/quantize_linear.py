@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from compress.calib import stats as calib_stats
 from compress.errors import NumericalError
 from compress.formats import dense
 from compress.lowrank import correct
-from compress.quant import incoherence, row_tiles, target_correction
+from compress.quant import feedback, incoherence, target_correction
 from compress.run import layer_needs
 from compress.types import IN_SCALE, Fisher, LayerPlan, PackedWeight, Quantized, Stats
 
@@ -84,41 +85,55 @@ def quantize(task: LinearTask, seed: int) -> Quantized:
         return _finished(task, Quantized(PackedWeight(layer.stored, stored, layer.spec.shape)), seed)
     target, stats, method_seed = _given(task, seed)
     method, config = plugins.load("quant", layer.scheme.method), layer.scheme.config
+    quantize_target = partial(_quantize_by_tiles, layer) if hasattr(method, "quantize_rows") else method.quantize
     with _named(layer):
         if layer.scheme.lowrank is None:
-            result = method.quantize(target, stats, config, method_seed)
+            result = quantize_target(target, stats, config, method_seed)
         else:
-            result = correct.corrected(
+            result = correct.quantize_with_part(
                 target,
                 (task.fisher if layer_needs.needs_gradients(layer) else None) or stats,
                 layer.scheme.lowrank,
-                lambda rest: method.quantize(rest, stats, config, method_seed),
+                lambda rest: quantize_target(rest, stats, config, method_seed),
                 method_seed,
             )
     return _finished(task, result, seed)
 
 
+def _quantize_by_tiles(layer: LayerPlan, target: Tensor, stats: Stats | None, config: Any, seed: int) -> Quantized:
+    """Do what a method's `quantize` does, one tile of rows after the other."""
+    method = plugins.load("quant", layer.scheme.method)
+    rounding = method.prepare(target, stats, config)
+    tiles = [method.quantize_rows(rounding, rows) for rows in layer_needs.row_tiles(layer)]
+    rounding.release()
+    quantized: Quantized = method.join(rounding, tiles)
+    return quantized
+
+
 class Tiles(NamedTuple):
-    """Some tiles of a linear, and what joins all of them."""
+    """Some tiles of a linear, and what all of them have in common."""
 
     parts: list[Any]
     seconds: float
-    whole: row_tiles.RowTiles
+    rounding: feedback.Rounding
 
 
 def quantize_tiles(task: LinearTask, numbers: slice, seed: int) -> Tiles:
     """Quantize these of the tiles of a linear."""
     begun, layer = time.monotonic(), task.layer
-    target, stats, method_seed = _given(task, seed)
+    target, stats, _ = _given(task, seed)
+    method = plugins.load("quant", layer.scheme.method)
     with _named(layer):
-        whole = plugins.load("quant", layer.scheme.method).tiles(target, stats, layer.scheme.config, method_seed)
-        parts = whole.make(layer_needs.spans(layer)[numbers])
-    return Tiles(parts, time.monotonic() - begun, whole)
+        rounding = method.prepare(target, stats, layer.scheme.config)
+        parts = [method.quantize_rows(rounding, rows) for rows in layer_needs.spans(layer)[numbers]]
+    rounding.release()
+    return Tiles(parts, time.monotonic() - begun, rounding)
 
 
 def join_tiles(task: LinearTask, tiles: Tiles, parts: Sequence[Any], seed: int) -> Quantized:
     """Return a linear, whose `parts` are its tiles in order; tiles: some of them."""
-    return _finished(task, tiles.whole.join(parts), seed)
+    method = plugins.load("quant", task.layer.scheme.method)
+    return _finished(task, method.join(tiles.rounding, parts), seed)
 
 
 def _statistics(task: LinearTask) -> InputStatistics:

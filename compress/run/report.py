@@ -21,7 +21,7 @@ from compress.run import expert_pruning, plan
 from compress.run.job import RunState
 from compress.runtime import integer
 from compress.runtime.embedding import PackedEmbedding
-from compress.runtime.packed import PackedModule
+from compress.runtime.linear import PackedModule
 from compress.storage import json_text
 from compress.storage.checkpoint import Checkpoint, open_checkpoint, read_json
 from compress.storage.json_text import INTEGER, NUMBER, OBJECT, SOME, TEXT

@@ -90,7 +90,7 @@ def _directory(
         write_text(directory / paths.CONFIG, json.dumps(config, indent=2))
     if adapter is not None:
         lora.check(adapter)
-        (directory / lora.FOLDER).symlink_to(adapter)
+        (directory / lora.ADAPTER_FOLDER).symlink_to(adapter)
     return directory
 
 

@@ -31,7 +31,7 @@ from compress.storage.checkpoint import Readable, StoredTensor, read_header, sha
 from compress.storage.json_text import TEXT
 from compress.storage.workdir import Output
 from compress.tune import low_rank
-from compress.tune.whole_model import Work
+from compress.tune.whole_model import TuningWork
 
 LOW_RANK, WHOLE = "trained", "tuned"
 STAGES = (LOW_RANK, WHOLE)
@@ -78,7 +78,7 @@ def _asked(output: Output, run: RunState, progress: Progress) -> Iterator[tuple[
         progress(text, blocks, blocks)
         process_memory.check(job.max_memory)
 
-    if (asked := low_rank.requested({x.spec.name: x.scheme.lowrank for x in prepared.plan.layers})) is not None:
+    if (asked := low_rank.find_request({x.spec.name: x.scheme.lowrank for x in prepared.plan.layers})) is not None:
 
         def low_rank_parts() -> Training:
             source = prepared.skeleton.checkpoint.directory
@@ -91,7 +91,7 @@ def _asked(output: Output, run: RunState, progress: Progress) -> Iterator[tuple[
         def whole_model() -> Training:
             device, arrangement = torch.device(job.device), prepared.arrangement
             how = arrangement.batch, output.blocks, arrangement.spill, say
-            work = Work(output.model, prepared.skeleton.checkpoint, tokens, device, *how)
+            work = TuningWork(output.model, prepared.skeleton.checkpoint, tokens, device, *how)
             return Training(*plugins.load("tune", step.method).train(step.config, work))
 
         yield WHOLE, whole_model

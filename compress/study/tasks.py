@@ -23,7 +23,6 @@ from compress.evaluate.items import Material, Outcome, Task
 from compress.evaluate.reader import Execution, Reader
 from compress.evaluate.scores import text_windows
 from compress.model import load as lm
-from compress.progress import silent
 from compress.run.source import resolve
 from compress.study.folder import StudyFolder
 from compress.study.grid import Settings
@@ -59,7 +58,7 @@ def measured(
     else:
         execution = Execution(settings.dtype, settings.device, bos=settings.bos)
         if has_cache:
-            reader = open_reader(model, execution, {}, None, silent)
+            reader = open_reader(model, execution, {}, None)
         else:
             reader = Reader(lm.load_model(model, execution.dtype, execution.device))
         rows = [row(task, answers.score(reader, task, stuff), original[task.name]) for task in made]

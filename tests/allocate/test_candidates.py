@@ -306,10 +306,10 @@ def test_what_is_shared_is_computed_once(
 def test_room(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     skeleton = source(pico_dir("llama"))[0]
     needed = memory_split.sizes(skeleton, LENGTH, 8, 4)
-    assert needed.whole == sum(p.numel() for p in skeleton.model.parameters()) * 4 < needed.kept
-    rest, room = needed.whole, needed.kept + needed.whole
-    assert MemorySplit.within(needed, needed.kept + rest) == MemorySplit(True, rest // 2, rest // 3)
-    tight = MemorySplit.within(needed, needed.kept + rest - 1)
+    assert needed.whole == sum(p.numel() for p in skeleton.model.parameters()) * 4 < needed.all_loaded
+    rest, room = needed.whole, needed.all_loaded + needed.whole
+    assert MemorySplit.within(needed, needed.all_loaded + rest) == MemorySplit(True, rest // 2, rest // 3)
+    tight = MemorySplit.within(needed, needed.all_loaded + rest - 1)
     assert not tight.keeps and tight.states > rest // 3
     assert MemorySplit.within(needed, needed.least) == MemorySplit(False, 0, 0)
     with pytest.raises(BudgetError, match="at least"):

@@ -158,7 +158,9 @@ def curves(base: Tensor, model: Tensor, temperatures: tuple[float, ...], windows
     return found.view(len(found), windows, -1).mean(-1), betas
 
 
-def found_of(base: Tensor, model: Tensor, temperatures: tuple[float, ...], windows: int) -> list[best.Recommendation]:
+def found_of(
+    base: Tensor, model: Tensor, temperatures: tuple[float, ...], windows: int
+) -> list[best.TemperatureAdvice]:
     means, betas = curves(base, model, temperatures, windows)
     return best.recommend(means, temperatures, betas)
 

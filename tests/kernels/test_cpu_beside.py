@@ -15,7 +15,7 @@ from compress.kernels import dispatch, llvm
 from compress.kernels.contract import Prepared
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu.small_matmul import Product
-from compress.runtime.linear import Beside, PackedLinear
+from compress.runtime.linear import FusedLinears, PackedLinear
 from compress.types import PackedWeight
 
 pytestmark = [
@@ -41,7 +41,7 @@ def test_as_single_products(case: str, count: int) -> None:
     linears = linears_of(CASES[case])
     x = problems.random(count, 256).bfloat16()
     with torch.no_grad():
-        y = Beside(linears).product(x[None])
+        y = FusedLinears(linears).product(x[None])
         expected = torch.cat([linear(x) for linear in linears], -1)
     if "avx512vbmi" not in llvm.features() and any(weight.format == "codebook" for weight in CASES[case]):
         assert y is None  # codebooks have no kernel on this processor: all are multiplied singly
@@ -53,7 +53,7 @@ def test_activations_become_integers_once(monkeypatch: pytest.MonkeyPatch) -> No
     calls = []
     quantize = Product.quantize
     monkeypatch.setattr(Product, "quantize", lambda self, *args: calls.append(self) or quantize(self, *args))
-    beside, x = Beside(linears_of(ALIKE)), problems.random(3, 256).bfloat16()
+    beside, x = FusedLinears(linears_of(ALIKE)), problems.random(3, 256).bfloat16()
     assert beside.product(x) is not None
     assert [each.shape for each in calls] == [(64, 256)] * 2  # two rows and one
 
@@ -71,7 +71,7 @@ def test_activations_are_widened_once(widens: bool, monkeypatch: pytest.MonkeyPa
         return decoded(kernel, given, into)
 
     monkeypatch.setattr(dispatch, "decoded_product", spy)
-    found = Beside(linears).product(x)
+    found = FusedLinears(linears).product(x)
     assert found is not None and torch.equal(found, expected)
     assert [each.dtype for each in seen] == [torch.float32 if widens else torch.bfloat16] * 3
     assert len({each.data_ptr() for each in seen}) == 1
@@ -79,7 +79,7 @@ def test_activations_are_widened_once(widens: bool, monkeypatch: pytest.MonkeyPa
 
 def test_tensors_that_have_moved_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     linears = linears_of(ALIKE)
-    beside, x = Beside(linears), problems.random(1, 256).bfloat16()
+    beside, x = FusedLinears(linears), problems.random(1, 256).bfloat16()
     before = beside.product(x)
     for name in linears[1].specs:
         linears[1].register_parameter(name, torch.nn.Parameter(getattr(linears[1], name).clone(), False))
@@ -90,7 +90,7 @@ def test_tensors_that_have_moved_are_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_cannot_be_done_at_once_is_left_to_single_products() -> None:
-    beside = Beside(linears_of(ALIKE))
+    beside = FusedLinears(linears_of(ALIKE))
     assert beside.product(problems.random(2, 256)) is None  # float32 is decoded, and kept
     assert beside.product(problems.random(2, 256).bfloat16().requires_grad_()) is None
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
@@ -103,7 +103,7 @@ def test_linears_that_do_more_are_not_bare() -> None:
 
 
 def test_a_copy_of_what_has_run_has_tensors_of_its_own() -> None:
-    beside, x = Beside(linears_of(ALIKE)), problems.random(2, 256).bfloat16()
+    beside, x = FusedLinears(linears_of(ALIKE)), problems.random(2, 256).bfloat16()
     expected = beside.product(x)
     other = copy.deepcopy(beside)
     for linear in beside.linears:
@@ -114,7 +114,7 @@ def test_a_copy_of_what_has_run_has_tensors_of_its_own() -> None:
 
 
 def test_replaced_tensors_are_freed() -> None:
-    beside, x = Beside(linears_of(ALIKE)), problems.random(2, 256).bfloat16()
+    beside, x = FusedLinears(linears_of(ALIKE)), problems.random(2, 256).bfloat16()
     assert beside.product(x) is not None
     linear = beside.linears[1]
     replaced = weakref.ref(linear.scales)

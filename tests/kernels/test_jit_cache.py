@@ -73,13 +73,13 @@ def test_code_for_another_processor_is_not_found(compilations: list[None], monke
     adder()
     for other in ((cpu, flags + ",-mmx"), (cpu + "-", flags)):
         monkeypatch.setattr(llvm, "_processor", lambda other=other: other)
-        key = llvm._key("source")
+        key = llvm.key("source")
         monkeypatch.setattr(llvm, "_processor", lambda: (cpu, flags))
-        assert key != llvm._key("source")
+        assert key != llvm.key("source")
     for name, value in (("llvm_version", lambda: (1, 2)), ("OPTIMIZED", {"opt": 2}), ("PASSES", {"speed_level": 1})):
-        known = llvm._key("source")
+        known = llvm.key("source")
         monkeypatch.setattr(llvm, name, value)
-        assert llvm._key("source") != known
+        assert llvm.key("source") != known
 
 
 @needs_compiler

@@ -116,7 +116,7 @@ def case(bits: int, group: int, symmetric: bool, columns: int, arch: int = 90, o
     signature |= {"scales": "*fp16", "out": f"*{out}"}
     constants: dict[str, Any] = layout(params) | {"NARROW": params.narrow_tail, "BLOCK": rows_int.BLOCK}
     aligned = ("in_features", "stored_rows", "whole", "stored")
-    return offline.Case("compress.kernels.triton._rows_int", "look_up", signature, constants, arch, aligned=aligned)
+    return offline.Case("compress.kernels.triton.rows_int", "read_rows", signature, constants, arch, aligned=aligned)
 
 
 def assert_lean(built: offline.Built) -> None:

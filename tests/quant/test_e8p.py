@@ -12,7 +12,7 @@ from torch import Tensor
 import problems
 from compress import formats
 from compress.formats import e8p as e8p_format
-from compress.quant import e8p, feedback, gptq, sweeps
+from compress.quant import descent, e8p, feedback, gptq
 from compress.types import PackedWeight, Stats, Stored
 
 CPU = torch.device("cpu")
@@ -192,7 +192,7 @@ def test_each_step_after_the_loop_lowers_the_loss(monkeypatch: pytest.MonkeyPatc
     weight, stats = layer(48, 96)
     problem = feedback.prepare(weight, stats, 0.01, 8)
     losses: list[float] = []
-    refit, improve = e8p.E8PRounder.refit, sweeps.improve
+    refit, improve = e8p.E8PRounder.refit, descent.improve_blocks
 
     def spy_refit(self: e8p.E8PRounder, problem: feedback.Layer) -> Tensor:
         values = refit(self, problem)
@@ -205,7 +205,7 @@ def test_each_step_after_the_loop_lowers_the_loss(monkeypatch: pytest.MonkeyPatc
         return values
 
     monkeypatch.setattr(e8p.E8PRounder, "refit", spy_refit)
-    monkeypatch.setattr(sweeps, "improve", spy_improve)
+    monkeypatch.setattr(descent, "improve_blocks", spy_improve)
     packed = quantize(weight, stats, sweeps=2)
     assert len(losses) == 5
     assert all(after < before for before, after in zip(losses, losses[1:], strict=False))

@@ -24,7 +24,7 @@ from compress import evaluate, ranks
 from compress.cli import app, interruption
 from compress.errors import NumericalError, OutputError, ProcessLostError
 from compress.model.skeleton import Skeleton
-from compress.quant import gptq, row_tiles
+from compress.quant import feedback, gptq
 from compress.ranks import connected
 from compress.run import memory_plan, plan
 from compress.run.divided_block import DividedBlock
@@ -42,7 +42,7 @@ LIMIT = 600  # seconds
 @pytest.fixture(autouse=True)
 def batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore afterwards what `in_processes` sets."""
-    monkeypatch.setattr(row_tiles, "ROWS", row_tiles.ROWS)
+    monkeypatch.setattr(feedback, "ROWS_PER_TILE", feedback.ROWS_PER_TILE)
     monkeypatch.setattr(memory_plan, "BATCH_TOKENS", memory_plan.BATCH_TOKENS)
 
 
@@ -332,7 +332,7 @@ def test_one_task_is_divided_among_all() -> None:
 @pytest.mark.parametrize("name", ["gptq", "paired", "mixed"])
 def test_linears_of_these_runs_are_divided(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes share one, so that comparing bytes says something of its tiles."""
-    monkeypatch.setattr(row_tiles, "ROWS", in_processes.ROWS)
+    monkeypatch.setattr(feedback, "ROWS_PER_TILE", in_processes.ROWS)
     model, setup = in_processes.SETUPS[name]
     loaded = dataclasses.replace(setup.load(), allocate=None)
     layers = plan.make(loaded, Skeleton(open_checkpoint(folder / model))).layers

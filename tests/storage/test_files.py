@@ -26,7 +26,7 @@ ALLOWED = {
     "compress.storage.files": "the helper",
     "compress.plugins": "sources of this package",
     "compress.recipe.read": "recipes of this package",
-    "compress.export.gguf_data": "a table of this package",
+    "compress.export.targets.gguf.architecture": "a table of this package",
     "compress.export.targets.mlx": "a table of this package",
     "compress.calib.template_limits": "what Linux says of this process",
     "compress.cli.streams": "the null device",
@@ -124,7 +124,7 @@ TAKERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "output": ("out.partial/lock", lambda folder: Output(folder / "out").__enter__()),
     "blocks": ("out.partial/blocks/", lambda folder: Output(folder / "out").__enter__()),
     "model": ("out.partial/model/", lambda folder: Output(folder / "out").__enter__()),
-    "export": ("out.exporting/lock", lambda folder: place.Place(folder / "out", "", False).__enter__()),
+    "export": ("out.exporting/lock", lambda folder: place.ExportPlace(folder / "out", "", False).__enter__()),
     "study": ("study/lock", lambda folder: hold(folder / "study")),
     "cells": ("study/cells/", lambda folder: StudyFolder(folder / "study").open({})),
 }

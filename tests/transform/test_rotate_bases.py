@@ -15,7 +15,7 @@ from compress.errors import CheckpointError
 from compress.formats import transforms
 from compress.numerics import hadamard
 from compress.quant import gptq
-from compress.transform.rotate import Basis
+from compress.transform.bases import Basis, Orthogonal
 from compress.types import Quantized, Stats, WeightTransforms
 from problems import random
 from runs import GPTQ, Setup, job, stored_tensors
@@ -215,3 +215,14 @@ def test_hessians_are_those_of_the_rotated_inputs(
         expected = t @ before[name] @ t.T
         assert (after[name] - expected).norm() < 1e-5 * expected.norm(), name
         assert (after[name] - before[name]).norm() > 0.1 * expected.norm(), name
+
+
+@pytest.mark.parametrize("keep_mean", [False, True])
+def test_bases_and_their_inverses(keep_mean: bool) -> None:
+    x = torch.randn(5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    basis = Basis(24, 7, keep_mean)
+    assert torch.allclose(basis.transpose(basis.forward(x)), x, atol=1e-12)
+    same = Orthogonal(basis.dense(24))
+    assert torch.allclose(same.forward(x), basis.forward(x), atol=1e-12)
+    assert torch.allclose(same.transpose(x), basis.transpose(x), atol=1e-12)
+    assert torch.equal(Orthogonal().forward(x), x) and torch.equal(Orthogonal().transpose(x), x)

@@ -47,7 +47,9 @@ def copied(directory: Path, out: Path) -> Path:
     return out
 
 
-def trained(directory: Path, model: Path, tokens: Tensor, asked: low_rank.Request, *more: Any) -> low_rank.Result:
+def trained(
+    directory: Path, model: Path, tokens: Tensor, asked: low_rank.LowRankRequest, *more: Any
+) -> low_rank.LowRankResult:
     """Train a checkpoint, and write what is better into its shards."""
     before = contents(directory)
     result, factors = low_rank.train_model(directory, model, tokens, asked, *more)
@@ -68,7 +70,7 @@ def test_the_whole_model_comes_nearer_to_the_original(made: tuple[Path, Path], t
     model, packed = made
     out = copied(packed, tmp_path / "out")
     said: list[str] = []
-    asked = low_rank.Request(40, 3e-3, names(packed))
+    asked = low_rank.LowRankRequest(40, 3e-3, names(packed))
     result = trained(out, model, TOKENS.repeat(2, 1), asked, "cpu", said.append)
     assert (
         result.improved
@@ -89,19 +91,21 @@ def test_only_the_asked_parts_and_only_if_it_is_better(made: tuple[Path, Path], 
     model, packed = made
     one = frozenset({"model.layers.1.mlp.down_proj"})
     out = copied(packed, tmp_path / "out")
-    assert trained(out, model, TOKENS.repeat(2, 1), low_rank.Request(20, 3e-3, one), "cpu", lambda _: None).improved
+    assert trained(
+        out, model, TOKENS.repeat(2, 1), low_rank.LowRankRequest(20, 3e-3, one), "cpu", lambda _: None
+    ).improved
     before, after = stored_tensors(packed), stored_tensors(out)
     changed = {name.rsplit(".", 1)[0] for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert changed == one
     worse = copied(packed, tmp_path / "worse")
-    result = trained(worse, model, TOKENS, low_rank.Request(8, 3.0, names(packed)), "cpu", lambda _: None)
+    result = trained(worse, model, TOKENS, low_rank.LowRankRequest(8, 3.0, names(packed)), "cpu", lambda _: None)
     assert not result.improved and "no better, so the parts stay as they were" in result.note
     assert contents(worse) == contents(packed)
 
 
 def test_the_same_again(made: tuple[Path, Path], tmp_path: Path) -> None:
     model, packed = made
-    asked = low_rank.Request(5, 1e-3, names(packed))
+    asked = low_rank.LowRankRequest(5, 1e-3, names(packed))
     outs = [copied(packed, tmp_path / name) for name in "ab"]
     for out in outs:
         trained(out, model, TOKENS, asked, "cpu", lambda _: None)
@@ -150,9 +154,9 @@ def test_a_block_comes_nearer_to_what_it_gave(made: tuple[Path, Path]) -> None:
 
 
 def test_settings() -> None:
-    assert low_rank.requested({"a": None, "b": Correction(4)}) is None
+    assert low_rank.find_request({"a": None, "b": Correction(4)}) is None
     settings = {"a": Correction(4, train=3), "b": Correction(4), "c": Correction(4, train=7, train_rate=0.1)}
-    assert low_rank.requested(settings) == low_rank.Request(7, 0.1, frozenset("ac"))
+    assert low_rank.find_request(settings) == low_rank.LowRankRequest(7, 0.1, frozenset("ac"))
     with pytest.raises(RecipeError, match="bits 8 of a low-rank factor cannot be trained; set bits: 16"):
         load("int4", ["lowrank={rank: 4, bits: 8, train: 10}"])
     with pytest.raises(RecipeError, match="train -1"):

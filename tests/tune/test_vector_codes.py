@@ -83,9 +83,9 @@ def test_codes_that_are_set_are_packed() -> None:
         formats.check(weight.packed, "w")
         read = codebook.unpack_codes(weight.packed.tensors, packed.params, packed.shape)
         assert all(torch.equal(a, b.long()) for a, b in zip(codes, read, strict=True))
-        assert 0 < weight.changed() <= 1
+        assert 0 < weight.changed_share() <= 1
         weight.restore()
-        assert weight.changed() == 0
+        assert weight.changed_share() == 0
         assert all(torch.equal(weight.packed.tensors[name], tensor) for name, tensor in packed.tensors.items())
 
 
@@ -124,8 +124,8 @@ def test_codes_that_were_moved_away_come_back(way: str, left: float) -> None:
                 codes.target.dense.moved.grad = None
             codes.behind(step)
         last = float((codes.weight().detach() - wanted).square().sum())
-        assert last < left * first and 0 < codes.changed() < 0.25
-        stored = formats.decode(codes.rounded(), torch.float32)
+        assert last < left * first and 0 < codes.changed_share() < 0.25
+        stored = formats.decode(codes.pack(), torch.float32)
         assert torch.allclose(stored, codes.weight(), rtol=1e-5, atol=1e-7)
 
 
@@ -135,7 +135,7 @@ def test_few_codes_move_at_a_time() -> None:
     codes.target.dense.moved.data.normal_(std=5.0, generator=torch.Generator().manual_seed(7))
     count = codes.units.codes[0].numel()
     codes.behind(pv.EVERY - 2)
-    assert codes.changed() == 0
+    assert codes.changed_share() == 0
     codes.behind(pv.EVERY - 1)
     moved = sum(int((a != b).sum()) for a, b in zip(codes.units.codes, codes.units.first, strict=True))
     assert 0 < moved <= max(1, int(Vectors.share * count))

@@ -8,6 +8,7 @@ are in `_int.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,10 +17,71 @@ from torch import Tensor
 
 from compress.formats.int import PLANES, Params, padded_shape
 from compress.kernels.contract import Shape
-from compress.kernels.triton import configs, split_k
-from compress.kernels.triton.configs import LEAST_WORDS, Config
-from compress.kernels.triton.product import Product
-from compress.numerics.packing import FIELDS
+from compress.kernels.triton import products
+from compress.kernels.triton.products import Product
+from compress.numerics.packing import FIELDS, WORDS
+
+LEAST_WORDS = 16  # of a step: the tensor cores multiply 16 columns at a time
+
+
+@dataclass(frozen=True)
+class Config:
+    block_n: int  # rows of the weight
+    block_words: int  # words of a tile in one step, at most
+    warps: int
+    stages: int
+    programs: int  # that a multiprocessor of sm_90 runs at once, by registers and shared memory
+    with_zeros: int = 0  # the same where the loop takes sums for zero points (8 rows), if it is fewer
+
+
+# Chosen by the instructions, registers and shared memory of the code compiled for sm_90, not by timings: a sweep on a
+# device may replace any row. tests/kernels/test_triton_int_code.py compiles all of them. Steps of 512 columns of every
+# width: fewer pay more for each step, more do not leave the registers that several rows of activations need.
+# (bits, rows of activations, at most) -> configurations from many to few rows of the weight: the first that fills the
+# device is taken. More rows than the table has are computed in several launches.
+TABLE: dict[tuple[int, int], tuple[Config, ...]] = {
+    (2, 8): (Config(64, 64, 4, 4, 3), Config(16, 64, 1, 4, 7)),
+    (2, 16): (Config(64, 64, 4, 3, 3),),
+    (2, 32): (Config(64, 64, 4, 3, 2),),
+    (2, 64): (Config(128, 64, 8, 2, 1), Config(64, 64, 4, 2, 1)),
+    (3, 8): (Config(64, 32, 4, 4, 3), Config(16, 32, 1, 4, 6)),
+    (3, 16): (Config(64, 32, 4, 3, 3),),
+    (3, 32): (Config(64, 32, 4, 2, 2),),
+    (3, 64): (Config(128, 32, 8, 2, 1), Config(64, 32, 4, 2, 1)),
+    (4, 8): (Config(64, 128, 4, 3, 4), Config(16, 128, 1, 3, 9)),
+    (4, 16): (Config(64, 128, 4, 3, 2), Config(64, 64, 4, 3, 4)),
+    (4, 32): (Config(64, 128, 4, 2, 2), Config(64, 64, 4, 3, 3)),
+    (4, 64): (Config(128, 128, 8, 2, 1), Config(64, 64, 4, 2, 2)),
+    (5, 8): (Config(64, 32, 4, 3, 3),),
+    (5, 16): (Config(64, 32, 4, 3, 2),),
+    (5, 32): (Config(64, 32, 4, 2, 2),),
+    (5, 64): (Config(128, 32, 8, 2, 1),),
+    (6, 8): (Config(64, 64, 4, 3, 3, 2),),
+    (6, 16): (Config(64, 64, 4, 3, 2),),
+    (6, 32): (Config(64, 64, 4, 2, 2),),
+    (6, 64): (Config(128, 64, 8, 2, 1),),
+    (7, 8): (Config(64, 32, 4, 3, 3),),
+    (7, 16): (Config(64, 32, 4, 3, 2),),
+    (7, 32): (Config(64, 32, 4, 2, 2),),
+    (7, 64): (Config(128, 32, 8, 2, 1),),
+    (8, 8): (Config(64, 128, 4, 3, 5, 4), Config(16, 128, 1, 3, 13)),
+    (8, 16): (Config(64, 128, 4, 3, 4), Config(64, 64, 4, 3, 6)),
+    (8, 32): (Config(64, 128, 4, 2, 3), Config(64, 64, 4, 3, 4)),
+    (8, 64): (Config(128, 128, 8, 2, 1), Config(64, 64, 4, 2, 2)),
+}
+
+# For 16 rows elsewhere, by bits. Other devices multiply more rows in several launches: their tensor cores take weights
+# from registers for few rows (sm_80), or for less than a warpgroup (sm_100), only.
+ELSEWHERE = {
+    2: Config(32, 64, 2, 3, 5),
+    3: Config(16, 32, 1, 3, 5),
+    4: Config(32, 128, 2, 3, 4),
+    5: Config(32, 32, 2, 3, 4),
+    6: Config(32, 64, 2, 3, 3),
+    7: Config(16, 32, 1, 3, 4),
+    8: Config(32, 128, 2, 3, 6),
+}
+
 
 # Rows up to which the loop itself sums the activations for the zero points; more have no registers left for that.
 LOOP_SUMS = 8
@@ -60,8 +122,8 @@ class _Int(Product):
         padding = padded_shape(params, shape)[1] - shape[1]
         if padding:  # of widths that are no multiple of 32
             x = torch.nn.functional.pad(x, (0, padding))
-        device = split_k.properties(x.device)
-        most = max(configs.table(params.bits, device.major))
+        device = products.properties(x.device)
+        most = max(configurations(params.bits, device.major))
         for first in range(0, x.shape[0], most):
             rows = slice(first, min(first + most, x.shape[0]))
             plan = choose(params, shape, rows.stop - first, device)
@@ -93,17 +155,17 @@ class Launch(NamedTuple):
 
 
 @cache
-def choose(params: Params, shape: tuple[int, int], rows: int, device: split_k.Device) -> Launch:
+def choose(params: Params, shape: tuple[int, int], rows: int, device: products.Device) -> Launch:
     """The first configuration that can give every multiprocessor its programs, split as far as they run at once."""
     stored_rows, columns = padded_shape(params, shape)
-    block_m, known = next(item for item in configs.table(params.bits, device.major).items() if rows <= item[0])
+    block_m, known = next(item for item in configurations(params.bits, device.major).items() if rows <= item[0])
     for config in known:
-        config = configs.fitted(config, params.bits, block_m, most_words(params), device.shared)
+        config = fit(config, params.bits, block_m, most_words(params), device.shared)
         tiles = -(-stored_rows // config.block_n)
         counts = not params.symmetric and block_m <= LOOP_SUMS
         slots = device.multiprocessors * (config.with_zeros if counts and config.with_zeros else config.programs)
         steps = max(1, columns // (_fields(params) * config.block_words))
-        parts = split_k.count(tiles, steps, slots, config.block_n * block_m)
+        parts = products.count(tiles, steps, slots, config.block_n * block_m)
         if tiles * parts * 3 >= slots * 2:
             break
     return Launch(config, block_m, parts)
@@ -122,7 +184,7 @@ def launch(
 
     rows, _ = padded_shape(params, (out.shape[1], x.shape[1]))
     tiles, narrow = params.split(x.shape[1])
-    config, workspace, scales = plan.config, split_k.workspace(x.device), tensors["scales"]
+    config, workspace, scales = plan.config, products.workspace(x.device), tensors["scales"]
     static = constants(params, plan)
     sums = _sums(x, params, scales.shape[0]) if static["SUMMED"] else scales
     hidden, factor = (x, x) if added is None else added
@@ -188,3 +250,27 @@ def _sums(x: Tensor, params: Params, count: int) -> Tensor:
         x, sums, x.shape[0], x.shape[1], count, GROUP=group, BLOCK=block, MANY=many
     )
     return sums
+
+
+def configurations(bits: int, major: int) -> dict[int, tuple[Config, ...]]:
+    """Rows of activations, ascending -> configurations, for devices of compute capability `major`."""
+    by_rows = {rows: TABLE[width, rows] for width, rows in sorted(TABLE) if width == bits}
+    return by_rows if major == 9 else {8: by_rows[8], 16: (ELSEWHERE[bits],)}
+
+
+def fit(config: Config, bits: int, rows: int, most_words: int, shared: int) -> Config:
+    """The configuration for steps of at most `most_words` words, a power of two, and `shared` bytes of memory."""
+    config = replace(config, block_words=min(config.block_words, most_words))
+    while shared_bytes(config, bits, rows) > shared and config.stages > 2:
+        config = replace(config, stages=config.stages - 1)
+    while shared_bytes(config, bits, rows) > shared and config.block_words > LEAST_WORDS:
+        config = replace(config, block_words=config.block_words // 2)
+    return config
+
+
+def shared_bytes(config: Config, bits: int, rows: int) -> int:
+    """Shared memory of a program, at most: words and activations of the steps in flight, and the split's barrier."""
+    fields = max(FIELDS[width] for width in PLANES[bits])
+    words = sum(WORDS[width] * fields // FIELDS[width] for width in PLANES[bits])  # of a row of the weight
+    held = (config.stages - 1) * config.block_n * words + (config.stages - (rows == 8)) * rows * fields
+    return 2 * config.block_words * held + 1024

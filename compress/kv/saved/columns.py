@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu import rans as compiled
+from compress.kernels.loops import rans as compiled
 from compress.numerics import rans
 
 CHUNK = 256  # rows
