@@ -24,7 +24,8 @@ from kv_prompt import nbytes_in_16_bits
 from torch import Tensor
 
 from compress.evaluate.reader import Execution, load_model
-from compress.kv.cache import KVCache, make_cache
+from compress.kv.cache import make_cache
+from compress.kv.layer import KVCache
 from compress.model.load import load_tokenizer
 
 SCORED = 64

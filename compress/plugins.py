@@ -19,8 +19,8 @@ same way, behind the others.
     codes      serves(packed), Codes(packed, target, rates), BYTES, RATE: compress/tune/codes/__init__.py
     kv         Config, build(config, spec, static), NEEDS, and calibrate, specs, check where it is calibrated:
                compress/kv/__init__.py
-    evict      Config, score(config, seen), NEEDS: compress/kv/evict/__init__.py
-    read       Config, build(config, spec, static), NEEDS, and calibrate, specs, WORK where it is calibrated:
+    evict      Config, score(config, seen), NEEDS, LAYER: compress/kv/evict/__init__.py
+    read       Config, build(config, spec, static), NEEDS, LAYER, and calibrate, specs, WORK where it is calibrated:
                compress/kv/sparse/__init__.py
     task       Config, items(config, material), WAY, SUITES, and correct where models write:
                compress/evaluate/tasks/__init__.py
@@ -57,8 +57,8 @@ KINDS = {
     "allocate": ("Config", "allocate", "needs"),
     "formats": ("Params", "decode", "specs", "pack"),
     "kv": ("Config", "build", "NEEDS"),
-    "evict": ("Config", "score", "NEEDS"),
-    "read": ("Config", "build", "NEEDS"),
+    "evict": ("Config", "score", "NEEDS", "LAYER"),
+    "read": ("Config", "build", "NEEDS", "LAYER"),
     "tune": ("Config", "workspace", "SCOPE"),
     "codes": ("serves", "Codes", "BYTES", "RATE"),
     "importers": ("describe", "tensors", "OPTIONS"),

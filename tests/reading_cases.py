@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from compress.kv import attention
-from compress.kv.cache import KVCache, make_cache
+from compress.kv.cache import make_cache
+from compress.kv.layer import KVCache
 
 WIDTH = 32
 POLICY = {"sink": 3, "residual_length": 20, "flush": 1}

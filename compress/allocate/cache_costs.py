@@ -33,8 +33,9 @@ from compress.evaluate.cache_layers import attentions, eviction_costs, output_er
 from compress.evaluate.cache_scores import compare, exact_tokens, policies
 from compress.evaluate.reader import Candidate, Say, fill, readable
 from compress.kv import generation
-from compress.kv.cache import CodedLayer, KVCache, coded_layers
+from compress.kv.cache import coded_layers
 from compress.kv.evict import kept_tokens
+from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import KINDS, CacheSettings, reading_layers
 from compress.kv.token_store import Bytes
 

@@ -29,10 +29,11 @@ from compress.errors import NumericalError, UnsupportedModelError
 from compress.evaluate.reader import Reader, Say, fill
 from compress.evaluate.scores import score
 from compress.kv import attention
-from compress.kv.cache import CodedLayer, KVCache, layer_types, make_cache
+from compress.kv.cache import layer_types, make_cache
 from compress.kv.evict import queries
 from compress.kv.evict.kept_tokens import prompt_of
 from compress.kv.evict.settings import Eviction
+from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import CacheSettings, exact
 
 QUERIES_PER_WINDOW = 32  # the last tokens of each

@@ -23,7 +23,7 @@ from compress.errors import RecipeError
 from compress.evaluate.reader import Candidate, Reader, Say, fill
 from compress.evaluate.speed import now
 from compress.kv import generation
-from compress.kv.cache import CodedLayer, KVCache
+from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import KINDS
 from compress.kv.token_store import Store
 

@@ -19,8 +19,8 @@ from compress.calib import prefix
 from compress.errors import CalibrationError, shown
 from compress.evaluate.cache_candidates import open_reader
 from compress.evaluate.reader import Execution
-from compress.kv import reading
-from compress.kv.reading import Reading
+from compress.kv import fused
+from compress.kv.fused import CacheReads
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
 from compress.model import writing
@@ -35,7 +35,7 @@ class Continuation(NamedTuple):
     """What a model has written."""
 
     text: str
-    cache: Reading | None  # how its compressed cache was read; None without one
+    cache: CacheReads | None  # how its compressed cache was read; None without one
 
 
 def generate(
@@ -112,7 +112,7 @@ def _continue_prompt(
     draw = writing.Draw(directory.name, temperature, torch.Generator().manual_seed(seed))
     whole = writing.write(model, torch.tensor([ids]), max_new_tokens, draw, stop=writing.end_tokens(model))[0].tolist()
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    return Continuation(text_behind(decode, whole, len(ids)), reading.of_model(model))
+    return Continuation(text_behind(decode, whole, len(ids)), fused.reads_of_model(model))
 
 
 def text_behind(decode: Callable[[Sequence[int]], Any], tokens: Sequence[int], count: int) -> str:

@@ -18,10 +18,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from compress.errors import NumericalError, RecipeError
-from compress.kv import generation, hooks, reading
-from compress.kv.cache import CachePath, KVCache, make_cache
-from compress.kv.handed import drops_cache
-from compress.kv.reading import Reading
+from compress.kv import fused, generation, hooks
+from compress.kv.cache import make_cache
+from compress.kv.fused import CacheReads
+from compress.kv.hooks import drops_cache
+from compress.kv.layer import CachePath, KVCache
 from compress.kv.settings import EXACT, CacheSettings, Coding, Codings, exact
 from compress.model import load as lm
 from compress.numerics import kl
@@ -195,8 +196,8 @@ def readable(model: Any, candidate: Candidate) -> Candidate:
 class Readings:
     """How one cache is read."""
 
-    scored: Reading  # in chunks of text, where it is scored
-    generated: Reading  # token by token, in `generate`
+    scored: CacheReads  # in chunks of text, where it is scored
+    generated: CacheReads  # token by token, in `generate`
 
     @property
     def text(self) -> str:
@@ -213,12 +214,12 @@ class Readings:
 @torch.no_grad()
 def readings(model: Any, candidate: Candidate) -> Readings:
     """Return how a candidate is read, seen from a token that goes through the model; it has the hooks of caches."""
-    scored = reading.of(_read_a_token(model, candidate), model.device)
+    scored = fused.reads_of_cache(_read_a_token(model, candidate), model.device)
     if candidate.path == "fused" or not generation.can_read_codes(model):
         return Readings(scored, scored)
     try:
-        fused = _read_a_token(model, replace(candidate, path="fused"))
-        return Readings(scored, reading.of(fused, model.device))
+        generated = _read_a_token(model, replace(candidate, path="fused"))
+        return Readings(scored, fused.reads_of_cache(generated, model.device))
     except (RecipeError, AttributeError, TypeError):  # as `generate` finds out
         return Readings(scored, scored)
 

@@ -6,8 +6,6 @@ A kernel is the file `compress/kernels/<folder of the device>/kv_<name>.py`, whi
 - levels: scores and mixed values of codes of one table with a norm for each token (compress/kv/codecs/lloyd.py);
 - mixed: values whose bits differ between channels; prerope: keys of this sort before the rotary embedding
   (compress/kv/codecs/pca.py); encode: such codes made of vectors;
-- additive: keys before the rotary embedding and values that are sums of codebook entries
-  (compress/kv/codecs/commvq.py);
 - attention: attention of one token in one launch (compress/kv/fused.py).
 
 Each has `supports`, which says what it can read.
@@ -66,16 +64,6 @@ class MixedCodes(NamedTuple):
     most: int  # pieces of a head, at most
 
 
-class AdditiveCodes(NamedTuple):
-    """Tokens of `books` codes for each head, of `bits` bits each, as they are stored."""
-
-    codes: Tensor  # uint8 [B, 1, n, bytes], rows contiguous
-    norms: Tensor | None  # uint8 [B, h or 1, n, 1], contiguous along n
-    heads: int
-    books: int
-    bits: int
-
-
 class Rotary(NamedTuple):
     """The rotary embedding of some tokens; nothing is read where no channel turns."""
 
@@ -125,21 +113,6 @@ class Attended(NamedTuple):
     out: Tensor
     exact: Tensor | None = None
     mass: Tensor | None = None
-
-
-def plane_starts(bits: int, count: int) -> list[tuple[int, int]]:
-    """Return the widths of the planes of a row of `count` codes, each filled up to bytes, and where they begin."""
-    found, start = [], 0
-    for width in PLANES:
-        if bits & width:
-            found.append((width, start))
-            start += -(-count * width // 8)
-    return found
-
-
-def reach(bits: int, count: int) -> int:
-    """Return how many bytes of a row of `count` codes are read where they are read by sixteen."""
-    return max(start + -(-count // PIECE) * 2 * width for width, start in plane_starts(bits, count))
 
 
 def is_worthwhile(rows: Tensor, codes: int | None = None) -> bool:

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import CompressError, RecipeError, UnreadCacheError
-from compress.kv import attention, handed, hooks
-from compress.kv.cache import CachePath, KVCache, make_cache, named_path, needs_queries, no_queries
+from compress.kv import attention, hooks
+from compress.kv.cache import make_cache, named_path, needs_queries, no_queries
 from compress.kv.codec import Codec, Spec
-from compress.kv.evict import blocks
+from compress.kv.layer import UNSLICED, CachePath, KVCache
 from compress.kv.settings import KINDS, CacheSettings, cache_settings
 
 _METHOD = "_prepare_cache_for_generation"
@@ -64,8 +64,8 @@ def attach(
         raise RecipeError(f"kv_cache: {type(model).__name__} does not generate text; remove kv_cache")
     settings = cache_settings(settings)
     codings = make_cache(model.config, settings, static).codings  # for its errors, too
-    if settings.evict is not None and settings.evict.prunes and blocks.blocks(model) is None:
-        raise RecipeError(blocks.UNSLICED)
+    if settings.evict is not None and settings.evict.prunes and hooks.decoder_blocks(model) is None:
+        raise RecipeError(UNSLICED)
     detach(model)
     use = Use(settings, dict(static or {}), named_path(path or ("fused" if can_read_codes(model) else "decode")))
     use.tried = path is not None
@@ -109,7 +109,7 @@ def switch(model: nn.Module) -> None:
     before: list[str | None] = []
 
     def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        cache = handed.cache_of(kwargs)
+        cache = hooks.cache_of(kwargs)
         if cache is None or cache.path != "fused":
             before.append(None)
             return
@@ -163,7 +163,7 @@ def _prepare(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *
         return getattr(type(model), _METHOD)(model, generation_config, model_kwargs, *rest, **others)
     check_length(model.config, others.get("max_cache_length", rest[-1] if rest else 0))
     model_kwargs["past_key_values"] = fresh(model)
-    handed.use(model, model_kwargs["past_key_values"])
+    hooks.use(model, model_kwargs["past_key_values"])
     return None
 
 

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from compress.errors import CompressError
-from compress.kv import generation, rope
+from compress.kv import generation, hooks, rope
 from compress.kv.cache import layer_types
-from compress.kv.evict import blocks
-from compress.kv.head_shape import head_shape
+from compress.kv.static import head_shape
 from compress.model import blockwise, graph, meta_pass
 
 LATENTS = "what it caches is not what its attention reads"
@@ -102,7 +101,7 @@ def cached_layers(config: PretrainedConfig) -> CachedLayers:
         is_read = is_watched and not has_sinks and (keys, values) in attended
         shapes = (keys[1], keys[3]), (values[1], values[3])
         by_layer[layer] = CachedHeads(*shapes, seen.rotary.get(layer, 0), "" if is_read else reason)
-    facts = _is_fused(model, seen), _is_half_split(model), blocks.blocks(model) is not None
+    facts = _is_fused(model, seen), _is_half_split(model), hooks.decoder_blocks(model) is not None
     return CachedLayers(by_layer, _query_heads(config), *facts)
 
 

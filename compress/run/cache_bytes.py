@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kv.cache import CodedLayer, KVCache, make_cache
+from compress.kv.cache import make_cache
 from compress.kv.evict import kept_tokens
+from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import KINDS, CacheSettings
 from compress.kv.token_store import Bytes
 from compress.model.cache_pass import CachedHeads, cached_layers

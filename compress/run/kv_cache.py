@@ -13,8 +13,8 @@ from compress import plugins, process_memory
 from compress.calib.kv import GRADIENTS, SINKS, calibrate
 from compress.errors import RecipeError
 from compress.kv import cache as caches
+from compress.kv import layer as layers
 from compress.kv.codec import Spec
-from compress.kv.evict import blocks
 from compress.kv.evict import settings as eviction
 from compress.kv.settings import EXACT, KINDS, CacheSettings, Coding, Codings
 from compress.model.cache_pass import CachedHeads, CachedLayers, cached_layers
@@ -77,7 +77,7 @@ def _check_model(config: Any, settings: CacheSettings, cached: CachedLayers) -> 
     """Raise RecipeError where the model does not allow what the settings ask of all layers."""
     caches.make_cache(config, settings)  # for its errors
     if settings.evict is not None and settings.evict.prunes and not cached.is_sliceable:
-        raise RecipeError(blocks.UNSLICED)
+        raise RecipeError(layers.UNSLICED)
     if settings.read is not None and not cached.is_fused:
         raise RecipeError(
             "kv_cache.read: only attention that reads stored codes can choose tokens, and the attention of this model "
@@ -113,7 +113,7 @@ def _check_coding(coding: Coding, spec: Spec, heads: CachedHeads, cached: Cached
     plugin = plugins.load("kv", coding.method)
     is_before_rope = spec.kind == "keys" and "keys_pre" in plugin.NEEDS
     if not plugin.NEEDS:
-        is_before_rope = caches.build(coding, spec, {}).rope == "pre"
+        is_before_rope = layers.build(coding, spec, {}).rope == "pre"
     elif heads.unwatched:
         raise RecipeError(
             f"{spec.where}: {coding.method} cannot be calibrated on this model, because {heads.unwatched}; choose a "

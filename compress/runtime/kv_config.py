@@ -30,8 +30,8 @@ from compress.errors import CheckpointError, shown
 from compress.kv import generation
 from compress.kv import static as calibrated
 from compress.kv.cache import coded_layers, layer_types
-from compress.kv.head_shape import head_shape, states_heads
 from compress.kv.settings import KINDS, CacheSettings, cache_settings
+from compress.kv.static import head_shape, states_heads
 from compress.storage.checkpoint import CONFIG, read_header, sha256, write_shard
 
 FILE = "kv_cache.safetensors"

@@ -16,7 +16,8 @@ from compress.kernels.kv_contract import Attended, HeadLayout
 from compress.kernels.triton import kv_attention as kernel
 from compress.kernels.triton import products
 from compress.kv import fused
-from compress.kv.cache import CodedLayer, KVCache, make_cache
+from compress.kv.cache import make_cache
+from compress.kv.layer import CodedLayer, KVCache
 
 KIVI = {"method": "kivi", "sink": 3, "residual_length": 5, "flush": 1}
 SCALING = 0.1

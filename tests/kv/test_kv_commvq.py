@@ -11,8 +11,8 @@ from torch import Tensor
 
 from compress.errors import CalibrationError, RecipeError
 from compress.kv.codec import Spec, rotate
-from compress.kv.codecs import additive, commvq
-from compress.kv.codecs.additive import Search, Training
+from compress.papers.codecs import additive, commvq
+from compress.papers.codecs.additive import Search, Training
 
 HEADS, WIDTH, QUERIES = 2, 16, 2
 SETTINGS: list[dict[str, Any]] = [

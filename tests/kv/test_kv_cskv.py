@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.kv.codec import Spec
-from compress.kv.codecs import cskv
+from compress.papers.codecs import cskv
 from kv_cases import refusal, through_a_model
 
 HEADS, GROUP, WIDTH, TOKENS = 2, 2, 8, 400

@@ -13,8 +13,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from compress.errors import CompressError, RecipeError
 from compress.kv import attention, generation, hooks
-from compress.kv.cache import CachePath, KVCache, make_cache
+from compress.kv.cache import make_cache
 from compress.kv.codecs import identity
+from compress.kv.layer import CachePath, KVCache
 from compress.kv.token_store import Store
 from pico import build
 

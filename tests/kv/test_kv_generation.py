@@ -14,7 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 from compress import plugins
 from compress.calib.kv import calibrate
 from compress.kv import attention, hooks
-from compress.kv.cache import CachePath, KVCache, make_cache
+from compress.kv.cache import make_cache
+from compress.kv.layer import CachePath, KVCache
 from compress.kv.settings import cache_settings
 from pico import build
 

@@ -16,7 +16,8 @@ from compress.errors import UnreadCacheError
 from compress.evaluate import saved_cache
 from compress.evaluate.reader import Candidate, Reader
 from compress.kv import generation, hooks
-from compress.kv.cache import KVCache, make_cache
+from compress.kv.cache import make_cache
+from compress.kv.layer import KVCache
 from compress.kv.settings import cache_settings
 
 ORIGINAL = 64  # positions of the short factors

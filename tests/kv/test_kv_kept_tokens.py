@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from compress.errors import RecipeError
 from compress.evaluate.reader import fill
 from compress.kv import generation, hooks
-from compress.kv.cache import KVCache, make_cache
+from compress.kv.cache import make_cache
 from compress.kv.evict import kept_tokens
+from compress.kv.layer import KVCache
 from compress.kv.settings import cache_settings
 from compress.run import cache_bytes, kv_cache
 from compress.runtime import kv_config

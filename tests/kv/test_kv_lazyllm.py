@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 
 from compress.errors import CompressError, RecipeError
 from compress.kv import attention, generation, hooks
-from compress.kv.cache import CachePath, KVCache, make_cache
+from compress.kv.cache import make_cache
 from compress.kv.codecs import identity
-from compress.kv.evict import lazyllm
+from compress.kv.layer import CachePath, KVCache
 from compress.kv.settings import cache_settings
+from compress.papers.evict import lazyllm
 from compress.run import kv_cache
 from pico import build
 

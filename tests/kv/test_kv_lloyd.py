@@ -13,9 +13,10 @@ from transformers import LlamaConfig
 from compress.kernels import kv_contract
 from compress.kernels.cpu import kv_levels
 from compress.kv import attention, hooks
-from compress.kv.cache import KVCache, make_cache
+from compress.kv.cache import make_cache
 from compress.kv.codec import Codec, Spec, rotate
 from compress.kv.codecs import lloyd
+from compress.kv.layer import KVCache
 from compress.kv.rope import Rope
 from compress.kv.settings import Policy
 from compress.kv.token_store import Store

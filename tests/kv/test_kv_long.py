@@ -18,8 +18,9 @@ from compress import plugins
 from compress.evaluate.reader import Reader
 from compress.kv import attention, hooks
 from compress.kv.buffer import Buffer
-from compress.kv.cache import CodedLayer, KVCache, make_cache
+from compress.kv.cache import make_cache
 from compress.kv.codec import Codec
+from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import KINDS
 from compress.kv.token_store import Bytes, Store
 from kv_cases import CASES, HEADS, POLICY, QUERIES, WIDTH, Case, normal

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from compress.kv.codec import Spec
-from compress.kv.codecs import lloyd, matryoshka, matryoshka_fit
-from compress.kv.codecs.greedy_ranks import greedy, grid
+from compress.kv.codecs import lloyd
+from compress.papers.codecs import matryoshka
+from compress.papers.codecs.coefficients import greedy, grid
 from kv_cases import refusal, through_a_model
 
 HEADS, GROUP, WIDTH = 2, 2, 8
@@ -213,7 +214,7 @@ def test_training_keeps_the_basis_orthogonal_and_lowers_the_damage(kind: str) ->
         torch.testing.assert_close(unit.mT @ unit, torch.eye(WIDTH).double().expand(HEADS, -1, -1), atol=4e-3, rtol=0)
     ratio = found["damages"][:, :-1] / first["damages"][:, :-1]
     assert float(ratio.log().mean().exp()) < 0.9
-    turn = matryoshka_fit.cayley(normal(HEADS, WIDTH, WIDTH, seed=1).double())
+    turn = matryoshka.cayley(normal(HEADS, WIDTH, WIDTH, seed=1).double())
     torch.testing.assert_close(turn.mT @ turn, torch.eye(WIDTH).double().expand(HEADS, -1, -1), atol=1e-12, rtol=0)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from compress.kernels.kv_contract import MOST_MIXED_BITS
 from compress.kv.codec import Codec, Spec, rotate
 from compress.kv.codecs import components, lloyd, pca
-from compress.kv.codecs.mixed_packed import row_nbytes
+from compress.kv.codecs.packed import row_nbytes
 from compress.kv.rope import Rope
 from compress.kv.settings import Policy
 from compress.kv.token_store import Store

@@ -13,7 +13,7 @@ from compress.kernels import kv_contract, llvm
 from compress.kernels.cpu import kv_basis, kv_mixed
 from compress.kv.codec import Codec, Spec, rotate
 from compress.kv.codecs import pca
-from compress.kv.codecs.mixed_packed import Pieces
+from compress.kv.codecs.packed import Pieces
 
 HEADS = 2
 

@@ -11,9 +11,9 @@ import torch
 from reading_cases import WIDTH, cache, channels, chunks, normal, step
 from torch import Tensor
 
-from compress.kv.cache import KVCache
-from compress.kv.sparse import actqkv, reading, tidal
-from compress.kv.sparse.tally import Tally
+from compress.kv.layer import KVCache
+from compress.kv.sparse.reader import Tally
+from compress.papers.sparse import actqkv, tidal
 
 SIZES = [150, 1, 1, 30, 1, 1]
 
@@ -46,7 +46,7 @@ class Case:
         past: list[list[Tensor]] = [[], []]
         for q, k, v in self.data:
             stores = self.layer.stores
-            coded = reading.candidates(self.layer)
+            coded = self.layer.candidates()
             before = [store.read() for store in stores.values()] if stores else None
             found = step(self.layer, q, k, v)
             if before is not None:
@@ -157,7 +157,7 @@ def test_tidal(heads: str, codec: str) -> None:
     for part in range(4):
         for i in range(5):
             layer: Any = made.layers[i]
-            coded = reading.candidates(layer)
+            coded = layer.candidates()
             before = [store.read() for store in layer.stores.values()] if layer.stores else None
             q, k, v = data[i][part]
             found = step(layer, q, k, v)
@@ -189,7 +189,7 @@ def test_selective_values_and_its_bound(codec: str) -> None:
     layer: Any = made.layers[0]
     dropped = 0
     for q, k, v in chunks(SIZES):
-        coded = reading.candidates(layer)
+        coded = layer.candidates()
         before = [store.read() for store in layer.stores.values()] if layer.stores else None
         found = step(layer, q, k, v)
         for row, n in [] if before is None else [(row, n) for row in range(2) for n in range(q.shape[2])]:

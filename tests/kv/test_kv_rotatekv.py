@@ -10,11 +10,12 @@ from torch import Tensor
 
 from compress.errors import RecipeError
 from compress.kv.codec import Codec, Spec, rotate
-from compress.kv.codecs import kivi, rotatekv
+from compress.kv.codecs import kivi
 from compress.kv.rope import Rope
 from compress.kv.settings import Policy
 from compress.kv.token_store import Store
 from compress.numerics import hadamard
+from compress.papers.codecs import rotatekv
 from kv_cases import refusal
 
 HEADS, WIDTH = 4, 64

@@ -13,9 +13,10 @@ from compress.errors import CompressError
 from compress.kv import attention
 from compress.kv.cache import make_cache
 from compress.kv.codec import Codec, Spec
-from compress.kv.codecs import kivi, squat
+from compress.kv.codecs import kivi
 from compress.kv.settings import Policy, cache_settings
 from compress.kv.token_store import Store
+from compress.papers.codecs import squat
 from kv_cases import refusal
 from pico import build
 

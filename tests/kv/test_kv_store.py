@@ -13,7 +13,7 @@ from compress import plugins
 from compress.errors import CompressError, RecipeError
 from compress.kv.buffer import Buffer
 from compress.kv.codec import Block, Codec, Field, Spec, rotate, unrotate
-from compress.kv.codecs.packed import Codes
+from compress.kv.codecs.packed import PackedCodes
 from compress.kv.rope import Rope
 from compress.kv.settings import Policy, cache_settings
 from compress.kv.token_store import Store
@@ -93,7 +93,7 @@ def test_buffer_as_a_window_stays_small() -> None:
 @pytest.mark.parametrize("channels", [10, 16, 80])
 def test_codes_are_stored_without_waste(bits: int, channels: int) -> None:
     codes = torch.randint(0, 2**bits, (2, 3, 5, channels), dtype=torch.uint8)
-    packing = Codes(channels, bits)
+    packing = PackedCodes(channels, bits)
     rows = packing.pack(codes)
     assert rows.keys() == packing.fields.keys()
     assert all(row.is_contiguous() and row.shape[:3] == (2, 3, 5) for row in rows.values())

@@ -14,10 +14,10 @@ from compress.errors import RecipeError
 from compress.kv import attention
 from compress.kv.cache import make_cache
 from compress.kv.codec import Spec, rotate
-from compress.kv.codecs import zipvl
 from compress.kv.rope import Rope
 from compress.kv.settings import Policy
 from compress.kv.token_store import Store
+from compress.papers.codecs import zipvl
 
 WIDTH = 64
 

@@ -3,7 +3,7 @@
 Sixteen components of a piece are in a register. The code of each is the number of edges between levels that it lies
 above, found by halving: in each step a permutation looks up an edge for every lane. `fit` does that for vectors divided
 by their root mean square, and returns for each token and head the norm by which the levels come nearest; `pack` does it
-for the norms as they are stored, and writes the planes of the codes (compress/kv/codecs/mixed_packed.py). A division, a
+for the norms as they are stored, and writes the planes of the codes (compress/kv/codecs/packed.py). A division, a
 comparison and an edge are those of plain code, so that codes are the same; only the sums of a norm are added up in
 another order.
 """

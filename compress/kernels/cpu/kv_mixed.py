@@ -1,4 +1,4 @@
-"""Read values whose bits differ between channels (kv/codecs/mixed_packed.py), on CPUs with AVX-512.
+"""Read values whose bits differ between channels (kv/codecs/packed.py), on CPUs with AVX-512.
 
 A piece of 16 channels of a token is spread over the lanes of a register, each lane moves its own field down, and a
 permutation turns the codes into levels, three to ten instructions for 1 to 7 bits. The sum over tokens

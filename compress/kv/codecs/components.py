@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.kv_contract import MOST_MIXED_BITS
-from compress.kv.codecs.mixed_packed import row_nbytes
+from compress.kv.codecs.packed import row_nbytes
 
 DAMP = 1e-3  # of the mean of its diagonal, added to the second moment of queries
 LEAST = 1e-6  # variance of a component, relative to the mean

@@ -34,7 +34,7 @@ from compress.kv.codec import (
     check_groups,
     group_of,
 )
-from compress.kv.codecs.packed import Codes
+from compress.kv.codecs.packed import PackedCodes
 
 NEEDS: frozenset[str] = frozenset()
 GROUP = 32  # of a group whose size is not given
@@ -75,7 +75,7 @@ class Packed(Codec):
     def __init__(self, spec: Spec, config: Config) -> None:
         super().__init__(spec)
         self.bits = config.bits
-        self.codes = Codes(spec.width, config.bits)
+        self.codes = PackedCodes(spec.width, config.bits)
         self.layout = kv_contract.PlanarCodes(config.bits, self.codes.padded, self.group)
 
     def at_once(self, rows: Tensor) -> int:

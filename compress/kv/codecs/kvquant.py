@@ -35,7 +35,7 @@ from torch import Tensor
 
 from compress.errors import CalibrationError
 from compress.kv.codec import Block, Codec, Field, Spec, check_bits, head_rows, token_rows
-from compress.kv.codecs.packed import Codes
+from compress.kv.codecs.packed import PackedCodes
 from compress.numerics import checks
 
 NEEDS = frozenset({"keys_pre", "values", "gradients"})
@@ -161,7 +161,7 @@ class NonUniform(Codec):
 
     def __init__(self, config: Config, spec: Spec, static: Mapping[str, Tensor]) -> None:
         super().__init__(spec, static)
-        self.codes = Codes(spec.width, config.bits)
+        self.codes = PackedCodes(spec.width, config.bits)
         self.slots = config.slots(spec.heads * spec.width)
         self.index = torch.uint8 if spec.heads * spec.width <= 256 else torch.int16
         self.fields = dict(self.codes.fields)

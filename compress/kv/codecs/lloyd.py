@@ -35,7 +35,7 @@ from torch import Tensor
 
 from compress.kernels import dispatch, kv_contract
 from compress.kv.codec import ALL, Block, Codec, Field, Spec, check_bits
-from compress.kv.codecs.packed import Codes
+from compress.kv.codecs.packed import PackedCodes
 from compress.numerics import hadamard
 
 NEEDS: frozenset[str] = frozenset()
@@ -154,7 +154,7 @@ class Lloyd(Codec):
         self.centre = config.centre or ("first" if self.rope == "pre" else "none")
         self.granularity = FIRST if self.centre == "first" else 1
         self.levels = self.coder(config, config.bits)
-        self.codes = Codes(spec.width, config.bits)
+        self.codes = PackedCodes(spec.width, config.bits)
         self.fields = {**self.codes.fields, "norms": Field("scales")}
 
     def coder(self, config: Config, bits: int) -> Levels:

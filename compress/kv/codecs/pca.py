@@ -31,7 +31,7 @@ the calibration text, but for its norms.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import RecipeError
-from compress.kernels import kv_contract
+from compress.kernels import dispatch, kv_contract
 from compress.kernels.kv_contract import (
     MOST_LEVEL_BITS,
     MOST_MIXED_BITS,
@@ -48,17 +48,19 @@ from compress.kernels.kv_contract import (
     PIECE,
     LevelTables,
     MixedCodes,
+    Rotary,
 )
-from compress.kv.codec import Block, Codec, Field, Spec
-from compress.kv.codecs.compiled_parts import Compiled, can_turn
+from compress.kv.codec import ALL, Block, Codec, Field, Spec
 from compress.kv.codecs.components import components, fitting, moments, token_weights
 from compress.kv.codecs.lloyd import Norms, levels, nearest
-from compress.kv.codecs.mixed_packed import Pieces
+from compress.kv.codecs.packed import Pieces
 from compress.numerics import checks
 
 NEEDS = frozenset({"keys_pre", "queries_pre", "values", "attended"})
 WORK = 16  # bytes that calibrating takes for each number of its largest sample
 FINE = 2.0**-10  # unit of levels of more than 4 bits, to which products of integers round them
+TOKENS_PER_WRITE = 2048
+NO_TURNS = Rotary(0, *(torch.empty(1, 1, 0, device="cpu") for _ in range(2)))
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,11 @@ def _row(config: Config, spec: Spec) -> int:
     return -(-_budget(config, spec) // 8)
 
 
-class Principal(Compiled):
-    """Codes of all heads in one row for each token, [B, 1, n, at least `row` bytes]; norms uint8 [B, h, n, 1]."""
+class Principal(Codec):
+    """Codes of all heads in one row for each token, [B, 1, n, at least `row` bytes]; norms uint8 [B, h, n, 1].
+
+    What is read of a long past is divided between compiled code, which takes whole blocks, and plain code.
+    """
 
     def __init__(self, spec: Spec, static: Mapping[str, Tensor], row: int = 0) -> None:
         back = static["back"].double()
@@ -136,13 +141,14 @@ class Principal(Compiled):
             "weights": (static["variances"] * (static["bits"] > 0))[:, None],
             "bits": static["bits"],
         }
-        reader = "prerope" if spec.kind == "keys" else "mixed"
-        super().__init__(spec, held, reader, "prerope")
+        super().__init__(spec, held)
+        self.rope = "pre" if spec.kind == "keys" else "post"
         self.norms = Norms(8, NORM_STEPS)
         self.fields = {"norms": Field("scales"), "codes": Field("codes")}
         self.table = torch.cat([table(b) for b in range(MOST_MIXED_BITS + 1)])  # those of b bits from 2^b - 1 on
         self.starts = (1 << static["bits"].long()) - 1
         self._lanes: Any = None  # of compiled code that encodes
+        self._transforms: dict[int, Any] = {}  # channels that turn -> `back` as compiled code reads it
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
         turned = state["cos"].shape[-1] if "cos" in state else 0
@@ -205,26 +211,92 @@ class Principal(Compiled):
     def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
         return mixed @ self._static("back", mixed) + mass * self._static("mean", mixed)
 
-    def is_read_by(self, kernel: Any) -> bool:
+    def at_once(self, rows: Tensor) -> int:
+        return ALL if self._reader(rows) is not None else self.block
+
+    def write_scores(self, query: Tensor, block: Block, out: Tensor) -> None:
+        kernel = self._reader(query, block)
+        whole, operands = self._operands(kernel, block)
+        if whole:
+            kernel.scores(query, *operands, out[..., :whole])
+        for tokens, rows in self._rest(block, whole):
+            out[..., tokens] = self.scores(query, rows)
+
+    def write_at_once(self, out: Tensor) -> int:
+        return TOKENS_PER_WRITE if self._writer(out) is not None else self.block
+
+    def write(self, block: Block, out: Tensor) -> None:
+        kernel = self._writer(out)
+        whole, operands = self._operands(kernel, block)
+        if whole:
+            kernel.write(*operands, out[:, :, :whole])
+        for tokens, rows in self._rest(block, whole):
+            out[:, :, tokens] = self.dense(rows)
+
+    def _reader(self, rows: Tensor, block: Block | None = None) -> Any:
+        """Return the kernel that reads the codes (of a block) for these queries or probabilities, None if none does."""
+        codes = None if block is None else block["codes"].shape[2] * len(rows) * self.spec.heads * self.spec.width
+        name = "prerope" if self.spec.kind == "keys" else "mixed"
+        return self._kernel(name, rows) if kv_contract.is_worthwhile(rows, codes) else None
+
+    def _writer(self, out: Tensor) -> Any:
+        is_large = out.dtype in kv_contract.DTYPES and out.numel() > kv_contract.SMALL
+        return self._kernel("prerope", out) if is_large else None
+
+    def _kernel(self, name: str, like: Tensor) -> Any:
+        kernel = dispatch.kv(like.device, name)
         is_within = 0 < self.pieces.reach <= 2 * self.pieces.nbytes  # its row and the next one
-        return is_within and bool(kernel.supports(self.spec.width))
+        return kernel if kernel is not None and is_within and kernel.supports(self.spec.width) else None
 
-    def reach(self) -> int:
-        return self.pieces.reach
+    def _operands(self, kernel: Any, block: Block) -> tuple[int, tuple[Any, ...]]:
+        """Return how many of the first tokens a kernel (None: there is none) reads, and what it takes to read them."""
+        whole = 0 if kernel is None else self._whole(block)
+        rotary = NO_TURNS
+        if self.rope == "pre" and whole:
+            halves = block.get("halves")
+            if halves is None or halves.dtype not in kv_contract.DTYPES or not can_turn(2 * halves.shape[-1]):
+                return 0, ()
+            rotary = Rotary(2 * halves.shape[-1], halves[:, 0], halves[:, 1])
+        if not whole:
+            return 0, ()
+        return whole, (self.stored(block, whole), self._transform(kernel, rotary.width), _tables(True), rotary)
 
-    def laid_out(self, kernel: Any, rotary: int) -> Any:
-        bits = self.static["bits"].long()
-        back = self.static["back"] * _steps()[bits][..., None]
-        largest = torch.tensor([max(map(abs, own)) for own in _tables(True)])[bits]
-        mean, is_exact = self.static["mean"][:, 0], self.spec.dtype == torch.float32
-        return kernel.transform(back, mean, largest, self.pieces.columns, rotary, is_exact)
+    def _whole(self, block: Block) -> int:
+        """Return how many of the first tokens compiled code may read.
+
+        It reads `reach` bytes of a row of codes [B, 1, n, bytes], so that it may read some of those that follow.
+        """
+        codes = block["codes"]
+        more = -(-max(0, self.pieces.reach - codes.shape[3]) // max(1, codes.shape[3]))
+        return max(0, codes.shape[2] - more) // kv_contract.BLOCK * kv_contract.BLOCK
+
+    def _rest(self, block: Block, first: int) -> Iterator[tuple[slice, Block]]:
+        """Yield the tokens from `first` on, as plain code reads them."""
+        for start in range(first, block["codes"].shape[2], self.block):
+            tokens = slice(start, start + self.block)
+            rows = {name: block[name][:, :, tokens] for name in self.fields}
+            rows |= {name: block[name][:, tokens] for name in ("cos", "sin") if name in block}
+            if "halves" in block:
+                both = torch.cat((block["halves"][:, :, tokens],) * 2, -1)
+                rows |= {"cos": both[:, 0], "sin": both[:, 1]}
+            yield tokens, rows
+
+    def _transform(self, kernel: Any, rotary: int) -> Any:
+        """Return `back` as the kernel reads it where `rotary` channels turn: made once, its memory counts as static."""
+        if rotary not in self._transforms:
+            bits = self.static["bits"].long()
+            back = self.static["back"] * _steps()[bits][..., None]
+            largest = torch.tensor([max(map(abs, levels_of)) for levels_of in _tables(True)])[bits]
+            mean, is_exact = self.static["mean"][:, 0], self.spec.dtype == torch.float32
+            made = kernel.transform(back, mean, largest, self.pieces.columns, rotary, is_exact)
+            self._transforms[rotary] = made
+            self.static[f"turned{rotary}"] = made.back
+        return self._transforms[rotary]
 
     def stored(self, block: Block, count: int) -> MixedCodes:
+        """Return the rows of the first `count` tokens as kernels take them."""
         codes, norms = (block[name][:, :, :count] for name in ("codes", "norms"))
         return MixedCodes(codes, norms, self.pieces.starts, self.pieces.bounds, self.pieces.most)
-
-    def operands(self, block: Block, count: int, made: Any) -> tuple[Any, ...]:
-        return self.stored(block, count), made, _tables(True)
 
     def _nearest(self, y: Tensor, norms: Tensor) -> Tensor:
         """Return codes int64 of y [B, h, n, width] for norms [B, h, n, 1]."""
@@ -241,6 +313,11 @@ class Principal(Compiled):
 
     def _on(self, like: Tensor, tensor: Tensor) -> Tensor:
         return tensor.to(like.device)
+
+
+def can_turn(rotary: int) -> bool:
+    """Return whether compiled code can turn so many channels: half of them must be whole pieces."""
+    return rotary % (2 * kv_contract.PIECE) == 0
 
 
 def table(bits: int) -> Tensor:

@@ -16,7 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from compress.errors import CompressError
-from compress.kv.cache import KVCache
+from compress.kv.layer import KVCache
 
 NAME = "compress_kv_queries_"  # and the name of the model's own attention
 LAYER = "_compress_kv_layer"  # of an attention module: the cache layer of this forward pass

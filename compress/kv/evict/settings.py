@@ -74,7 +74,7 @@ class Eviction:
 
     @property
     def prunes(self) -> bool:
-        """Return whether tokens are dropped within the prompt's forward pass: compress/kv/evict/pruned.py."""
+        """Return whether tokens are dropped within the prompt's forward pass: LazyLLM."""
         return bool(getattr(plugins.load("evict", self.method), "PRUNES", False))
 
     def newest(self, kept: int) -> int:

@@ -59,7 +59,7 @@ class Part:
         return -(-self.rows // columns.CHUNK)
 
     def plain(self) -> dict[str, Any]:
-        """Return plain data for JSON, which `part` reads."""
+        """Return plain data for JSON, which `read_part` reads."""
         return {"way": self.way, "shape": list(self.shape), "dtype": NAMES[self.dtype], "step": self.step}
 
     def matrix(self, tensor: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Part:
         rows = tensor.movedim(TOKENS, 0).reshape(self.rows, -1)
         if self.way == "bytes":
             return rows.contiguous().view(torch.uint8)
-        return (rows.float() / self.step).round().clamp(-columns.LARGEST, columns.LARGEST).to(torch.int16)
+        return (rows.float() / self.step).round().clamp(-columns.MAX_INTEGER, columns.MAX_INTEGER).to(torch.int16)
 
     def tensor(self, matrix: Tensor) -> Tensor:
         """Return some tokens from their integers [n, width]: `shape` with n tokens, `dtype`; a grid in float32."""
@@ -82,7 +82,7 @@ def lossless(tensor: Tensor) -> Part:
     return Part("bytes" if is_coded else "raw", tuple(tensor.shape), tensor.dtype)
 
 
-def rounded(x: Tensor, noise: float, dtype: torch.dtype, where: str) -> Part:
+def round_part(x: Tensor, noise: float, dtype: torch.dtype, where: str) -> Part:
     """Return the part of keys or values x [B, h, tokens, width] that may be changed a little.
 
     noise: squared error relative to the mean variance of the channels. dtype: of the tensor that comes back. Raises
@@ -93,11 +93,11 @@ def rounded(x: Tensor, noise: float, dtype: torch.dtype, where: str) -> Part:
         raise NumericalError(f"{where} of the cache are not finite; the model overflows, or its weights are damaged")
     variance = rows.var(0, unbiased=False).mean().item() if rows.numel() else 0.0
     largest = rows.abs().max().item() if rows.numel() else 0.0
-    step = max(math.sqrt(12 * noise * variance), largest / columns.LARGEST) or 1.0
+    step = max(math.sqrt(12 * noise * variance), largest / columns.MAX_INTEGER) or 1.0
     return Part("grid", tuple(x.shape), dtype, torch.tensor(step).item())  # as float32, which decoding multiplies by
 
 
-def part(plain: Mapping[str, Any]) -> Part:
+def read_part(plain: Mapping[str, Any]) -> Part:
     """Read what `Part.plain` wrote. Raises ValueError for what it never writes."""
     way, shape, dtype, step = (plain[key] for key in ("way", "shape", "dtype", "step"))
     sizes_fit = all(type(size) is int and size >= 0 for size in shape)
@@ -117,7 +117,7 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor if tensor.dtype.itemsize > 1 else tensor.float()).all())
 
 
-def checked(tensor: Tensor) -> Tensor:
+def check_finite(tensor: Tensor) -> Tensor:
     """Return a tensor that is to be saved; NumericalError for numbers that are not finite, which no cache loads."""
     if not is_finite(tensor):
         raise NumericalError("numbers of the cache are not finite; the model overflows, or its weights are damaged")
@@ -140,6 +140,6 @@ def check(described: Part, tensors: Mapping[str, Any], tables: int) -> None:
         raise ValueError("it names tables that it does not have")
 
 
-def coded(tensors: Mapping[str, Tensor]) -> Coded:
+def join_coded(tensors: Mapping[str, Tensor]) -> Coded:
     """Put the tensors of a coded part together."""
     return Coded(tensors["stream"], tensors["chunks"], Columns(*tensors["columns"]))
