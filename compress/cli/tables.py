@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_NAMED_TENSORS = 3
 WITH_TABLES = " of linears, embeddings and head together"  # what the bits of a target count, where all are allocated
-SECONDS_PER_LINE = 10.0  # where there is no terminal, a line of progress comes so often
+PROGRESS_LINE_SECONDS = 10.0
 
 PIPE_WIDTH = 160  # columns where there is no terminal that has a width
 
@@ -67,12 +67,12 @@ class _Lines:
     """Progress as lines of a log."""
 
     def __init__(self) -> None:
-        self.next = time.monotonic() + SECONDS_PER_LINE  # a short run says nothing but its result
+        self.next = time.monotonic() + PROGRESS_LINE_SECONDS  # a short run says nothing but its result
 
     def __call__(self, text: str, done: float, total: float) -> None:
         now = time.monotonic()
         if now >= self.next:
-            self.next = now + SECONDS_PER_LINE
+            self.next = now + PROGRESS_LINE_SECONDS
             share = f" ({100 * done / total:.0f}%)" if total else ""
             print(f"{text}{share}", file=sys.stderr, flush=True)
 

@@ -38,7 +38,7 @@ from compress.evaluate.cache_scores import (
     recall,
     windows_at_a_time,
 )
-from compress.evaluate.cache_speed import CacheBytes, CacheSpeed, sizes, speeds
+from compress.evaluate.cache_speed import CacheSpeed, MeasuredCacheBytes, sizes, speeds
 from compress.evaluate.intervals import interval
 from compress.evaluate.reader import Candidate, Execution, Readings, load_model, readings
 from compress.evaluate.scores import TextWindows
@@ -70,7 +70,7 @@ class CacheRow:
     error_p95: float
     recalled: float | None  # share of what the needles are worth; None where there is no room for them
     recall_gain: float | None  # nats a token that they are worth through the exact cache
-    size: CacheBytes
+    size: MeasuredCacheBytes
     speed: CacheSpeed | None
     needles: NeedleScore | None = None  # None where they were not asked for, or there is no room for them
 
@@ -142,7 +142,7 @@ def bench(directory: Path, asked: BenchRequest, execution: Execution, progress: 
 
 def _with_equal_bytes(
     model: Any, tokens: Tensor, candidates: Sequence[Candidate], equal_bytes: bool, progress: Progress
-) -> tuple[list[Candidate], list[CacheBytes]]:
+) -> tuple[list[Candidate], list[MeasuredCacheBytes]]:
     """Return the caches with their bytes, and behind them, where wanted, the smaller ones at the bytes of the largest.
 
     tokens int64 [1, seq_len].
@@ -178,7 +178,7 @@ def default_contexts(limit: int | None) -> tuple[int, ...]:
 
 
 def _lengthen(
-    model: Any, candidates: Sequence[Candidate], measured: Sequence[CacheBytes], length: int
+    model: Any, candidates: Sequence[Candidate], measured: Sequence[MeasuredCacheBytes], length: int
 ) -> list[Candidate]:
     """Return the smaller caches, each with as many more exact tokens as bring it to the bytes of the largest.
 
@@ -199,7 +199,7 @@ def _context(
     model: Any,
     cut: TextWindows,
     candidates: Sequence[Candidate],
-    nbytes: Sequence[CacheBytes],
+    nbytes: Sequence[MeasuredCacheBytes],
     progress: Progress,
 ) -> list[CacheRow]:
     """Return the rows of one context length, without speed and needles."""

@@ -32,7 +32,7 @@ CODEC_REPEATS = 3
 
 
 @dataclass(frozen=True)
-class CacheBytes:
+class MeasuredCacheBytes:
     """Bytes of one sequence."""
 
     bytes_per_token: float  # of everything, static tensors included, at the context's length
@@ -59,7 +59,7 @@ class CacheSpeed:
 
 
 @torch.no_grad()
-def sizes(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say) -> list[CacheBytes]:
+def sizes(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say) -> list[MeasuredCacheBytes]:
     """Return the bytes of caches that have read tokens int64 [1, seq_len], of even length."""
     half = tokens.shape[1] // 2
     parts = (tokens[:, :half].to(model.device), tokens[:, half : 2 * half].to(model.device))
@@ -74,7 +74,7 @@ def sizes(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say)
         bits = 8 * model.dtype.itemsize * slope / exact_slope
         numbers = {key: value for key, value in held._asdict().items() if value}
         whole_bytes = (after + held.static) / (2 * half)
-        nbytes.append(CacheBytes(whole_bytes, 2 * half, slope, exact_slope, bits, numbers, held.static))
+        nbytes.append(MeasuredCacheBytes(whole_bytes, 2 * half, slope, exact_slope, bits, numbers, held.static))
         say(1)
     return nbytes
 

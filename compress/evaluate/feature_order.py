@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 LIKE = 0.5  # correlation above which an output feature is that of the original
 SURE = 0.75  # correlation of an output feature with that of another place, for it to have moved there
-MIN_GAIN = 0.1  # of correlation, at another place: for a feature, or the Gram matrix of a head, to have moved there
+MIN_CORRELATION_GAIN = 0.1  # what another place has to bring a feature, or a head, to count as its place
 MIN_SHIFTED_ROWS = 8  # rows that move by the same distance, for it to be reported
 
 
@@ -44,7 +44,7 @@ def elsewhere(y: Tensor, other: Tensor, rows: Tensor, fewest: float) -> list[tup
     """
     alike = (unit(y[:, rows]).T @ unit(other)).abs()
     best, places = alike.max(1)
-    sure = (best > SURE) & (best > alike.gather(1, rows[:, None])[:, 0] + MIN_GAIN)
+    sure = (best > SURE) & (best > alike.gather(1, rows[:, None])[:, 0] + MIN_CORRELATION_GAIN)
     if sure.sum() < fewest or len(places[sure].unique()) < sure.sum():
         return []
     return list(zip(rows[sure].tolist(), places[sure].tolist(), strict=True))
@@ -60,7 +60,7 @@ def _moved_heads(y: Tensor, other: Tensor, head_dim: int) -> str:
     grams = [torch.stack([(h @ h.T).flatten() for h in part.split(head_dim, 1)]) for part in (y, other)]
     alike = nn.functional.normalize(grams[0]) @ nn.functional.normalize(grams[1]).T
     best, places = alike.max(1)
-    heads = [(h, int(at)) for h, at in enumerate(places) if at != h and best[h] > alike[h, h] + MIN_GAIN]
+    heads = [(h, int(at)) for h, at in enumerate(places) if at != h and best[h] > alike[h, h] + MIN_CORRELATION_GAIN]
     if not heads or {h for h, _ in heads} != {at for _, at in heads}:
         return ""
     return "heads in another order: " + ", ".join(f"head {h} stands at {at}" for h, at in heads)

@@ -28,7 +28,7 @@ from compress.model.positions import max_positions
 from compress.progress import silent
 
 HALF_LETTER = "\ufffd"  # stands for a letter whose other bytes are those of other tokens
-SHOWN_PROMPTS, SHOWN_PROMPT_TOKENS, SHOWN_NEW_TOKENS = 3, 32, 48  # at most, of what both models write side by side
+SHOWN_PROMPTS, SHOWN_PROMPT_TOKENS, SHOWN_NEW_TOKENS = 3, 32, 48
 
 
 class Continuation(NamedTuple):

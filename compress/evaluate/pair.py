@@ -33,7 +33,7 @@ from compress.progress import Progress
 
 FLOOR_WINDOWS = 4  # windows of a text that the noise floor is measured on
 WORST_TOKENS = 10
-TOKENS_BEFORE = 16  # in front of each of the worst tokens
+TOKENS_BEFORE = 16
 CLASSES_PER_POWER = 2  # classes of KL to a power of ten
 LOWEST, HIGHEST = -6, 1  # powers of ten; KL beyond them counts in the outermost classes
 

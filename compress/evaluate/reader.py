@@ -62,7 +62,9 @@ class Candidate:
         """Return a fresh cache for a model of this configuration."""
         cache = self.as_generated(config)
         cache.exact_prefill = True
-        cache.codings = tuple({k: self._changed(k, coding) for k, coding in layer.items()} for layer in cache.codings)
+        cache.codings = tuple(
+            {k: self._with_more_exact(k, coding) for k, coding in layer.items()} for layer in cache.codings
+        )
         return cache
 
     def as_generated(self, config: Any) -> KVCache:
@@ -73,7 +75,7 @@ class Candidate:
         """Return the codings of a model's layers."""
         return self.cache(config).codings
 
-    def _changed(self, kind: str, coding: Coding) -> Coding:
+    def _with_more_exact(self, kind: str, coding: Coding) -> Coding:
         """Return the coding of keys or values with `extra` and `only`."""
         if coding.method == EXACT:
             return coding

@@ -17,7 +17,7 @@ from compress.cli.app import app
 from compress.errors import CalibrationError, RecipeError
 from compress.evaluate import cache as bench
 from compress.evaluate import cache_candidates, cache_layers, cache_scores, cache_speed, intervals
-from compress.evaluate.cache_speed import CacheBytes
+from compress.evaluate.cache_speed import MeasuredCacheBytes
 from compress.evaluate.reader import Candidate, Execution, Reader
 from compress.kv.cache import make_cache
 from compress.kv.settings import cache_settings
@@ -125,10 +125,10 @@ def test_bytes_are_those_of_the_formula(model: PreTrainedModel) -> None:
 
 def test_no_more_than_the_context_becomes_exact(model: PreTrainedModel) -> None:
     found = [candidate_of("kv4", {"method": "kivi", "bits": 4, "residual_length": 32, "group_size": 32})] * 2
-    size = CacheBytes(100.0, 64, 50.0, 100.0, 4.0, {}, 0)
+    size = MeasuredCacheBytes(100.0, 64, 50.0, 100.0, 4.0, {}, 0)
     far = [replace(size, bytes_per_token=1e6), size]
-    assert [candidate.extra for candidate in bench._equalized(model, found, far, 64)] == [64]
-    assert bench._equalized(model, found, [far[0], replace(size, slope=100.0)], 64) == []  # all is exact already
+    assert [candidate.extra for candidate in bench._lengthen(model, found, far, 64)] == [64]
+    assert bench._lengthen(model, found, [far[0], replace(size, slope=100.0)], 64) == []  # all is exact already
 
 
 def test_speed_of_both_paths(model: PreTrainedModel) -> None:
