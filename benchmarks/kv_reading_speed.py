@@ -63,9 +63,9 @@ def reader(keys: Any, settings: dict[str, Any]) -> Any:
 
 def choosing(found: Any, q: Any) -> Any:
     """Choose, and do nothing else."""
-    from compress.kv.sparse.reader import Piece, group_queries
+    from compress.kv.sparse.reader import QueryPiece, group_queries
 
-    return found.reader.choose(Piece(found, group_queries(q, KV_HEADS, WIDTH**-0.5), found.candidates(), None, 0))
+    return found.reader.choose(QueryPiece(found, group_queries(q, KV_HEADS, WIDTH**-0.5), found.candidates(), None, 0))
 
 
 def reading_layer(dense: Any, own: Any) -> Any:

@@ -189,6 +189,12 @@ def typed(value: Any, hint: Any) -> Any:
     return value
 
 
+def removed_keys(config: type) -> Mapping[str, Any]:
+    """Return the keys that the settings of a plugin had once, and for each the value that it works with now."""
+    removed: Mapping[str, Any] = getattr(config, "REMOVED_KEYS", {})
+    return removed
+
+
 def plain(config: Any) -> dict[str, Any]:
     """Return settings, an instance of a dataclass, as plain data: lists in the place of tuples."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}

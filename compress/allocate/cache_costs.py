@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress import plugins
 from compress.allocate.cache_options import CacheOption, eviction_keeping, evictions, settings_at
 from compress.allocate.cache_units import CacheCosts, LayerCosts, TensorCosts
 from compress.calib.kv import calibrate
@@ -80,9 +79,7 @@ def calibrate_options(
             continue
         changed = replace(settings_at(settings, option), evict=None)
         codings = coded_layers(model.config, changed)
-        methods = {coding.method for layer in codings for coding in layer.values()}
-        needs = any(plugins.load("kv", method).NEEDS for method in methods)
-        static = calibrate(model, codings, samples)[0] if needs else {}
+        static = calibrate(model, codings, samples)[0]
         caches.append(readable(model, Candidate(option.name, changed, static)))
     return caches
 

@@ -23,7 +23,7 @@ from compress.allocate.prepare_options import Options
 from compress.allocate.table import UnitLinears
 from compress.calib import expert_routing
 from compress.model.blockwise import BlockInputs
-from compress.run import memory_plan
+from compress.run import sizes
 from compress.types import PackedWeight
 
 NORMS, SQUARES = "expert", "expert_squares"
@@ -48,8 +48,8 @@ def measure(
         zeros = {key: [0.0] * len(opened.names) for key in (NORMS, SQUARES)}
         measured.setdefault(_module(group), {})[group.name] = {**scores[expert], **zeros}
     tried = {f"{group.name}@{option}": (group, option) for group in groups for option in _quantizing(opened, group)}
-    sizes = {key: sum(m.numel * m.dtype.itemsize for m in group.members) for key, (group, _) in tried.items()}
-    for keys in memory_plan.split(sizes, opened.prepared.arrangement.statistics_nbytes):
+    nbytes = {key: sum(m.numel * m.dtype.itemsize for m in group.members) for key, (group, _) in tried.items()}
+    for keys in sizes.split_passes(nbytes, opened.prepared.arrangement.statistics_nbytes):
         changes = {
             key: {
                 member.name: formats.decode(packed[f"{member.name}@{tried[key][1]}"], member.dtype)

@@ -15,9 +15,8 @@ from compress.model.skeleton import Skeleton
 from compress.progress import note
 from compress.recipe.schema import KEEP, Allocation, Recipe, Rule, option_names
 from compress.run import plan, prepare
-from compress.run.identity import identity
-from compress.run.job import Job, Prepared
-from compress.run.table_plan import TableOptions
+from compress.run.job import Job, Prepared, identity
+from compress.run.outside_plan import TableOptions
 from compress.types import LayerPlan, LinearSpec
 
 PlannedOptions = dict[str, LayerPlan]  # "<option number>" or "fixed" -> how a linear is stored at it

@@ -22,8 +22,8 @@ from compress.allocate.prepare_options import Options
 from compress.allocate.variants import Database
 from compress.errors import NotMeasuredError
 from compress.progress import Progress, silent
-from compress.run import memory_plan, prepare, report, tables
-from compress.run.block_loop import BlockLoop
+from compress.run import demands, memory_plan, report, tables
+from compress.run.loop import BlockLoop
 from compress.run.quantize_linear import LinearTask
 from compress.types import PackedWeight, Quantized
 
@@ -41,7 +41,7 @@ def quantize_all(opened: Options, database: Database, tokens: Tensor, progress: 
     if not opened.job.measures:
         raise NotMeasuredError(f"{database.folder} is not complete")
     job, planned = opened.job, opened.prepared.arrangement
-    with memory_plan.resumed(planned, lambda _: dict(database.arrangement), job.max_memory) as arrangement:
+    with memory_plan.keep_arrangement(planned, lambda _: dict(database.arrangement), job.max_memory) as arrangement:
         prepared = dataclasses.replace(opened.prepared, arrangement=arrangement)
         opened = dataclasses.replace(opened, prepared=prepared)
         loop = BlockLoop(job, prepared, opened.levels, tokens, database.folder, progress, every=True)
@@ -153,7 +153,7 @@ def time_quantizing(opened: Options) -> QuantizingTime:
     batch = min(prepared.arrangement.batch, prepared.samples)
     arrangement = dataclasses.replace(prepared.arrangement, spill=False)
     trial = dataclasses.replace(prepared, samples=batch, arrangement=arrangement)
-    tokens = prepare.random_tokens(opened.job, trial)
+    tokens = demands.random_tokens(opened.job, trial)
     folder = opened.job.measurements or opened.job.out
     loop = BlockLoop(opened.job, trial, opened.levels, tokens, folder, silent, every=True)
     inner = sum(layer.spec.numel for options in opened.levels.values() for layer in options.values())

@@ -23,7 +23,7 @@ from compress.errors import BudgetError, CheckpointError
 from compress.model.skeleton import Skeleton
 from compress.process_memory import show
 from compress.recipe.schema import Target, Units
-from compress.run.table_plan import TableOptions
+from compress.run.outside_plan import TableOptions
 from compress.storage.checkpoint import read_json, write_text
 from compress.types import LinearSpec
 

@@ -164,7 +164,7 @@ def folder_of(job: Job) -> Path:
     Its name tells the model, and what else is measured: options, calibration and seed.
     """
     paths.check_name(job.out)
-    known = [*source.given(job), job.calib, job.seed, recipe_fingerprint(job.recipe, job.recipe.allocate)]
+    known = [*source.locate(job), job.calib, job.seed, recipe_fingerprint(job.recipe, job.recipe.allocate)]
     digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
     name = Path(job.model.rstrip("/")).name or "model"
     name = re.sub(r"[^\w.-]+", "-", f"{name}-{job.recipe.name}")[:MAX_NAME_CHARACTERS]

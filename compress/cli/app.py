@@ -8,8 +8,6 @@ SIGTERM), 141 nobody reads the output.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
@@ -17,9 +15,8 @@ import typer
 from typer.core import TyperGroup
 
 from compress import ranks
-from compress.cli import checkpoints, compare, evaluate, interruption, lists, make, streams, study, use
-from compress.cli.options import NotePrinter, note
-from compress.progress import NOTES
+from compress.cli import checkpoints, compare, evaluate, lists, make, study, use
+from compress.cli.options import note
 from compress.version import __version__
 
 
@@ -94,30 +91,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
-
-
-def main() -> None:
-    """Entry point of `compress`."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no warning when a process forks
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("PYTHONSAFEPATH", "1")  # what libraries start imports nothing from the working directory
-    streams.open_all()
-    if ranks.given()[0] > 0:
-        streams.mute()
-    try:
-        interruption.install()
-        NOTES.addHandler(NotePrinter())
-        try:
-            app()
-        except SystemExit as end:
-            code = end.code
-        interruption.finish()
-    except KeyboardInterrupt:  # where no command answers it: before it has begun, and behind its end
-        interruption.finish()
-        code = interruption.exit_code()
-    if code and interruption.is_unreported():
-        note("interrupted")
-    sys.exit(streams.flush() or (code and (interruption.exit_code() or code)))
 
 
 def _print_version(is_asked: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,8 +32,13 @@ def quantize(
         job = options.job(writes=None if dry_run else "checkpoint")
         if dry_run:
             _plan(job, as_json, _measuring_words(job, options))
-        else:
-            _run(job, as_json)
+            return
+        from compress import api
+        from compress.cli import tables
+
+        with tables.progress_bar() as progress:
+            report = api.quantize(job, progress, tables.print_plan)
+        _print_report(report, job, as_json)
 
 
 @takes_run_options(without=("overwrite", "restart", "base_model", "work"))
@@ -61,7 +65,13 @@ def transform(options: RunOptions, as_json: AsJson = False) -> None:
     Operations that a transform leaves to run time (`online`) are left out: plain checkpoints have no place for them.
     """
     with errors(RESUME):
-        _run(options.job(pack=False), as_json)
+        job = options.job(pack=False)
+        from compress import api
+        from compress.cli import tables
+
+        with tables.progress_bar() as progress:
+            report = api.quantize(job, progress, tables.print_plan)
+        _print_report(report, job, as_json)
 
 
 @takes_run_options(
@@ -88,7 +98,13 @@ def merge(options: RunOptions, as_json: AsJson = False) -> None:
         from compress.storage import manifest
 
         recipe = options.recipe or str(directory / manifest.RECIPE)
-        _run(dataclasses.replace(options, recipe=recipe).job(), as_json, directory)
+        job = dataclasses.replace(options, recipe=recipe).job()
+        from compress import api
+        from compress.cli import tables
+
+        with tables.progress_bar() as progress:
+            report = api.merge(directory, job, progress, tables.print_plan)
+        _print_report(report, job, as_json)
 
 
 @takes_run_options(without=OUTPUT, recipe=ALLOCATING_RECIPE)
@@ -160,20 +176,11 @@ def _measure(options: RunOptions, out: Path | None, as_json: bool) -> None:
         print(f"{facts['nbytes per parameter']:.2f} bytes a parameter; measured: {', '.join(facts['damages'])}")
 
 
-def _run(job: Job, as_json: bool, merged_into: Path | None = None) -> None:
-    """Run a job and print its report; merged_into: the packed checkpoint that the job's adapter is merged into."""
-    from rich.text import Text
-
-    from compress import api
+def _print_report(report: dict[str, Any], job: Job, as_json: bool) -> None:
+    """Print what came of a job, as lines or as JSON."""
     from compress.cli import tables
 
-    run = api.quantize if merged_into is None else partial(api.merge, merged_into)
-    with tables.progress_bar() as progress:
-        report = run(job, progress, lambda prepared: tables.err.print(Text(tables.plan_line(prepared)), soft_wrap=True))
-    if as_json:
-        print(json.dumps(report))
-        return
-    for line in tables.result_lines(report, str(job.out)):
+    for line in [json.dumps(report)] if as_json else tables.result_lines(report, str(job.out)):
         print(line)
 
 
@@ -203,7 +210,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     """Print what a run would do; `words`: the options of a command that measures for it."""
     from compress import api
     from compress.cli import tables
-    from compress.run.plan import groups
+    from compress.run.plan_summary import groups
     from compress.run.report import packed_nbytes, whole
 
     with tables.progress_bar() as progress:
@@ -222,7 +229,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
         "whole": whole(layers),
         "predicted_peak": prepared.arrangement.peak_nbytes,
         "predicted_seconds": round(predicted, 1),
-        "kept": layers.kept,
+        "kept": layers.kept_reasons,
         "base": base or None,
     }
     cache = (job.allocation or {}).get("cache")
@@ -239,25 +246,25 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     print(f"predicted peak memory {peak}, time {tables.time_text(predicted)}")
     if base:
         print(f"base: {base}")
-    for line in prepared.says:
+    for line in prepared.messages:
         print(line)
     if nbytes is not None:
         print(tables.cache_bytes_line(nbytes))
     if cache is not None:
         print(tables.cache_line(cache))
-    for name, reason in list(layers.kept.items())[:10]:
+    for name, reason in list(layers.kept_reasons.items())[:10]:
         print(f"kept as it is: {name} ({reason})")
 
 
 def _cache_bytes(job: Job, prepared: Prepared) -> dict[str, Any] | None:
     """Return what the recipe's cache takes; None without one, and for one that is still to be calibrated."""
-    from compress.run import cache_bytes
+    from compress.run import kv_cache
 
     settings = job.recipe.kv_cache
     if settings is None or settings.needs() or (job.recipe.packs and not job.pack):
         return None
     skeleton = prepared.skeleton
-    return cache_bytes.at_context(skeleton.config, settings, {}, skeleton.dtype).plain()
+    return kv_cache.bytes_at_context(skeleton.config, settings, {}, skeleton.dtype).plain()
 
 
 def _print_unmeasured(forecast: Unmeasured, as_json: bool, words: list[str]) -> None:

@@ -109,7 +109,7 @@ class _attention_for:
         self.config, self.own = model.config, model.config._attn_implementation
         self.needed = attention.NAME if cache.path == "fused" else self.own
         if cache.path == "decode" and queries.evicts(cache):
-            self.needed = queries.registered(self.own)
+            self.needed = queries.register_watched(self.own)
 
     def __enter__(self) -> None:
         self.config._attn_implementation = self.needed

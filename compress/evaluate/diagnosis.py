@@ -32,7 +32,7 @@ from compress.errors import UnsupportedModelError
 from compress.evaluate import feature_order
 from compress.evaluate.feature_order import LIKE, MIN_SHIFTED_ROWS, correlations
 from compress.model.block_calls import BlockArgs, record
-from compress.model.block_lists import find_blocks
+from compress.model.text_path import find_blocks
 from compress.runtime import experts, linears
 from compress.runtime.expert_layouts import SORTED
 from compress.runtime.linear import PackedLinear

@@ -19,7 +19,7 @@ from compress.export.convert import Export, cast
 from compress.export.place import RECORD
 from compress.export.weights import StoredWeight
 from compress.importers.source import Decoded
-from compress.run import write_checkpoint
+from compress.run import companion_files
 from compress.storage.checkpoint import CONFIG, SINGLE, Readable, write_shard, write_text
 from compress.version import __version__
 
@@ -57,7 +57,7 @@ def write(
 
 def finish(export: Export, out: Path, config: Mapping[str, Any]) -> None:
     """Write all files of a directory that hold no weights; config: what is laid over config.json."""
-    write_checkpoint.copy_files(export.source.directory, out)
+    companion_files.copy_files(export.source.directory, out)
     write_text(out / CONFIG, json.dumps({**export.config(), **config}, indent=2) + "\n")
     record = {"version": __version__, "source": export.source.directory.name, "notes": export.notes}
     write_text(out / RECORD, json.dumps(record, indent=1) + "\n")
@@ -112,4 +112,4 @@ def write_shards(out: Path, tensors: Iterable[Named], metadata: Mapping[str, str
     count += 1
     write_shard(out / (SINGLE if count == 1 else f"model-{count:05}.safetensors"), gathered, metadata=metadata)
     if count > 1:
-        write_checkpoint.write_index(out)
+        companion_files.write_index(out)

@@ -33,7 +33,7 @@ def check_plan(prepared: Prepared, target: str) -> None:
     What depends on values, such as scales that float16 cannot hold, is found by the export itself.
     """
     skeleton, plan = prepared.skeleton, prepared.plan
-    layers = (*plan.layers, *plan.beside)
+    layers = (*plan.layers, *plan.tower_layers)
     published = published_names(skeleton.model, [layer.spec.name for layer in layers])
     packed = tuple(_weight(skeleton.model, published, layer) for layer in layers)
     directory, config = skeleton.checkpoint.directory, skeleton.checkpoint.config

@@ -42,18 +42,11 @@ from torch import Tensor, nn
 from compress.errors import CheckpointError, OutputError, shown
 from compress.formats import lowrank, transforms
 from compress.model.skeleton import Skeleton
-from compress.run import write_checkpoint
+from compress.run import companion_files
 from compress.runtime import hf
 from compress.runtime.linear import PackedLinear
-from compress.storage import files, json_text, notice
-from compress.storage.checkpoint import (
-    CONFIG,
-    open_checkpoint,
-    read_header,
-    read_json,
-    write_shard,
-    write_text,
-)
+from compress.storage import config_json, files, json_text
+from compress.storage.checkpoint import CONFIG, open_checkpoint, read_header, read_json, write_shard, write_text
 from compress.storage.files import open_regular
 from compress.storage.manifest import RECIPE
 from compress.types import PackedWeight, WeightTransforms
@@ -195,12 +188,12 @@ def export(checkpoint: Path, out: Path, adapter: Path) -> int:
         kept = {name: tensor for name, tensor in read_header(file).items() if name not in taken}
         if kept:
             write_shard(out / file.name, kept)
-    write_checkpoint.write_index(out)
-    write_checkpoint.copy_files(source.directory, out)
+    companion_files.write_index(out)
+    companion_files.copy_files(source.directory, out)
     if (checkpoint / RECIPE).is_file():
         files.copy(checkpoint / RECIPE, out / RECIPE)
     bare = hf.build_config({name: dataclasses.replace(form, lowrank=None) for name, form in stored.items()})
-    written = notice.added({**source.config, "quantization_config": bare.to_dict()})
+    written = config_json.add_notice({**source.config, "quantization_config": bare.to_dict()})
     write_text(out / CONFIG, json.dumps(written, indent=2) + "\n")
 
     pairs, seen = {}, []

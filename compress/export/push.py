@@ -131,9 +131,9 @@ def push(directory: Path, target: PushTarget, upload: Upload, endpoint: str | No
     except OfflineModeIsEnabled as error:
         raise OutputError("HF_HUB_OFFLINE is set; unset it to push, or look with --dry-run") from error
     except HfHubHTTPError as error:
-        said = first_line(error)[:150]
+        reason = first_line(error)[:150]
         raise OutputError(
-            f"the hub refuses {target.repo} ({said}); check its name, and the rights of your token"
+            f"the hub refuses {target.repo} ({reason}); check its name, and the rights of your token"
         ) from error
     except (HFValidationError, LocalTokenNotFoundError) as error:
         raise OutputError(f"{target.repo}: {first_line(error)}; give owner/name and a token that may write") from error

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from compress.errors import CheckpointError, shown
 from compress.importers import gguf_blocks
-from compress.storage import layout
+from compress.storage import safetensors_header
 from compress.storage.files import open_regular
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -167,8 +167,10 @@ class _Reader:
             self._check(entry.name not in by_name, f"tensor {shown(entry.name)} twice")
             self._check(entry.offset % alignment == 0, f"tensor {shown(entry.name)} out of line")
             by_name[entry.name] = entry._replace(offset=base + entry.offset)
-        spans = [layout.Span(entry.name, entry.offset, entry.offset + entry.nbytes) for entry in by_name.values()]
-        if wrong := layout.fault(spans, base, self.size, alignment):
+        spans = [
+            safetensors_header.Span(entry.name, entry.offset, entry.offset + entry.nbytes) for entry in by_name.values()
+        ]
+        if wrong := safetensors_header.layout_fault(spans, base, self.size, alignment):
             raise CheckpointError(f"{self.path} {wrong}; download it again")
         return GgufHeader(metadata, by_name)
 

@@ -71,10 +71,10 @@ def weight(source: CheckpointSource, name: str, codes: Codes, scales: ScaleGrid,
     *outer, rows, columns = shape
     down, across = _block(shape, scales)
     grid = (*outer, -(-rows // down), -(-columns // across))
-    given = scales.stored.shape
-    if given not in (grid, grid[:-1] if grid[-1] == 1 else grid) and not math.prod(given) == math.prod(grid) == 1:
+    size = scales.stored.shape
+    if size not in (grid, grid[:-1] if grid[-1] == 1 else grid) and not math.prod(size) == math.prod(grid) == 1:
         raise source.error(
-            f"{scales.stored.name} has the shape {list(given)}, but {codes.stored.name} {list(shape)} in blocks of "
+            f"{scales.stored.name} has the shape {list(size)}, but {codes.stored.name} {list(shape)} in blocks of "
             f"{down} x {across} needs {list(grid)}"
         )
     table = scales.stored._replace(shape=grid)

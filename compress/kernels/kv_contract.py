@@ -25,15 +25,15 @@ from compress.numerics.packing import FIELDS
 MOST_ROWS = 16  # queries up to which reading codes beats unpacking them once and a product of matrices
 SMALL = 1 << 16  # codes up to which nothing is gained
 BLOCK = 32  # tokens of values that are read together: kernels take multiples
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of keys and values that are written, of cos and sin
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # keys and values that are written, cos and sin
 
 PIECE = 16  # channels that have the same bits, or tokens of table codes, that are read together
 LARGEST_LEVEL = 127  # levels are multiples of a step by at most this, so that sums over 512 channels fit int32
-MOST_LEVEL_BITS = 4  # of codes whose levels are such multiples
+MOST_LEVEL_BITS = 4  # codes of more bits have levels that are no such multiples
 
 PLANES = (4, 2, 1)  # bits of a field of codes of mixed bits
 MOST_MIXED_BITS = sum(PLANES)
-NORM_STEPS = 16  # of a norm of 8 bits in an octave
+NORM_STEPS = 16  # norms of 8 bits: steps in an octave
 LevelTables = tuple[tuple[float, ...], ...]  # levels by bits, from 0 to MOST_MIXED_BITS
 
 

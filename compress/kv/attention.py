@@ -92,11 +92,11 @@ def _attend(
             return output
     pieces = []
     for start in range(0, count, step):
-        part, queries = None if mask is None else mask[:, :, start : start + step], query[:, :, start : start + step]
-        chosen = None
+        queries, chosen = query[:, :, start : start + step], None
+        piece_mask = None if mask is None else mask[:, :, start : start + step]
         if layer is not None and chooses:
-            chosen, part = layer.read_chosen(queries, new, part, logits, start)
-        pieces.append(_piece(layer, queries, new, part, logits) if chosen is None else chosen)
+            chosen, piece_mask = layer.read_chosen(queries, new, piece_mask, logits, start)
+        pieces.append(_piece(layer, queries, new, piece_mask, logits) if chosen is None else chosen)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
 

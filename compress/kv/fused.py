@@ -30,7 +30,7 @@ from compress.kv.settings import EXACT, KINDS, Codings
 from compress.kv.token_store import Store
 
 TYPES = (torch.bfloat16, torch.float16)  # keys and values are rounded to float16
-PROBED_TOKENS = 4096  # of past, for which it is found out what compiled code would read
+PROBE_TOKENS = 4096  # it is found out what compiled code would read with so much past
 
 
 def attend(
@@ -68,14 +68,14 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Any:
 
 def layout(codec: Codec) -> HeadLayout | None:
     """How the kernel is told about what this codec stores; None if it cannot read that."""
-    if isinstance(codec, kivi.Packed):
+    if isinstance(codec, kivi.PackedInts):
         base = kivi.ByToken if codec.by_token else kivi.ByChannel
-        if type(codec).decode is not base.decode or codec.codes.padded != codec.spec.width:
+        if type(codec).decode is not base.decode or codec.codes.padded_channels != codec.spec.width:
             return None
         return HeadLayout(codec.bits, codec.spec.width, "token" if codec.by_token else "channel", codec.group)
     if type(codec) is not lloyd.Lloyd or codec.rope == "pre" or codec.levels.norms.bits != 16:
         return None
-    if codec.codes.padded != codec.spec.width:
+    if codec.codes.padded_channels != codec.spec.width:
         return None
     return HeadLayout(codec.codes.bits, codec.spec.width, "norm")
 
@@ -106,7 +106,7 @@ def _attend(
 def _coded_heads(layout: HeadLayout, store: Store, count: int) -> CodedHeads:
     """The first `count` coded tokens."""
     codec = store.codec
-    assert isinstance(codec, kivi.Packed | lloyd.Lloyd)
+    assert isinstance(codec, kivi.PackedInts | lloyd.Lloyd)
     rows = {name: store.fields[name].view(0, count // field.tokens) for name, field in codec.fields.items()}
     planes = [rows[name] for name in codec.codes.fields]
     if isinstance(codec, lloyd.Lloyd):
@@ -205,7 +205,7 @@ def _is_compiled(codec: Codec, path: CachePath, device: torch.device) -> bool:
     """Return whether compiled code reads what a codec has stored of a long past."""
     spec = codec.spec
     if path == "decode":
-        count = max(PROBED_TOKENS, kv_contract.SMALL // max(1, spec.heads * spec.width) + 1)
+        count = max(PROBE_TOKENS, kv_contract.SMALL // max(1, spec.heads * spec.width) + 1)
         out = torch.empty(1, spec.heads, count, spec.width, dtype=spec.dtype, device=device)
         return codec.write_at_once(out) > codec.block
     if device.type == "cuda" and kernel_for(device, spec.dtype) is not None and layout(codec) is not None:

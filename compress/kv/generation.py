@@ -122,9 +122,9 @@ def switch(model: nn.Module) -> None:
         module.config._attn_implementation = attention.NAME
 
     def leave(module: Any, args: Any, output: Any) -> None:
-        own = before.pop() if before else None
-        if own is not None:
-            module.config._attn_implementation = own
+        attention_name = before.pop() if before else None
+        if attention_name is not None:
+            module.config._attn_implementation = attention_name
 
     entered = model.register_forward_pre_hook(enter, with_kwargs=True)
     setattr(model, _SWITCH, [entered, model.register_forward_hook(leave, always_call=True)])
@@ -156,10 +156,15 @@ def check_length(config: Any, tokens: int) -> None:
 
 def _prepare(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any, **others: Any) -> None:
     """Replace the class's method; rest: generation mode, batch size, most tokens in the cache."""
-    asked = generation_config.cache_implementation
-    is_asked = asked is not None and asked != model.generation_config.cache_implementation
-    given = model_kwargs.get("past_key_values") is not None
-    if given or is_asked or generation_config.use_cache is False or getattr(generation_config, "is_assistant", False):
+    implementation = generation_config.cache_implementation
+    is_chosen = implementation is not None and implementation != model.generation_config.cache_implementation
+    has_cache = model_kwargs.get("past_key_values") is not None
+    if (
+        has_cache
+        or is_chosen
+        or generation_config.use_cache is False
+        or getattr(generation_config, "is_assistant", False)
+    ):
         return getattr(type(model), _METHOD)(model, generation_config, model_kwargs, *rest, **others)
     check_length(model.config, others.get("max_cache_length", rest[-1] if rest else 0))
     model_kwargs["past_key_values"] = fresh(model)

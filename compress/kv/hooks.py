@@ -128,7 +128,7 @@ def _attention(module: nn.Module, args: Any, kwargs: dict[str, Any], makers: lis
         positions if isinstance(positions, Tensor) else None,
         makers,
     )
-    setattr(module, queries.LAYER, layer)
+    setattr(module, queries.LAYER_ATTRIBUTE, layer)
     return args, {**kwargs, "attention_mask": layer.before(call, kwargs.get("attention_mask"), hidden.shape[1])}
 
 

@@ -165,11 +165,11 @@ class CodedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Return (length, offset) of the columns of the mask: fewer tokens may be stored than were seen."""
         count = query_length if isinstance(query_length, int) else len(query_length)
-        stored = self.stored
-        return stored + count, self.seen - stored
+        stored_tokens = self.stored_tokens
+        return stored_tokens + count, self.seen - stored_tokens
 
     @property
-    def stored(self) -> int:
+    def stored_tokens(self) -> int:
         pending = 0 if self._pending is None else self._pending[0].shape[2]
         return len(self.stores["keys"]) + pending if self.stores else 0
 
@@ -310,7 +310,7 @@ class KVCache(Cache):
             self.pads = self.pads[index.to(self.pads.device)]
 
     def nbytes(self) -> Bytes:
-        total = Bytes(state=self.rope.nbytes, allocated=self.rope.allocated)
+        total = Bytes(state=self.rope.nbytes, allocated=self.rope.allocated_nbytes)
         for layer in self.layers:
             if isinstance(layer, CodedLayer):
                 total += layer.nbytes()

@@ -125,8 +125,8 @@ class Rope:
         return self._rows.nbytes + self._positions.nbytes
 
     @property
-    def allocated(self) -> int:
-        return self._rows.allocated + self._positions.allocated
+    def allocated_nbytes(self) -> int:
+        return self._rows.allocated_nbytes + self._positions.allocated_nbytes
 
     def _keep_rows(self) -> None:
         """Keep rows from now on, and of the tokens so far."""

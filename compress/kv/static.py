@@ -26,14 +26,14 @@ def of(static: Mapping[str, Tensor], spec: Spec) -> dict[str, Tensor]:
 
 def of_checked(settings: Coding | Reading, static: Mapping[str, Tensor], spec: Spec) -> dict[str, Tensor]:
     """Return what `of` does; raise RecipeError where these are not the tensors of the settings."""
-    own = of(static, spec)
+    tensors = of(static, spec)
     try:
-        check(settings, spec, own)
+        check(settings, spec, tensors)
     except ValueError as error:
         raise RecipeError(
             f"{spec.where}: {settings.method} is calibrated, but {error}; calibrate the cache with these settings"
         ) from error
-    return own
+    return tensors
 
 
 def check(settings: Coding | Reading, spec: Spec, own: Mapping[str, Tensor]) -> None:
@@ -65,7 +65,7 @@ def check_names(
     tensors: whatever has a `shape` and a `dtype`, by full name. Raises ValueError, which begins with such a name.
     """
     expected = {}
-    for settings, spec in _calibrated(codings, heads, reading):
+    for settings, spec in _calibrated_places(codings, heads, reading):
         for name, (shape, dtype) in _specs(settings, spec).items():
             full = _prefix(spec) + name
             held = tensors.get(full) if not is_certain else None
@@ -77,14 +77,14 @@ def check_all(
     codings: Codings, heads: tuple[int, int, int], static: Mapping[str, Tensor], reading: Reading | None = None
 ) -> None:
     """Check the tensors of all layers of a model. Raises ValueError, which begins with the full name of a tensor."""
-    for settings, spec in _calibrated(codings, heads, reading):
+    for settings, spec in _calibrated_places(codings, heads, reading):
         try:
             check(settings, spec, of(static, spec))
         except ValueError as error:
             raise ValueError(f"{_prefix(spec)}{error}") from error
 
 
-def _calibrated(
+def _calibrated_places(
     codings: Codings, heads: tuple[int, int, int], reading: Reading | None
 ) -> Iterator[tuple[Coding | Reading, Spec]]:
     """Yield the settings and the place of each codec, then of all that chooses tokens."""

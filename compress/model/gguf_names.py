@@ -18,7 +18,7 @@ import transformers
 
 from compress.errors import CheckpointError, UnsupportedModelError, first_line, shown
 from compress.importers import gguf_blocks, gguf_header
-from compress.importers.gguf import check_metadata, check_sizes, values
+from compress.importers.gguf import MAP, check_metadata, check_sizes, values
 from compress.importers.gguf_header import FACTOR, FREQUENCIES, HEAD, KIND, ORIGINAL_LENGTH, SETTINGS, Bands, GgufHeader
 from compress.model.load import FAILURES, empty_model, gguf_tokenizer, open_config, without_weights
 from compress.storage.checkpoint import CONFIG, write_text
@@ -26,14 +26,14 @@ from compress.storage.checkpoint import CONFIG, write_text
 LEFT_OUT = (  # keys whose settings transformers would leave at their defaults
     *("attention.key_length", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
 )
-PATHS = ("_name_or_path", "_model_name_or_path")  # of a directory that another process has under another name
+PATH_KEYS = ("_name_or_path", "_model_name_or_path")  # another process has the directory under another name
 STRETCHED = "full_attention"  # the layers whose positions are stretched, where others see a window
 
 
-def write_directory(file: Path, directory: Path) -> dict[str, Any]:
+def write_directory(file: Path, directory: Path) -> None:
     """Write the configuration and the tokenizer of a GGUF file into a directory that has it (or a link to it) already.
 
-    Return what says which tensors make which weight (compress/importers/gguf.py). Raises CheckpointError, and
+    With them comes what says which tensors make which weight (compress/importers/gguf.py). Raises CheckpointError, and
     UnsupportedModelError for an architecture that transformers does not read from such files.
     """
     header = gguf_header.read_all(file)
@@ -54,11 +54,12 @@ def write_directory(file: Path, directory: Path) -> dict[str, Any]:
         weights = _weights(model, header)
         gguf_tokenizer(directory, file.name).save_pretrained(directory)
     facts, settings = (json.loads(config.to_json_string(use_diff=short)) for short in (True, False))
-    for key in PATHS:
+    for key in PATH_KEYS:
         facts.pop(key, None)
         settings.pop(key, None)
     write_text(directory / CONFIG, json.dumps(facts, indent=2) + "\n")
-    return {"file": file.name, "settings": settings, "weights": weights, "unused": unused}
+    made_of = {"file": file.name, "settings": settings, "weights": weights, "unused": unused}
+    write_text(directory / MAP, json.dumps(made_of))
 
 
 def dtype(header: GgufHeader) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -118,6 +119,7 @@ def say_renamed(name: str, present: str) -> None:
 def built(entries: Entries, at: Node, where: str, base: Any, beside: Sequence[str] = ()) -> Any:
     """Return the dataclass instance `base` with the values of `entries`; beside: other keys that the block may hold."""
     hints = plugins.hints(base)
+    entries = _without_removed(entries, base, where)
     check_keys(entries, [*beside, *fields(base)], where)
     values = {key: value(entries, key, hints[key]) for key in entries}
 
@@ -125,6 +127,16 @@ def built(entries: Entries, at: Node, where: str, base: Any, beside: Sequence[st
         return error_at(entries[key][0] if key in entries else at, message)
 
     return plugins.replaced(base, values, where, error)
+
+
+def _without_removed(entries: Entries, base: Any, where: str) -> Entries:
+    """Leave out the settings that a method had once, at the value that it works with now; RecipeError at any other."""
+    removed = plugins.removed_keys(type(base))
+    for key in removed.keys() & entries.keys():
+        if plain(entries[key][1], key) != removed[key]:
+            usual = json.dumps(removed[key])
+            raise error_at(entries[key][0], f"{where}: {key} was taken away and is always {usual}; remove the key")
+    return {key: entry for key, entry in entries.items() if key not in removed}
 
 
 def fields(config: Any) -> list[str]:

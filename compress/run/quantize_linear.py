@@ -10,16 +10,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from compress import plugins
 from compress.calib import stats as calib_stats
 from compress.errors import NumericalError
-from compress.formats import dense
+from compress.formats import dense, transforms
 from compress.lowrank import correct
 from compress.quant import feedback, incoherence, target_correction
-from compress.run import layer_needs
+from compress.run import sizes
+from compress.runtime.activation_quant import LargestInput
 from compress.types import IN_SCALE, Fisher, LayerPlan, PackedWeight, Quantized, Stats
+
+ROWS_PER_CHECK = 4096  # so many rows of a weight are searched for NaN at a time
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,39 @@ class InputStatistics:
 
 
 NO_STATISTICS = InputStatistics()
+
+
+class InputRange:
+    """The largest magnitude of a linear's inputs, behind the operations that are stored around its weight."""
+
+    def __init__(self, layer: LayerPlan, seed: int) -> None:
+        self.layer, self.seed, self.largest = layer, seed, LargestInput()
+
+    @property
+    def top(self) -> Tensor | None:
+        """The largest magnitude so far, float32 []; None before any input."""
+        return self.largest.top
+
+    def add(self, inputs: Tensor) -> None:
+        """Add inputs [..., in_features]."""
+        drawn = incoherence.drawn(self.layer, self.seed, inputs)
+        self.largest.add(transforms.apply_input(inputs, self.layer.stored.ops, drawn))
+
+    def widen(self, top: Tensor | None) -> None:
+        """Add a magnitude that another process, or another expert, has seen."""
+        if top is not None:
+            self.largest.add(top.reshape(1))
+
+    def in_scale(self) -> Tensor:
+        """Return the static scale, float32 [1]; NumericalError where no input came, or one that is not finite."""
+        assert self.layer.stored.activations is not None, "the caller has asked for a static scale"
+        return self.largest.in_scale(self.layer.stored.activations, self.layer.spec.name)
+
+
+def check_finite(name: str, weight: Tensor) -> None:
+    """Raise NumericalError for a weight [out, in] that no method can quantize; some rows are looked at at a time."""
+    if not all(torch.isfinite(rows).all() for rows in weight.split(ROWS_PER_CHECK)):
+        raise NumericalError(f"the weight of {name} has NaN or infinite values; repair the checkpoint")
 
 
 def finish_statistics(
@@ -92,7 +129,7 @@ def quantize(task: LinearTask, seed: int) -> Quantized:
         else:
             result = correct.quantize_with_part(
                 target,
-                (task.fisher if layer_needs.needs_gradients(layer) else None) or stats,
+                (task.fisher if sizes.needs_gradients(layer) else None) or stats,
                 layer.scheme.lowrank,
                 lambda rest: quantize_target(rest, stats, config, method_seed),
                 method_seed,
@@ -104,7 +141,7 @@ def _quantize_by_tiles(layer: LayerPlan, target: Tensor, stats: Stats | None, co
     """Do what a method's `quantize` does, one tile of rows after the other."""
     method = plugins.load("quant", layer.scheme.method)
     rounding = method.prepare(target, stats, config)
-    tiles = [method.quantize_rows(rounding, rows) for rows in layer_needs.row_tiles(layer)]
+    tiles = [method.quantize_rows(rounding, rows) for rows in sizes.row_tiles(layer)]
     rounding.release()
     quantized: Quantized = method.join(rounding, tiles)
     return quantized
@@ -125,7 +162,7 @@ def quantize_tiles(task: LinearTask, numbers: slice, seed: int) -> Tiles:
     method = plugins.load("quant", layer.scheme.method)
     with _named(layer):
         rounding = method.prepare(target, stats, layer.scheme.config)
-        parts = [method.quantize_rows(rounding, rows) for rows in layer_needs.spans(layer)[numbers]]
+        parts = [method.quantize_rows(rounding, rows) for rows in sizes.spans(layer)[numbers]]
     rounding.release()
     return Tiles(parts, time.monotonic() - begun, rounding)
 
@@ -138,7 +175,7 @@ def join_tiles(task: LinearTask, tiles: Tiles, parts: Sequence[Any], seed: int) 
 
 def _statistics(task: LinearTask) -> InputStatistics:
     """Return the statistics that a linear is quantized with."""
-    return task.statistics if layer_needs.needs_statistics(task.layer) else NO_STATISTICS
+    return task.statistics if sizes.needs_statistics(task.layer) else NO_STATISTICS
 
 
 def _given(task: LinearTask, seed: int) -> tuple[Tensor, Stats | None, int]:

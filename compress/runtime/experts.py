@@ -242,8 +242,8 @@ class SortedExperts(Experts):
             return torch.cat([self.compute(i, part) for i, part in enumerate(parts)])
         outputs = []
         for i, part in enumerate(parts):
-            given = part.any(-1).nonzero()[:, 0]
-            outputs.append(torch.zeros_like(part).index_copy_(0, given, self.compute(i, part[given])))
+            chosen_tokens = part.any(-1).nonzero()[:, 0]
+            outputs.append(torch.zeros_like(part).index_copy_(0, chosen_tokens, self.compute(i, part[chosen_tokens])))
         return torch.cat(outputs)
 
     def tokens(self, number: int, *inputs: Tensor) -> ExpertTokens:

@@ -25,7 +25,7 @@ a row that is looked up passes the transposes of the orthogonal ones.
 "kv_cache", absent where generation keeps keys and values as they are, is described in compress/runtime/kv_config.py.
 
 Beside "quantization_config" stands a notice that makes a transformers without this package fail
-(compress/storage/notice.py). It is taken away when a model is loaded, and put back when one is saved.
+(compress/storage/config_json.py). It is taken away when a model is loaded, and put back when one is saved.
 """
 
 from __future__ import annotations
@@ -258,12 +258,12 @@ def register() -> None:
 
 def _check_files(model: PreTrainedModel, directory: Path, weights: set[str]) -> None:
     """Compare the files that are about to be loaded with the manifest beside them."""
-    asked = manifest.is_asked()
-    if asked and not (directory / MANIFEST).is_file():
+    is_verified = manifest.is_asked()
+    if is_verified and not (directory / MANIFEST).is_file():
         from compress.runtime import kv_config
 
         kv_config.fetch(model, directory, MANIFEST)
-    manifest.check_loaded(directory, weights, asked)
+    manifest.check_loaded(directory, weights, is_verified)
 
 
 def _set_pruning(model: nn.Module, config: CompressConfig) -> None:

@@ -145,18 +145,18 @@ def fetch(model: Any, directory: Path, file: str) -> Path | None:
     directory: where these are, <cache>/<repository>/snapshots/<commit>/<folder>, so that the file comes from the same
     cache, commit and folder; without such, from the default cache and the commit of the configuration.
     """
-    given: dict[str, Any] = {"revision": getattr(model.config, "_commit_hash", None)}
+    download_options: dict[str, Any] = {"revision": getattr(model.config, "_commit_hash", None)}
     parts = directory.parts
     if SNAPSHOTS in parts[2:-1]:
         at = max(i for i, part in enumerate(parts[:-1]) if part == SNAPSHOTS)
         folder = "/".join(parts[at + 2 :])
-        given = {"cache_dir": str(Path(*parts[: at - 1])), "revision": parts[at + 1], "subfolder": folder}
+        download_options = {"cache_dir": str(Path(*parts[: at - 1])), "revision": parts[at + 1], "subfolder": folder}
     path = cached_file(
         model.name_or_path,
         file,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
-        **given,
+        **download_options,
     )
     return None if path is None else Path(path).parent
 

@@ -30,7 +30,7 @@ from compress import formats
 from compress.formats import lowrank as lowrank_format
 from compress.formats import transforms as operations
 from compress.kernels import dispatch
-from compress.kernels.beside import Weights
+from compress.kernels.fused import Weights
 from compress.runtime import activation_quant as inputs
 from compress.runtime import integer
 from compress.types import IN_SCALE, PackedWeight, Stored

@@ -56,7 +56,7 @@ def _with_packed(resolve: Callable[[Any, nn.Module], Any]) -> Callable[[Any, nn.
 
     @functools.wraps(resolve)
     def resolve_with_packed(peft_config: Any, model: nn.Module) -> Any:
-        asked = getattr(peft_config, "target_modules", None)
+        target_modules = getattr(peft_config, "target_modules", None)
         config = resolve(peft_config, model)
         packed = _packed_linears(model)
         if not packed:
@@ -67,7 +67,7 @@ def _with_packed(resolve: Callable[[Any, nn.Module], Any]) -> Callable[[Any, nn.
         if isinstance(config, LoraConfig):
             layer = functools.partial(PackedLoraLinear, dtype=_dtype(model))
             config._register_custom_module({PackedLinear: layer})  # called like a class
-        if isinstance(asked, str) and asked.lower() == ALL:
+        if isinstance(target_modules, str) and target_modules.lower() == ALL:
             config.target_modules |= packed.keys() - _left_out(model)
         return config
 

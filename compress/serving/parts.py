@@ -136,7 +136,7 @@ class LinearShard(nn.Module):
 class FusedShards(nn.ModuleList):
     """The linears of the checkpoint that an engine has fused into one layer, in the order of its outputs."""
 
-    _beside: FusedLinears | None = None
+    _fused: FusedLinears | None = None
 
     def __iter__(self) -> Iterator[LinearShard]:
         return cast(Iterator[LinearShard], super().__iter__())
@@ -146,11 +146,11 @@ class FusedShards(nn.ModuleList):
         linears = linears_of(self)
         bare = [each for each in linears if isinstance(each, PackedLinear) and each.is_bare]
         if len(bare) == len(linears) and all(shard.whole_because is None for shard in self):
-            self._beside = FusedLinears(bare)
+            self._fused = FusedLinears(bare)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs [..., rows] of all shards for inputs x [..., columns] of this rank, behind each other."""
-        y = None if self._beside is None else self._beside.product(x)
+        y = None if self._fused is None else self._fused.product(x)
         return join_outputs([shard(x) for shard in self]) if y is None else y
 
 

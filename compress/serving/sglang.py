@@ -52,7 +52,7 @@ FUSED_BY_EVERY_MODEL = {
     "gate_up_proj": ["gate_proj", "up_proj"],
 }  # in every model
 ADDED = ("packed_modules_mapping", "hf_config")  # what SGLang lays beside what config.json holds
-ENGINE_PROJECTIONS = ("w1", "w3", "w2")  # where SGLang's experts are not at transformers' place
+ENGINE_PROJECTIONS = ("w1", "w3", "w2")  # SGLang's names, if its experts are not at transformers' place
 BUILD = "sglang.srt.model_loader.loader._initialize_model"
 
 
@@ -284,12 +284,12 @@ def _rename_stored(load_weights: Callable[..., Any], listed: PackedModules) -> C
     """Return a model's loader that sees the stored tensors by the names that it looks for."""
     patterns = listed.patterns()
 
-    def renamed(name: str) -> str:
+    def new_name(name: str) -> str:
         for old, new in patterns.items():
             name = old.sub(new, name)
         return name
 
     def load(weights: Weights, *arguments: Any, **options: Any) -> Any:
-        return load_weights(((renamed(name), tensor) for name, tensor in weights), *arguments, **options)
+        return load_weights(((new_name(name), tensor) for name, tensor in weights), *arguments, **options)
 
     return load

@@ -32,7 +32,7 @@ from compress.model import fingerprint, positions
 from compress.model.cache_pass import cached_layers
 from compress.progress import Progress, note, silent
 from compress.recipe import Recipe
-from compress.run import cache_bytes, kv_cache, prepare, source
+from compress.run import kv_cache, prepare, source
 from compress.run.job import Job, Prepared
 from compress.study import losses
 from compress.study.losses import Known, Loss
@@ -199,7 +199,7 @@ def _caches(asked: Asked, study: Known, prepared: Prepared) -> dict[str | None, 
             continue
         nbytes = int(exact * (loss.cache_share or 1))
         if not settings.needs():
-            measured = cache_bytes.at_context(skeleton.config, settings, {}, skeleton.dtype, asked.context)
+            measured = kv_cache.bytes_at_context(skeleton.config, settings, {}, skeleton.dtype, asked.context)
             nbytes = int(measured.bytes_per_token * asked.context)
         if nbytes < exact:
             found[loss.recipe] = (nbytes, loss)

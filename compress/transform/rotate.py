@@ -18,8 +18,8 @@ Differences from the released code, and why:
 - Routers are readers like others. The head mixes with H_K (x) H of any size, in the order of its heads.
 - Embeddings that are the output head, too, become two tables, E Q^T and E diag(g) Q^T with the final norm's weight g.
   Where the recipe packs them, E is stored once, as it was: its rows are turned when they are looked up, and what the
-  head reads is turned back and multiplied by g at run time (`table_ops`). compress/run/table_plan.py decides, and says
-  why where two are stored. The released code unties always.
+  head reads is turned back and multiplied by g at run time (`table_ops`). compress/run/outside_plan.py decides, and
+  says why where two are stored. The released code unties always.
 - Sizes that are no power of two have Hadamard matrices of their own (compress/numerics/hadamard.py), never padding.
 
 Refused: norms with weights between a block's output and the stream (their weight cannot be moved past Q), and all else

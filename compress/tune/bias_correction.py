@@ -101,7 +101,7 @@ class BlockTuning(HeldBlock):
     def error(self, parameters: Mapping[str, Tensor]) -> float:
         """Return the relative squared error on the held-out batches, each token divided by its root mean square."""
         error, tokens = 0.0, 0
-        for hidden, call, target in self.portions.held():
+        for hidden, call, target in self.portions.held_out():
             states, expected = (
                 x / x.square().mean(-1, keepdim=True).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
                 for x in (self.run(parameters, hidden, call), target.float())

@@ -44,7 +44,7 @@ class Portions:
         self._held: list[Batch] | None = None
         self._can_cut: bool | None = None
 
-    def held(self) -> list[Batch]:
+    def held_out(self) -> list[Batch]:
         """Return the batches that are held out; a single one is trained on, too."""
         if self._held is None:
             self._held = [batch for number, batch in enumerate(self.batches()) if number % self.every == 0]
@@ -180,7 +180,7 @@ class HeldBlock:
     def error(self, parameters: Mapping[str, Tensor]) -> float:
         """Return the relative squared error on the held-out batches with these parameters."""
         error = size = 0.0
-        for hidden, call, target in self.portions.held():
+        for hidden, call, target in self.portions.held_out():
             expected = target.float()
             error += relative(self.run(parameters, hidden, call), expected).sum(dtype=torch.float64).item()
             size += expected.shape[:-1].numel()
@@ -210,10 +210,10 @@ def attach_quantized_inputs(linear: nn.Module, packed: PackedWeight) -> None:
         return
     own = {name: tensor for name, tensor in packed.tensors.items() if name == IN_SCALE or name.startswith("in_")}
 
-    def quantized(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def quantize_inputs(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x: Tensor = args[0]
         turned = transforms.apply_input(x, ops, own)
         rounded = activation_quant.fake_quantize(turned, activations, own.get(IN_SCALE))
         return transforms.undo_input(rounded, ops, own), *args[1:]
 
-    linear.register_forward_pre_hook(quantized)
+    linear.register_forward_pre_hook(quantize_inputs)

@@ -165,14 +165,14 @@ def train_block(
     def original(hidden: Tensor, call: BlockArgs) -> Tensor:
         return call_block(block, call, hidden)[0]
 
-    def corrected(hidden: Tensor, call: BlockArgs) -> Tensor:
+    def output_with_product(hidden: Tensor, call: BlockArgs) -> Tensor:
         return call_block(copied, call, hidden)[0]
 
-    before = relative_error(original, corrected, batches)
-    match(masters, most.train_blocks, most.train_rate, original, corrected, batches)
+    before = relative_error(original, output_with_product, batches)
+    match(masters, most.train_blocks, most.train_rate, original, output_with_product, batches)
     for layer in layers.values():
         _close(layer)
-    after = relative_error(original, corrected, batches)
+    after = relative_error(original, output_with_product, batches)
     note = f"low-rank parts trained for {most.train_blocks} steps: error of the block {before:.3g} -> {after:.3g}"
     if not after < before:
         return dict(packed), f"{note}; no better, so they stay as they were"

@@ -226,7 +226,7 @@ def test_a_table_that_is_ignored_or_cannot_be_packed_is_no_unit(
     sizes, without = (table.assemble(each, {}, {}, 0, {}) for each in (opened, plain))
     keep, dense = sizes.units[-1].entries[-1], 4 * 264 * 64
     assert keep.nbytes == dense and sizes.other_nbytes == without.other_nbytes - dense
-    monkeypatch.setattr("compress.model.tables._refused", lambda *_: "an odd thing")
+    monkeypatch.setattr("compress.model.towers._why_refused", lambda *_: "an odd thing")
     assert prepare_options.options(job).tables == ()
 
 

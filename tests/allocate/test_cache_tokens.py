@@ -139,7 +139,7 @@ def held(model: Any, settings: CacheSettings, context: int, static: Any) -> tupl
     for start in range(prompt, context, 8):
         model(tokens[:, start : start + 8], past_key_values=cache, use_cache=True)
     found = cache.nbytes()
-    return found.total + found.static, [layer.stored for layer in cache.layers]
+    return found.total + found.static, [layer.stored_tokens for layer in cache.layers]
 
 
 LLOYD: dict[str, Any] = {"method": "lloyd", "rope": "pre", "residual_length": 16, "flush": 8, "sink": 2}
@@ -337,7 +337,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
         for start in range(prompt, CONTEXT, 8):
             loaded(random_text(1)[:, start : start + 8], past_key_values=made, use_cache=True)
     assert made.nbytes().total + made.nbytes().static == cache["nbytes"]
-    stored = [layer.stored / CONTEXT for layer in made.layers]
+    stored = [layer.stored_tokens / CONTEXT for layer in made.layers]
     assert sum(stored) / 2 == pytest.approx(cache["tokens stored"]) and min(stored) < 1
     read = recipe.load(str(out / "recipe.yaml"))
     assert read.kv_cache == loaded.kv_cache.settings or read.kv_cache.evict == loaded.kv_cache.settings.evict

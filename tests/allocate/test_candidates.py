@@ -19,7 +19,7 @@ from compress.allocate.memory_split import MemorySplit
 from compress.allocate.prefix_tree import Resources
 from compress.calib import reference_logprobs
 from compress.errors import BudgetError, NumericalError
-from compress.model import tables
+from compress.model import towers
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform import rotate
@@ -54,7 +54,7 @@ def linears(directory: Path) -> list[str]:
 
 def everything(directory: Path) -> list[str]:
     """Linears, token embeddings and output head."""
-    return [*linears(directory), *(table.spec.name for table in tables.find(source(directory)[0]))]
+    return [*linears(directory), *(table.spec.name for table in towers.find_tables(source(directory)[0]))]
 
 
 def assignments(names: Sequence[str], count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -232,7 +232,7 @@ def test_any_order_any_company_any_memory(pico_dir: Callable[..., Path], tmp_pat
             assert torch.equal(mine.per_sample(asked, range(SAMPLES)), whole)
             if not room.keeps:
                 assert all(p.is_meta for p in mine.evaluator.skeleton.model.parameters())
-    assert [file.name for file in tmp_path.iterdir()] == [reference_logprobs.NAME]
+    assert [file.name for file in tmp_path.iterdir()] == [reference_logprobs.STORE_FILE]
 
 
 @pytest.mark.slow

@@ -147,7 +147,7 @@ def test_a_model_is_the_same_in_every_process(tmp_path: Path) -> None:
     file = saved("llama", tmp_path, ("Q8_0",))
     directories, prints = [], []
     for _ in range(2):
-        source._directory.cache_clear()
+        source._make_directory.cache_clear()
         directories.append(source.resolve(str(file)))
         prints.append(fingerprint.fingerprint(open_checkpoint(directories[-1])))
     assert directories[0] != directories[1] and prints[0] == prints[1]

@@ -8,9 +8,10 @@ import pytest
 
 import offline
 from compress.formats.int import Params
-from compress.kernels.triton import int as kernel
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from compress.kernels.triton import int as kernel  # noqa: E402
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a program can have
 REGISTERS = 1 << 16  # of a multiprocessor

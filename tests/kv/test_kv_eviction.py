@@ -13,7 +13,7 @@ from torch import Tensor
 from compress import plugins
 from compress.errors import RecipeError
 from compress.kv.evict import placing, select
-from compress.kv.evict.judging import Moments, linear_matrix, output_norms, turn_moments
+from compress.kv.evict.judging import QueryMoments, linear_matrix, output_norms, turn_moments
 from compress.kv.evict.placing import merge_evicted
 from compress.kv.evict.select import attention_variance
 from compress.kv.settings import cache_settings
@@ -120,7 +120,7 @@ def test_attention_is_summed_in_pieces(queries: int, piece: int, monkeypatch: py
 
 
 def test_moments_are_those_of_all_queries_however_they_come() -> None:
-    queries, made = normal(2, 3, 40, WIDTH).double(), Moments()
+    queries, made = normal(2, 3, 40, WIDTH).double(), QueryMoments()
     counts = torch.ones(2, 40, dtype=torch.bool)
     counts[1, :7] = False  # pads
     for start, stop in ((0, 5), (5, 6), (6, 40)):

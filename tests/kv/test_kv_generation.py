@@ -35,7 +35,7 @@ FINE: dict[str, dict[str, Any]] = {
     "matryoshka": {"keep": 1.0},
     "key_pairs": {"keep": 1.0},
 }
-COARSE = {"commvq"}  # sums of entries are never exact: tests/kv/test_kv_commvq.py
+COARSE = {"commvq"}  # sums of entries are never exact: tests/papers/codecs/test_commvq.py
 CLOSEST = (
     "identity",
     "kivi",

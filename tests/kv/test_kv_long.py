@@ -133,7 +133,7 @@ def test_memory_grows_as_stated(case: Case) -> None:
     for buffer in made.buffers:  # an eighth and sixteen rows of room to grow; the tail is a window that moves inside it
         if buffer.length:
             most = max(buffer.length, PROMPT)
-            assert buffer.allocated <= (1.125 * most + 16) * buffer.nbytes / buffer.length
+            assert buffer.allocated_nbytes <= (1.125 * most + 16) * buffer.nbytes / buffer.length
 
 
 @every_case

@@ -23,7 +23,7 @@ def integers(kind: torch.dtype, share: float = 0.0) -> Tensor:
     return rows.round().to(torch.int16) if kind == torch.int16 else rows.round().long().remainder(256).to(kind)
 
 
-def coded(matrix: Tensor) -> tuple[columns.Coded, Tensor]:
+def coded(matrix: Tensor) -> tuple[columns.CodedMatrix, Tensor]:
     found, counts = columns.fit_columns(matrix)
     freqs, table = columns.tables(counts)
     return columns.encode(matrix, columns.Columns(found.offset, found.predict, table.to(torch.int16)), freqs), freqs

@@ -16,7 +16,7 @@ from compress.kv import attention, generation
 from compress.kv.cache import make_cache
 from compress.kv.layer import CodedLayer
 from compress.kv.saved import checked, coded, file, load_cache, parts, raw_nbytes, save_cache
-from compress.kv.saved.parts import Part
+from compress.kv.saved.parts import SavedPart
 from compress.kv.token_store import Store
 from compress.storage import checkpoint, json_text
 from kv_cases import CASES, HEADS, QUERIES, WIDTH, Case, normal
@@ -68,7 +68,7 @@ def put(name: str, tensor: Tensor) -> Change:
         for held in [x for x in tensors if x == name or x.removeprefix(f"{name}.") in file.CODED]:
             del tensors[held]
         tensors[name] = tensor
-        facts["parts"][name] = Part("raw", tuple(tensor.shape), tensor.dtype).plain()
+        facts["parts"][name] = SavedPart("raw", tuple(tensor.shape), tensor.dtype).plain()
 
     return change
 

@@ -17,7 +17,7 @@ from compress.formats import lowrank
 from compress.lowrank import correct
 from compress.numerics.linalg import truncated
 from compress.quant import gptq, rtn, trellis
-from compress.run import layer_needs, plan, verify, write_checkpoint
+from compress.run import plan, sizes, verify, write
 from compress.types import (
     NO_TRANSFORMS,
     Correction,
@@ -210,7 +210,7 @@ def test_an_interrupted_run_goes_on_from_what_is_stored(tmp_path: Path, monkeypa
         def stop(*_: object) -> None:
             raise KeyboardInterrupt
 
-        patched.setattr(write_checkpoint, "finish", stop)
+        patched.setattr(write, "finish", stop)
         api.quantize(job(model, setup, tmp_path / "out"))
     result = api.quantize(job(model, setup, tmp_path / "out"))
     assert result["resumed_blocks"] == result["blocks"]
@@ -242,9 +242,9 @@ def test_statistics_are_collected_for_a_correction_alone() -> None:
     params = plugins.load("quant", "rtn").plan_params(chosen.config, SHAPE)
     stored = Stored("int", params)
     layer = LayerPlan(spec, chosen, stored, formats.nbytes(stored, SHAPE))
-    assert list(layer_needs.readers([layer])) == ["a.b"]
+    assert list(sizes.readers([layer])) == ["a.b"]
     blind = dataclasses.replace(chosen, lowrank=Correction(4, metric="none"))
-    assert not layer_needs.readers([dataclasses.replace(layer, scheme=blind)])
+    assert not sizes.readers([dataclasses.replace(layer, scheme=blind)])
 
 
 # ---------------------------------------------------------------- weights for rows and columns

@@ -21,13 +21,14 @@ import pytest
 import torch
 
 from compress import evaluate, ranks
-from compress.cli import app, interruption
+from compress.__main__ import main as compress_main
+from compress.cli import interruption
 from compress.errors import NumericalError, OutputError, ProcessLostError
 from compress.model.skeleton import Skeleton
 from compress.quant import feedback, gptq
 from compress.ranks import connected
 from compress.run import memory_plan, plan
-from compress.run.divided_block import DividedBlock
+from compress.run.loop import DividedBlock
 from compress.storage.checkpoint import open_checkpoint
 from pico import save_pico
 from runs import TEXT, cli, contents
@@ -114,7 +115,7 @@ def test_the_main_process_speaks_for_all(folder: Path) -> None:
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         sys.argv = ["compress", *words(folder)]
         with pytest.raises(SystemExit) as end:
-            app.main()
+            compress_main()
         assert not end.value.code
 
     assert forked.together(2, work) == [0, 0]

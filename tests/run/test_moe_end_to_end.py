@@ -18,7 +18,7 @@ from compress.allocate import decide, metrics, session, table
 from compress.cli import tables
 from compress.errors import RecipeError
 from compress.progress import silent
-from compress.run import memory_plan, prepare, verify
+from compress.run import prepare, sizes, verify
 from compress.runtime.experts import Experts, counting
 from compress.types import ExpertPruning
 from pico import VOCAB_SIZE, save_pico
@@ -76,12 +76,12 @@ def test_the_budget_is_kept_and_spent(made: Made) -> None:
 def test_the_report_shows_what_each_expert_got(made: Made) -> None:
     rows = made.report["experts"]
     assert list(rows) == NAMES and json.loads((made.out / "report.json").read_text())["experts"] == rows
-    sizes = {row["name"]: 8 * row["nbytes"] / (row["shape"][0] * row["shape"][1]) for row in made.report["layers"]}
+    bits_of = {row["name"]: 8 * row["nbytes"] / (row["shape"][0] * row["shape"][1]) for row in made.report["layers"]}
     for name, row in rows.items():
         assert row["tokens"] == 8 * 32 and sum(row["counts"]) == 2 * row["tokens"] and len(row["bits"]) == EXPERTS
         assert row["share"] == [count / (2 * row["tokens"]) for count in row["counts"]]
         for number, bits in enumerate(row["bits"]):  # three linears of one size each
-            own = [sizes[f"{name}.{number}.{part}"] for part in ("gate_proj", "up_proj", "down_proj")]
+            own = [bits_of[f"{name}.{number}.{part}"] for part in ("gate_proj", "up_proj", "down_proj")]
             assert bits == pytest.approx(sum(own) / 3)
     pruned = min(NAMES, key=lambda name: rows[name]["harm"])
     for name in NAMES:
@@ -168,7 +168,7 @@ def test_the_table_has_all_damages_of_all_units(model: Path, made: Made, tmp_pat
     setup = MOE.set("rules=[]", "allocate.method=knapsack", "allocate.estimator=hessian")
     setup = setup.set("allocate.options=[{bits: 2}, {bits: 4}, {bits: 8}, {keep: true}]")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_plan, "split", lambda sizes, allowed: [[key] for key in sizes])
+        patch.setattr(sizes, "split_passes", lambda sizes, allowed: [[key] for key in sizes])
         with session.open_measurements(job_of(model, setup, tmp_path / "out"), silent) as opened:
             found = metrics.table(opened, frozenset({"expert", "expert_squares", "share", "routing"}))
     before = {unit.name: unit for unit in table.load(made.folder).units}

@@ -13,7 +13,7 @@ from test_layering import MODULES, parse
 
 from compress.errors import OutputError
 from compress.export import place
-from compress.storage import copied, files
+from compress.storage import files, workdir
 from compress.storage.checkpoint import sha256, write_shard, write_text
 from compress.storage.workdir import Output
 from compress.study.folder import StudyFolder
@@ -28,10 +28,10 @@ ALLOWED = {
     "compress.recipe.read": "recipes of this package",
     "compress.export.targets.gguf.architecture": "a table of this package",
     "compress.export.targets.mlx": "a table of this package",
-    "compress.calib.template_limits": "what Linux says of this process",
+    "compress.calib.chats": "what Linux says of this process",
     "compress.cli.streams": "the null device",
     "compress.process_memory": "what Linux says of this process",
-    "compress.kernels.object_cache": "a folder of this user's alone, whose owner is checked; new files only",
+    "compress.kernels.llvm": "a folder of this user's alone, whose owner is checked; new files only",
     "compress.model.gguf_names": "a tokenizer, into a temporary folder that this process has made",
     "compress.run.source": "links, into a temporary folder that this process has made",
     "compress.export.targets.gguf": "a new file in the folder of an export",
@@ -89,7 +89,7 @@ def put(folder: Path) -> None:
     model = folder.with_name("model")
     model.mkdir()
     (model / "config.json").write_text("new")
-    copied.put(model, folder)
+    workdir.put_copies(model, folder)
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {

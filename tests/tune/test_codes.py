@@ -238,7 +238,7 @@ def test_a_step_takes_some_samples_where_they_do_not_hear_of_each_other() -> Non
         found = [hidden for hidden, _, _ in islice(cut.endless(), 4)]
         assert [len(hidden) for hidden in found] == sizes
         assert torch.equal(torch.cat(found)[:8], x[1:].flatten(0, 1)[:8])
-        assert [id(batch[0]) for batch in cut.held()] == [id(batches[0][0])]
+        assert [id(batch[0]) for batch in cut.held_out()] == [id(batches[0][0])]
     hidden, call, target = held_block.batch_part(batches[1], slice(2, 4))
     assert torch.equal(call.args[0].flatten(), torch.tensor([2.0, 3.0])) and call.args[1].shape == (8, 1)
     assert torch.equal(hidden, x[1, 2:]) and torch.equal(target, x[1, 2:])

@@ -345,7 +345,7 @@ def test_the_plan_counts_its_time(made: Any, tmp_path: Path) -> None:
 
 
 def test_what_tuning_takes_is_counted(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
+    monkeypatch.setattr(memory_plan, "TOKENIZING_NBYTES", 0)
     skeleton = Skeleton(open_checkpoint(made("experts")[0]))
     planned = plan.make(MADE["experts"][1].load(), skeleton)
     given: list[tuple[WholeModelSizes, int, bool]] = []
@@ -354,9 +354,9 @@ def test_what_tuning_takes_is_counted(made: Any, monkeypatch: pytest.MonkeyPatch
         given.append((sizes, batch, is_spilled))
         return 1 << 30
 
-    extras = memory_plan.Extras(whole=whole)
+    extras = memory_plan.MemoryDemands(model_tuning=whole)
     arranged = memory_plan.arrange(planned, skeleton, 8, 32, 1 << 40, extras)
-    assert arranged.peak_nbytes > (1 << 30) + memory_plan.TRAINING
+    assert arranged.peak_nbytes > (1 << 30) + memory_plan.TRAINING_NBYTES
     sizes, batch, is_spilled = given[0]
     assert (batch, is_spilled, sizes.tokens, sizes.seq_len) == (8, False, 256, 32)
     model = StreamedModel(made("experts")[1], CPU, True)

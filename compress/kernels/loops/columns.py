@@ -89,12 +89,13 @@ def _check(columns: int, *tensors: Tensor) -> None:
 def _in_parallel(step: Callable[..., None], rows: int, tensors: Sequence[Tensor], sizes: dict[str, int]) -> None:
     """Run a loop over rows on several threads, each with its own `space` and a range from `first` to `last`."""
     run = compiler.compiled(step)
-    values, at = run.signature.arguments(*tensors, space=0, first=0, last=0, **sizes), len(tensors)
+    values = {name: each.data_ptr() for name, each in zip(run.signature.pointers, tensors, strict=False)} | sizes
+    before, behind = run.signature.around(("space", "first", "last"), values)
 
     def work(first: int, last: int) -> None:
         space = torch.empty((MAX_COLUMNS + 1) * BLOCK_ROWS, dtype=torch.float32, device="cpu")
         ends = first * BLOCK_ROWS, min(last * BLOCK_ROWS, rows)
-        run(*values[:at], space.data_ptr(), *ends, *values[at + 3 :])
+        run(*before, space.data_ptr(), *ends, *behind)
 
     llvm.parallel(work, -(-rows // BLOCK_ROWS), ROWS_PER_THREAD // BLOCK_ROWS)
 

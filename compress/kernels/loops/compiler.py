@@ -2,7 +2,7 @@
 
 A `loop` is a function of flat arrays and integers that its annotations declare, and returns nothing. What it calls is
 either in `numba`'s reach (numbers, `numpy` functions of one number, slices) or decorated with `inlined`. Nothing is
-checked: an index past the end reads what lies there. Object code goes to the cache of compress/kernels/object_cache.py,
+checked: an index past the end reads what lies there. Object code goes to the cache of compress/kernels/llvm.py,
 under a key of the source of the loop's module and of numba's version, so that a process that finds its code there
 imports no numba. numba's own cache is not used: it would unpickle what it reads.
 """

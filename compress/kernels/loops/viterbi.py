@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
+from compress.kernels.cpu.emitter import Emitter
 
 LANES = 16  # sequences searched together, or twice as many where that is faster
 WIDE_COST = 1.6  # time of twice the lanes
@@ -117,15 +118,16 @@ def _in_a_byte(symbol_bits: int) -> int:
     return {1: 2, 2: 4}.get(symbol_bits, 8 // symbol_bits)
 
 
-class _SearchEmitter(llvm.Emitter):
-    """Write void paths(values, states, unit, levels, places, space, first, last group, counts of all that there is).
+class _SearchEmitter(Emitter):
+    """Writes the search of the groups of sequences from `first` to `last`.
 
     Of each group of sequences the window around the seam is searched first, from any node to any, then the whole from
     the node at the seam to itself. A cost is a multiple of 2^symbol_bits, which leaves room for the oldest symbol.
     """
 
     def __init__(self, state_bits: int, symbol_bits: int, dim: int, lanes: int, limits: Limits) -> None:
-        super().__init__("paths", 6, 6)
+        integers = "first last sequences steps window emissions"
+        super().__init__("paths", "values states unit levels places space", integers)
         self.dim, self.lanes, self.limits = dim, lanes, limits
         self.state_bits, self.symbol_bits, self.n = state_bits, symbol_bits, 1 << symbol_bits
         self.nodes = 1 << (state_bits - symbol_bits)

@@ -2,8 +2,11 @@
 
 float16 and bfloat16 activations are multiplied as they are; codes are exact in both types, sums are float32, scales
 and zero points are applied in float32 to the sums of each group. Other activations are rounded to float16. The kernels
-are in `_int.py`.
+of products and decoding are in `_int.py`.
 """
+
+# ruff: noqa: PLR0913, PLR0917 (signatures of kernels)
+# mypy: disallow-untyped-defs = False
 
 from __future__ import annotations
 
@@ -13,12 +16,16 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from compress.formats.int import PLANES, Params, padded_shape
 from compress.kernels.contract import Shape
-from compress.kernels.triton import products
+from compress.kernels.triton import _int, products
+from compress.kernels.triton._int import stored_zero
 from compress.kernels.triton.products import Product
+from compress.kernels.triton.unpack import fields, narrow_words
 from compress.numerics.packing import FIELDS, WORDS
 
 LEAST_WORDS = 16  # of a step: the tensor cores multiply 16 columns at a time
@@ -86,6 +93,7 @@ ELSEWHERE = {
 # Rows up to which the loop itself sums the activations for the zero points; more have no registers left for that.
 LOOP_SUMS = 8
 DECODE_ROWS = 16  # of the weight, in one program of the decoder
+ROW_BLOCK = 512  # columns of a program that looks up rows: four for each of its 128 threads
 SUMS_BLOCK = 2048  # activations that a program of the sums takes at a time
 
 
@@ -93,6 +101,26 @@ def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Prod
     """Return the product with codes of any width; groups must be whole runs of the 16 columns that a step can take."""
     fits = params.group_size == -1 or params.group_size % LEAST_WORDS == 0
     return _Int(tensors, params, shape) if fits else None
+
+
+def look_up(
+    tensors: Mapping[str, Tensor], params: Params, shape: Shape, ids: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """Return rows [n, in] in float16, bfloat16 or float32, None for other types; see `dispatch.rows`.
+
+    An id outside of the table gives a row of NaN: saying more would take a wait for the device.
+    """
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return None
+    scales, (rows, columns) = tensors["scales"], shape
+    whole, narrow = params.split(columns)
+    stored_rows, stored = padded_shape(params, shape)
+    out = torch.empty(len(ids), columns, dtype=dtype, device=ids.device)
+    read_rows[len(ids), -(-columns // ROW_BLOCK)](
+        ids, *planes(tensors, params), scales, tensors.get("zeros", scales), out, rows, columns, stored_rows,
+        whole * params.tile_columns, stored, **layout(params), NARROW=narrow > 0, BLOCK=ROW_BLOCK,
+    )  # fmt: skip
+    return out
 
 
 class _Int(Product):
@@ -132,8 +160,6 @@ class _Int(Product):
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in], computed in float32 and rounded once, as formats/int.py does; in one pass."""
-        from compress.kernels.triton import _int
-
         params, tensors, (outputs, inputs) = self.params, self.tensors, self.shape
         rows, _ = padded_shape(params, self.shape)
         tiles, narrow = params.split(self.shape[1])
@@ -180,8 +206,6 @@ def launch(
     added: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """out [rows, out] = x [rows, stored columns] W^T, at most plan.rows rows; x is float16 or bfloat16."""
-    from compress.kernels.triton import _int
-
     rows, _ = padded_shape(params, (out.shape[1], x.shape[1]))
     tiles, narrow = params.split(x.shape[1])
     config, workspace, scales = plan.config, products.workspace(x.device), tensors["scales"]
@@ -240,8 +264,6 @@ def planes(tensors: Mapping[str, Tensor], params: Params) -> tuple[Tensor, Tenso
 
 def _sums(x: Tensor, params: Params, count: int) -> Tensor:
     """Sums of x [rows, in] over each of `count` groups: float32 [count, rows]."""
-    from compress.kernels.triton import _int
-
     group = params.group(x.shape[1])
     sums = torch.empty(count, x.shape[0], dtype=torch.float32, device=x.device)
     block = min(1 << (group - 1).bit_length(), SUMS_BLOCK)
@@ -274,3 +296,66 @@ def shared_bytes(config: Config, bits: int, rows: int) -> int:
     words = sum(WORDS[width] * fields // FIELDS[width] for width in PLANES[bits])  # of a row of the weight
     held = (config.stages - 1) * config.block_n * words + (config.stages - (rows == 8)) * rows * fields
     return 2 * config.block_words * held + 1024
+
+
+# The kernel that looks up rows: a program makes BLOCK columns of one row, in their order. Each column finds the words
+# that hold its code, so that groups may have any size and a row may end in a narrow tail. Columns that share a word
+# read it together, from the cache. Nothing waits for the device, and nothing is allocated but the result.
+
+
+@triton.jit
+def _plane(words, row, c, mask, whole, stored, WIDTH: tl.constexpr, TILE_WORDS: tl.constexpr, NARROW: tl.constexpr):
+    """Codes int32 of the columns c of a plane; a row has `stored` columns, those from `whole` on in narrow tiles."""
+    F: tl.constexpr = fields(WIDTH)
+    field = c // TILE_WORDS % F
+    at = c // (TILE_WORDS * F) * TILE_WORDS + c % TILE_WORDS
+    if NARROW:
+        COUNT: tl.constexpr = narrow_words(WIDTH, 1)
+        k = c - whole
+        field = tl.where(k < 0, field, k // COUNT % F)
+        at = tl.where(k < 0, at, whole // F + k // 32 * COUNT + k % COUNT)
+    many = stored // F
+    if WIDTH == 3:
+        start = words + row * (3 * many) + at
+        code = tl.load(start + tl.minimum(field // 5, 2) * many, mask=mask, other=0).to(tl.int32) >> field % 5 * 3 & 7
+        last = mask & (field == 15)
+        spare = tl.load(start, mask=last, other=0).to(tl.int32) >> 15 & 1
+        spare |= tl.load(start + many, mask=last, other=0).to(tl.int32) >> 14 & 2
+        spare |= tl.load(start + 2 * many, mask=last, other=0).to(tl.int32) >> 13 & 4
+        return tl.where(last, spare, code)
+    else:
+        word = tl.load(words + row * many + at, mask=mask, other=0).to(tl.int32)
+        return word >> field * WIDTH & ((1 << WIDTH) - 1)
+
+
+@triton.jit
+def read_rows(ids, words_a, words_b, words_c, scales, zeros, out, rows, in_features, stored_rows, whole, stored,
+              A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
+              TILE_WORDS: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """out [n, in_features] = the rows ids [n] of scale * (code - zero); program (id, block of columns).
+
+    The weight has `rows` rows, `stored_rows` with padding. An id that is none of them gives a row of NaN.
+    """
+    i = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = c < in_features
+    row = tl.load(ids + i).to(tl.int64)  # a table may have more than 2**31 words
+    is_row = (row >= 0) & (row < rows)
+    row = tl.where(is_row, row, 0)
+    BITS: tl.constexpr = A + B + C
+    code = _plane(words_a, row, c, mask, whole, stored, A, TILE_WORDS, NARROW)
+    if B != 0:
+        code = code << B | _plane(words_b, row, c, mask, whole, stored, B, TILE_WORDS, NARROW)
+    if C != 0:
+        code = code << C | _plane(words_c, row, c, mask, whole, stored, C, TILE_WORDS, NARROW)
+    if GROUP == 0:
+        group = row * 0  # one number: a scale for the whole row
+    else:
+        group = (tl.minimum(c, in_features - 1) // GROUP).to(tl.int64)
+    if SYMMETRIC:
+        code -= 1 << (BITS - 1)
+    else:
+        code -= stored_zero(zeros, group, row, stored_rows, BITS).to(tl.int32)
+    scale = tl.load(scales + (group * stored_rows + row)).to(tl.float32)
+    value = tl.where(is_row, code.to(tl.float32) * scale, float("nan"))
+    tl.store(out + i * in_features + c, value.to(out.dtype.element_ty), mask=mask)

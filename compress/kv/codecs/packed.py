@@ -36,7 +36,7 @@ class PackedCodes:
     prefix: str = ""  # of the names of the fields, where a codec has several kinds of codes
 
     @property
-    def padded(self) -> int:
+    def padded_channels(self) -> int:
         fields = plane_fields(self.bits)
         return -(-self.channels // fields) * fields
 
@@ -47,13 +47,15 @@ class PackedCodes:
     def pack(self, codes: Tensor) -> dict[str, Tensor]:
         """codes [B, h, n, channels] of an integer type, below 2**bits -> int16 words [B, h, n, TW] by name."""
         lead = codes.shape[:3]
-        padded = torch.nn.functional.pad(codes, (0, self.padded - self.channels)).reshape(-1, self.padded)
+        padded = torch.nn.functional.pad(codes, (0, self.padded_channels - self.channels)).reshape(
+            -1, self.padded_channels
+        )
         words_by_name: dict[str, Tensor] = {}
         low = self.bits
         for width in plane_widths(self.bits):
             low -= width
             plane = ((padded >> low) & ((1 << width) - 1)).to(torch.uint8)
-            words = pack_planar(plane, width, self.padded // FIELDS[width])
+            words = pack_planar(plane, width, self.padded_channels // FIELDS[width])
             planes = [words] if width != 3 else [part.contiguous() for part in words.unbind(1)]
             words_by_name |= {n: rows.view(*lead, -1) for n, rows in zip(self._names(width), planes, strict=True)}
         return words_by_name
@@ -65,8 +67,8 @@ class PackedCodes:
             parts = [block[name] for name in self._names(width)]
             rows = [part.reshape(-1, part.shape[-1]) for part in parts]
             words = rows[0] if width != 3 else torch.stack(rows, 1)
-            plane = unpack_planar(words, width, self.padded // FIELDS[width])
-            plane = plane.view(*parts[0].shape[:3], self.padded)
+            plane = unpack_planar(words, width, self.padded_channels // FIELDS[width])
+            plane = plane.view(*parts[0].shape[:3], self.padded_channels)
             whole = plane if whole is None else whole << width | plane
         assert whole is not None
         return whole[..., : self.channels]
@@ -108,8 +110,8 @@ class Pieces:
         for head in range(self.shape[0]):
             before = sum(piece.head < head for piece in self.pieces)
             for place in range(MOST_MIXED_BITS + 1):
-                own = sum(piece.head == head and piece.bits > MOST_MIXED_BITS - place for piece in self.pieces)
-                self.bounds[head, place] = before + own
+                count = sum(piece.head == head and piece.bits > MOST_MIXED_BITS - place for piece in self.pieces)
+                self.bounds[head, place] = before + count
         self.lanes, self.columns = torch.full(self.shape, -1), torch.full(self.shape, -1)
         for index, piece in enumerate(self.pieces):
             channels, fields = torch.tensor(piece.channels), torch.arange(len(piece.channels))
@@ -171,15 +173,15 @@ class Pieces:
         place: list[int] = []
         for index, piece in enumerate(self.pieces):
             if piece.bits & width:
-                own = [piece.head * self.shape[1] + channel for channel in piece.channels]
-                source += own + [self.shape[0] * self.shape[1]] * (piece.fields - len(own))
+                channels = [piece.head * self.shape[1] + channel for channel in piece.channels]
+                source += channels + [self.shape[0] * self.shape[1]] * (piece.fields - len(channels))
                 shift += [piece.bits & (width - 1)] * piece.fields
                 start = int(self.starts[index, column])
                 place += range(start, start + piece.fields * width // 8)
         return torch.tensor(source).long(), torch.tensor(shift, dtype=torch.uint8), torch.tensor(place).long()
 
     def _on(self, like: Tensor) -> list[list[Tensor]]:
-        return [[part.to(like.device) for part in plane] for plane in self._planes]
+        return [[tensor.to(like.device) for tensor in plane] for plane in self._planes]
 
 
 def row_nbytes(bits: Tensor) -> int:
@@ -194,7 +196,7 @@ def _pieces(bits: Tensor) -> list[ChannelPiece]:
 def _of_head(head: int, bits: list[int]) -> list[ChannelPiece]:
     pieces = []
     for b in range(MOST_MIXED_BITS, 0, -1):
-        channels = [channel for channel, own in enumerate(bits) if own == b]
+        channels = [channel for channel, channel_bits in enumerate(bits) if channel_bits == b]
         for start in range(0, len(channels), PIECE):
             run = tuple(channels[start : start + PIECE])
             pieces.append(ChannelPiece(head, b, run, PIECE if len(run) > PIECE // 2 else PIECE // 2))

@@ -134,14 +134,14 @@ class Principal(Codec):
             raise RecipeError(f"{spec.where}: back holds a singular matrix; calibrate the cache again")
         self.pieces = Pieces(static["bits"], row)
         self.places = self.pieces.lanes.where(self.pieces.lanes >= 0, PIECE * self.pieces.most)
-        held = {
+        tensors = {
             "mean": static["mean"].float()[:, None],
             "back": back.mT.float().contiguous(),
             "forward": self._by_pieces(inverse.float()).mT.contiguous(),
             "weights": (static["variances"] * (static["bits"] > 0))[:, None],
             "bits": static["bits"],
         }
-        super().__init__(spec, held)
+        super().__init__(spec, tensors)
         self.rope = "pre" if spec.kind == "keys" else "post"
         self.norms = Norms(8, NORM_STEPS)
         self.fields = {"norms": Field("scales"), "codes": Field("codes")}
@@ -156,19 +156,19 @@ class Principal(Codec):
             self._transform(kernel, turned)  # now, for its bytes to be counted from the start
         kernel = self._kernel("encode", x) if x.dtype == torch.float32 else None
         if kernel is not None:
-            return self._encoded(kernel, x)
+            return self._encode_compiled(kernel, x)
         y = torch.nn.functional.pad((x - self._static("mean", x)) @ self._static("forward", x), (0, 1))
         y = y.gather(-1, self._on(y, self.places)[None, :, None].expand(*y.shape[:3], -1))
         weights = self._static("weights", y)
         active = (weights > 0).to(y.dtype)
         norms = ((y.square() * active).sum(-1, keepdim=True) / active.sum(-1, keepdim=True).clamp(min=1)).sqrt()
-        found = self._levels(self._nearest(y, norms))
-        norms = (y * found * weights).sum(-1, keepdim=True) / (found.square() * weights).sum(-1, keepdim=True)
-        stored = self.norms.store(norms.nan_to_num(0.0).clamp(min=0))
-        codes = self._nearest(y, self.norms.load(stored)).transpose(1, 2)  # B, n, h, width
-        return {"norms": stored, "codes": self.pieces.pack(codes)[:, None]}
+        values = self._levels(self._nearest(y, norms))
+        norms = (y * values * weights).sum(-1, keepdim=True) / (values.square() * weights).sum(-1, keepdim=True)
+        stored_norms = self.norms.store(norms.nan_to_num(0.0).clamp(min=0))
+        codes = self._nearest(y, self.norms.load(stored_norms)).transpose(1, 2)  # B, n, h, width
+        return {"norms": stored_norms, "codes": self.pieces.pack(codes)[:, None]}
 
-    def _encoded(self, kernel: Any, x: Tensor) -> dict[str, Tensor]:
+    def _encode_compiled(self, kernel: Any, x: Tensor) -> dict[str, Tensor]:
         """Return what `encode` does, by compiled code."""
         if self._lanes is None:
             counts = torch.tensor([len(piece.channels) for piece in self.pieces.pieces], dtype=torch.int32)
@@ -177,35 +177,35 @@ class Principal(Codec):
             self._lanes = kernel.Lanes(self.pieces.starts, self.pieces.bounds, counts, weights, active)
         lanes, y = self._lanes, (x - self.static["mean"]) @ self.static["forward"]
         norms = kernel.fit(y, lanes, _tables(False))
-        stored = self.norms.store(norms.nan_to_num(0.0, 0.0, 0.0).clamp(min=0))
-        rows = kernel.pack(y, self.norms.load(stored), lanes, _tables(False), self.pieces.nbytes)
-        return {"norms": stored, "codes": rows[:, None]}
+        stored_norms = self.norms.store(norms.nan_to_num(0.0, 0.0, 0.0).clamp(min=0))
+        rows = kernel.pack(y, self.norms.load(stored_norms), lanes, _tables(False), self.pieces.nbytes)
+        return {"norms": stored_norms, "codes": rows[:, None]}
 
     def _by_pieces(self, rows: Tensor) -> Tensor:
         """rows [h, width, n], one for each component -> [h, 16 for each piece, n], zero where there is none."""
         ordered = rows.new_zeros(len(rows), PIECE * self.pieces.most + 1, rows.shape[2])
         return ordered.scatter_(1, self.places[..., None].expand_as(rows), rows)[:, :-1]
 
-    def coded(self, block: Block) -> tuple[Tensor, Tensor]:
+    def decode_levels(self, block: Block) -> tuple[Tensor, Tensor]:
         """Levels [B, h, n, width] and norms [B, h, n, 1], float32."""
         codes = self.pieces.unpack(block["codes"][:, 0]).transpose(1, 2)
         return self._levels(codes), self.norms.load(block["norms"])
 
     def decode(self, block: Block) -> Tensor:
-        found, norms = self.coded(block)
-        return (found * norms) @ self._static("back", found) + self._static("mean", found)
+        values, norms = self.decode_levels(block)
+        return (values * norms) @ self._static("back", values) + self._static("mean", values)
 
     def mix(self, p: Tensor, block: Block) -> Tensor:
         kernel = self._reader(p, block)
         whole = self._whole(block) if kernel is not None else 0
         mixed = p.new_zeros(*p.shape[:3], self.spec.width)
         if kernel is not None and whole:
-            lanes = kernel.mix(p[..., :whole], self.stored(block, whole), _tables(False))
+            lanes = kernel.mix(p[..., :whole], self.mixed_codes(block, whole), _tables(False))
             lanes = torch.nn.functional.pad(lanes, (0, 1))  # the last one: channels without codes
             mixed += lanes.gather(-1, self.places[None, :, None].expand_as(mixed))
         if whole < p.shape[-1]:
-            found, norms = self.coded({name: block[name][:, :, whole:] for name in self.fields})
-            mixed += (p[..., whole:] * norms.mT) @ found
+            values, norms = self.decode_levels({name: block[name][:, :, whole:] for name in self.fields})
+            mixed += (p[..., whole:] * norms.mT) @ values
         return mixed
 
     def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
@@ -259,7 +259,7 @@ class Principal(Codec):
             rotary = Rotary(2 * halves.shape[-1], halves[:, 0], halves[:, 1])
         if not whole:
             return 0, ()
-        return whole, (self.stored(block, whole), self._transform(kernel, rotary.width), _tables(True), rotary)
+        return whole, (self.mixed_codes(block, whole), self._transform(kernel, rotary.width), _tables(True), rotary)
 
     def _whole(self, block: Block) -> int:
         """Return how many of the first tokens compiled code may read.
@@ -293,7 +293,7 @@ class Principal(Codec):
             self.static[f"turned{rotary}"] = made.back
         return self._transforms[rotary]
 
-    def stored(self, block: Block, count: int) -> MixedCodes:
+    def mixed_codes(self, block: Block, count: int) -> MixedCodes:
         """Return the rows of the first `count` tokens as kernels take them."""
         codes, norms = (block[name][:, :, :count] for name in ("codes", "norms"))
         return MixedCodes(codes, norms, self.pieces.starts, self.pieces.bounds, self.pieces.most)
@@ -329,18 +329,18 @@ def table(bits: int) -> Tensor:
 def _steps() -> Tensor:
     """Return the steps that levels are multiples of, by bits; of more than 4 bits nearly, see FINE."""
     whole = range(1, MOST_LEVEL_BITS + 1)
-    found = {b: float(levels(b).max()) / kv_contract.LARGEST_LEVEL for b in whole}
-    return torch.tensor([found.get(b, FINE) for b in range(MOST_MIXED_BITS + 1)], device="cpu")
+    step_by_bits = {b: float(levels(b).max()) / kv_contract.LARGEST_LEVEL for b in whole}
+    return torch.tensor([step_by_bits.get(b, FINE) for b in range(MOST_MIXED_BITS + 1)], device="cpu")
 
 
 @cache
 def _tables(in_steps: bool) -> LevelTables:
     """Return levels by bits, for compiled code."""
-    found = []
+    tables = []
     for b, size in enumerate(_steps().tolist()):
         multiples = (table(b) / size).round() if b <= MOST_LEVEL_BITS else table(b) / size
-        found.append(tuple((multiples if in_steps else table(b)).tolist()))
-    return tuple(found)
+        tables.append(tuple((multiples if in_steps else table(b)).tolist()))
+    return tuple(tables)
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:

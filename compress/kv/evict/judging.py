@@ -1,6 +1,6 @@
 """Measure what tokens are judged by beside attention: queries that are expected, and what values add to the output.
 
-`Moments` streams the mean and the covariance of queries before the rotary embedding; `turn_moments` turns them to
+`QueryMoments` streams the mean and the covariance of queries before the rotary embedding; `turn_moments` turns them to
 positions to come, whose rotary rows `coming_rows` makes as the model itself will. `output_norms` is that of CriticalKV,
 arXiv 2502.03805.
 """
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from compress.errors import CompressError
 from compress.kv.layer import Call
 
-OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # in attention modules of transformers
+OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # names of modules in transformers
 NUMBERS_PER_PIECE = 1 << 22  # float32 numbers held at a time
 
 
-class Moments:
+class QueryMoments:
     """Sums of queries and of their outer products, float64, for each sequence of a batch."""
 
     def __init__(self) -> None:
@@ -136,5 +136,5 @@ def output_norms(values: Tensor, weight: Tensor) -> Tensor:
     by_head = weight.view(heads, -1, width, weight.shape[1])  # h, H / h, width, out
     step = max(1, NUMBERS_PER_PIECE // (heads * by_head.shape[1] * weight.shape[1]))
     # h, H / h, step, out
-    parts = [(part.float()[:, None] @ by_head).abs().sum(-1).mean(1) for part in values.split(step, 1)]
+    parts = [(piece.float()[:, None] @ by_head).abs().sum(-1).mean(1) for piece in values.split(step, 1)]
     return torch.cat(parts, 1) if tokens else values.new_zeros(heads, 0).float()

@@ -24,8 +24,15 @@ from compress.errors import CompressError, RecipeError
 from compress.kv.codec import Spec, unrotate
 from compress.kv.evict import select
 from compress.kv.evict.head_stores import HeadStores
-from compress.kv.evict.judging import Moments, coming_rows, linear_matrix, output_norms, output_projection, turn_moments
-from compress.kv.evict.placing import Kept, KeptRope, align_rows, by_head
+from compress.kv.evict.judging import (
+    QueryMoments,
+    coming_rows,
+    linear_matrix,
+    output_norms,
+    output_projection,
+    turn_moments,
+)
+from compress.kv.evict.placing import KeptRope, KeptTokens, align_rows, by_head
 from compress.kv.evict.settings import Eviction, refusal
 from compress.kv.layer import Call, CodedLayer, KVCache, MakeLayer, build
 from compress.kv.settings import KINDS, CacheSettings
@@ -84,7 +91,7 @@ class EvictingLayer(CodedLayer):
         self.call: Call | None = None
         self.pads: Tensor | None = None  # int64 [B, h or 1]: first columns of each store without a token; None: evicts
         self.rope = KeptRope(self.cache.rope)
-        self.moments = Moments()
+        self.moments = QueryMoments()
         self.window: Tensor | None = None  # [B, H, <= window, width]: newest queries, for evictions while decoding
         self.waiting: Prompt | None = None  # until all layers are known
         self.newest = 0  # tokens at the end between which none was evicted
@@ -112,10 +119,10 @@ class EvictingLayer(CodedLayer):
         """Take note of the forward pass of an attention module; return the mask for so many new tokens."""
         self.call = call
         self._settle()
-        if not self.seen or (self.pads is None and (mask is None or mask.shape[-1] == self.stored + tokens)):
+        if not self.seen or (self.pads is None and (mask is None or mask.shape[-1] == self.stored_tokens + tokens)):
             return mask
         starts = self._starts()
-        return join_mask(mask, starts, self.stored, tokens, self.cache.queries)
+        return join_mask(mask, starts, self.stored_tokens, tokens, self.cache.queries)
 
     def _starts(self) -> Tensor:
         """Return how many first columns hold no token, int64 [B, h or 1]."""
@@ -154,7 +161,7 @@ class EvictingLayer(CodedLayer):
             self.newest, self.since = count, 0
             self._evict_prompt(new, queries)
             if not self.eviction.budget.decode:
-                self.moments = Moments()  # it is needed for the prompt alone
+                self.moments = QueryMoments()  # it is needed for the prompt alone
         self.call = None
 
     def _append(self, new: tuple[Tensor, Tensor], queries: Tensor | None) -> None:
@@ -248,11 +255,11 @@ class EvictingLayer(CodedLayer):
         variances: of the layers that wait for each other, by number.
         """
         budget, uneven = self.eviction.budget, None if variances is None else list(variances.values())
-        heads, stored = judged.scores.shape
+        heads, stored_tokens = judged.scores.shape
         evicting = list(variances or (layer.index for layer in self._layers()))
         kept = select.count_kept(self.eviction, self.sink, self.index, evicting, tokens, uneven)
-        if kept >= stored:
-            return [torch.arange(stored, device=judged.scores.device)] * heads
+        if kept >= stored_tokens:
+            return [torch.arange(stored_tokens, device=judged.scores.device)] * heads
         scores = judged.scores.mean(0, keepdim=True) if budget.heads == "shared" else judged.scores
         scores = select.protect(scores, self.sink, self.eviction.newest(kept))
         counts = select.head_counts(scores, kept) if budget.heads == "ada" else [kept] * len(scores)
@@ -279,9 +286,9 @@ class EvictingLayer(CodedLayer):
             return
         if self.stores["keys"].codec.rope == "pre":
             self.rope.place(align_rows(rows)[0][:, 0], self.seen)
-        self._place(new, Kept(rows, self.sink, self.eviction.budget.merge), queries)
+        self._place(new, KeptTokens(rows, self.sink, self.eviction.budget.merge), queries)
 
-    def _place(self, dense: tuple[Tensor, Tensor], kept: Kept, queries: Tensor | None) -> None:
+    def _place(self, dense: tuple[Tensor, Tensor], kept: KeptTokens, queries: Tensor | None) -> None:
         """Store these rows of keys and values [B, h, n, width] in stores that are empty."""
         self.newest, self.since = self.eviction.budget.recent, 0
         last = None if queries is None else queries[:, :, -self.eviction.budget.recent :]  # they see all that stays
@@ -313,11 +320,11 @@ class EvictingLayer(CodedLayer):
             store.clear()
         if self.stores["keys"].codec.rope == "pre":
             self.rope.place(columns.gather(1, align_rows(rows)[0][:, 0].to(columns.device)), self.seen)
-        self._place(dense, Kept(rows, self.sink, False), None)
+        self._place(dense, KeptTokens(rows, self.sink, False), None)
 
     @property
-    def stored(self) -> int:
-        return super().stored + (0 if self.waiting is None else self.waiting[0][0].shape[2])
+    def stored_tokens(self) -> int:
+        return super().stored_tokens + (0 if self.waiting is None else self.waiting[0][0].shape[2])
 
     def crop(self, tokens_to_remove: int) -> None:
         self._settle()
@@ -355,8 +362,8 @@ class EvictingLayer(CodedLayer):
         return super().nbytes() + Bytes(state=state, allocated=state)
 
 
-def join_mask(given: Any, starts: Tensor, stored: int, tokens: int, queries: int) -> Tensor | None:
-    """Return the mask of `tokens` new queries over `stored` tokens and themselves; None where nothing is masked.
+def join_mask(given: Any, starts: Tensor, stored_tokens: int, tokens: int, queries: int) -> Tensor | None:
+    """Return the mask of `tokens` new queries over `stored_tokens` tokens and themselves; None where nothing is masked.
 
     given: the model's own mask, bool or additive [B or 1, 1 or H, tokens, any length], whose last columns are those of
     the new tokens; None: it has none, and the new tokens are causal. starts: int64 [B, h or 1], first stored columns
@@ -373,11 +380,11 @@ def join_mask(given: Any, starts: Tensor, stored: int, tokens: int, queries: int
     device = starts.device if given is None else given.device
     recent = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()[None, None]
     recent = recent if given is None else given[..., -tokens:]
-    past = torch.arange(stored, device=device) >= starts.to(device)[..., None]  # B, h or 1, stored
+    past = torch.arange(stored_tokens, device=device) >= starts.to(device)[..., None]  # B, h or 1, stored
     if past.shape[1] > 1:
         past = past.repeat_interleave(queries // past.shape[1], 1)
     if recent.dtype != torch.bool:
         past = torch.zeros_like(past, dtype=recent.dtype).masked_fill_(~past, torch.finfo(recent.dtype).min)
     shape = torch.broadcast_shapes(past.shape[:2], recent.shape[:2])
-    past = past[:, :, None].expand(*shape, tokens, stored)
+    past = past[:, :, None].expand(*shape, tokens, stored_tokens)
     return torch.cat((past, recent.expand(*shape, tokens, tokens)), -1)

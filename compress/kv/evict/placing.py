@@ -27,7 +27,7 @@ COSINES_PER_PIECE = 1 << 20  # float32 cosines held at a time
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptTokens:
     """The tokens that stay: for each row of the batch and each KV head their columns, int64, in token order."""
 
     rows: Sequence[Sequence[Tensor]]
@@ -64,13 +64,13 @@ def align_rows(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.stack([torch.stack(heads) for heads in filled]), pads
 
 
-def by_head(dense: tuple[Tensor, Tensor], kept: Kept) -> tuple[tuple[list[Tensor], list[Tensor]], Tensor]:
+def by_head(dense: tuple[Tensor, Tensor], kept: KeptTokens) -> tuple[tuple[list[Tensor], list[Tensor]], Tensor]:
     """Return keys and values of each head, [B, 1, m of this head, width], and the pads of each, int64 [B, h]."""
     keys: list[Tensor] = []
     values: list[Tensor] = []
     pads = []
     for head in range(len(kept.rows[0])):
-        alone = Kept([[heads[head]] for heads in kept.rows], kept.sink, kept.merge)
+        alone = KeptTokens([[heads[head]] for heads in kept.rows], kept.sink, kept.merge)
         (k, v), empty = alone.gather((dense[0][:, head : head + 1], dense[1][:, head : head + 1]))
         keys.append(k)
         values.append(v)
@@ -86,18 +86,18 @@ def merge_evicted(keys: Tensor, values: Tensor, kept: Tensor, sink: int) -> tupl
     is_kept = torch.zeros(keys.shape[0], dtype=torch.bool, device=keys.device)
     is_kept[kept] = True
     gone = (~is_kept).nonzero()[:, 0]
-    own, others = keys[kept].float(), keys[gone].float()
-    merged_keys, merged_values = own.clone(), values[kept].float()
+    kept_keys, others = keys[kept].float(), keys[gone].float()
+    merged_keys, merged_values = kept_keys.clone(), values[kept].float()
     if not len(gone) or len(kept) <= sink:
         return merged_keys, merged_values
-    targets = functional.normalize(own[sink:], dim=-1)
+    targets = functional.normalize(kept_keys[sink:], dim=-1)
     pieces = functional.normalize(others, dim=-1).split(max(1, COSINES_PER_PIECE // len(targets)))
     nearest = [(piece @ targets.T).max(-1) for piece in pieces]
     cosines = torch.cat([cosine for cosine, _ in nearest])
     places = torch.cat([index for _, index in nearest]) + sink
     chosen = cosines >= cosines.mean()
     weights, places, gone = cosines[chosen][:, None], places[chosen], gone[chosen]
-    counts = own.new_ones(len(own)).index_add_(0, places, own.new_ones(len(places)))[:, None]
+    counts = kept_keys.new_ones(len(kept_keys)).index_add_(0, places, kept_keys.new_ones(len(places)))[:, None]
     for total, source in ((merged_keys, keys), (merged_values, values)):
         total.index_add_(0, places, source[gone].float() * weights)
         total /= counts

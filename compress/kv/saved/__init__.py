@@ -40,7 +40,7 @@ from compress.version import __version__
 LOSSLESS, STANDARD = "lossless", "standard"
 # Squared error relative to the variance of a tensor. docs/kv_saved.md has what they cost.
 NOISE: dict[str, float | None] = {"high": 1e-3, STANDARD: 3.4e-3, "small": 1.2e-2, LOSSLESS: None}
-EARLY_SHARE = 1 / 3  # of the layers are early: their noise is EARLY_FACTOR times that of the others (CacheGen)
+EARLY_SHARE = 1 / 3  # so many of the layers are early: their noise is EARLY_FACTOR times that of the others (CacheGen)
 EARLY_FACTOR = 0.36
 LATE_FACTOR = 1.4  # the others get more noise, so that the bits stay about the same
 
@@ -70,18 +70,18 @@ def save_cache(
     layers = coded.known_layers(cache) if isinstance(cache, KVCache) else plain.facts(cache)
     noise = None if is_coded else NOISE[quality]
     both = plain.turns(model, seen) if noise is not None else None
-    given = {"tokens": coded.exact(tokens.to(torch.int32))}
+    parts_by_name = {"tokens": coded.exact(tokens.to(torch.int32))}
     if isinstance(cache, KVCache):
-        given |= coded.shared_parts(cache)
+        parts_by_name |= coded.shared_parts(cache)
     for index, (layer, fact) in enumerate(zip(cache.layers, layers, strict=True)):
         if fact is None:
             continue
         if is_coded:
-            given |= coded.layer_parts(index, layer)
+            parts_by_name |= coded.layer_parts(index, layer)
         else:
             more_facts, layer_parts = plain.layer_parts(index, layer, _noise(noise, index, len(layers)), both)
             fact |= more_facts
-            given |= layer_parts
+            parts_by_name |= layer_parts
     about = {
         **(facts or {}),
         "compress": __version__,
@@ -92,7 +92,7 @@ def save_cache(
         "codes": coded.facts(cache) if isinstance(cache, KVCache) else None,
         "turns": [float(x[0, -1].double().sum()) for x in both] if both is not None else None,
     }
-    file.write(Path(path), given, about)
+    file.write(Path(path), parts_by_name, about)
     return SavedFile(Path(path))
 
 

@@ -99,9 +99,10 @@ def check_store(store: Store, held: Mapping[str, Tensor], fact: Mapping[str, Any
             rows = coded // field.tokens if field.tokens else len(runs)
             expected[f"fields.{name}"] = _with_rows(like.fields[name].view(), batch, rows)
         for name, tensor in like.state.items():
-            given = held.get(f"state.{name}", tensor)
-            by_query = store.codec.needs_queries and given.dim() == tensor.dim() == 4  # a row for each of the last ones
-            expected[f"state.{name}"] = _with_rows(tensor, batch, (given if by_query else tensor).shape[TOKENS])
+            tensor_given = held.get(f"state.{name}", tensor)
+            # a codec that needs queries may keep a row for each of the last ones
+            by_query = store.codec.needs_queries and tensor_given.dim() == tensor.dim() == 4
+            expected[f"state.{name}"] = _with_rows(tensor, batch, (tensor_given if by_query else tensor).shape[TOKENS])
     moved = held["order"].shape[-1] if "order" in held and held["order"].dim() else 0
     if moved:
         expected |= dict.fromkeys(("order", "source"), ((batch, min(moved, seen)), torch.int64))

@@ -20,12 +20,12 @@ from compress.kv.cache import make_cache, named_path
 from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.saved import checked, parts, plain
 from compress.kv.saved.file import SavedFile, Source, hash_tensors
-from compress.kv.saved.parts import Part
+from compress.kv.saved.parts import SavedPart
 from compress.kv.settings import KINDS, cache_settings
 from compress.kv.token_store import Store
 
 CODES = "codes"  # kind of a layer
-PartsByName = Iterator[tuple[str, tuple[Part, Source]]]
+PartsByName = Iterator[tuple[str, tuple[SavedPart, Source]]]
 
 
 def facts(cache: KVCache) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def shared_parts(cache: KVCache) -> PartsByName:
         yield "pads", exact(cache.pads)
 
 
-def exact(tensor: Tensor) -> tuple[Part, Source]:
+def exact(tensor: Tensor) -> tuple[SavedPart, Source]:
     """Return the part of a tensor that comes back bit for bit, and what gives it.
 
     Raises NumericalError for numbers that are not finite.

@@ -49,13 +49,13 @@ class Columns:
     predict: Tensor
     table: Tensor
 
-    def stacked(self) -> Tensor:
+    def to_matrix(self) -> Tensor:
         """Return int16 [3, columns]."""
         return torch.stack((self.offset, self.predict, self.table))
 
 
 @dataclass(frozen=True)
-class Coded:
+class CodedMatrix:
     """A matrix as it is stored."""
 
     stream: Tensor  # int16: for each chunk the rANS stream, then the codes that are no symbols
@@ -112,7 +112,7 @@ def _bits(weights: Tensor, sums: Tensor) -> Tensor:
     return -(weights @ (known / known.sum(1, keepdim=True)).log2().T)
 
 
-def encode(matrix: Tensor, columns: Columns, freqs: Tensor) -> Coded:
+def encode(matrix: Tensor, columns: Columns, freqs: Tensor) -> CodedMatrix:
     """Code a matrix int16 or uint8 [rows, columns] in chunks of CHUNK rows; freqs: int64 [tables, 256]."""
     contexts, parts, sizes = columns.table.long(), [], []
     for rows in matrix.split(CHUNK):
@@ -122,10 +122,10 @@ def encode(matrix: Tensor, columns: Columns, freqs: Tensor) -> Coded:
         parts += [words, beside]
         sizes.append((len(words), len(beside), _checksum(torch.cat((words, beside)))))
     stream = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int16)
-    return Coded(stream, torch.tensor(sizes, dtype=torch.int64).reshape(-1, 3), columns)
+    return CodedMatrix(stream, torch.tensor(sizes, dtype=torch.int64).reshape(-1, 3), columns)
 
 
-def decode(coded: Coded, freqs: Tensor, rows: int, kind: torch.dtype, span: tuple[int, int]) -> Tensor:
+def decode(coded: CodedMatrix, freqs: Tensor, rows: int, kind: torch.dtype, span: tuple[int, int]) -> Tensor:
     """Return rows of the chunks span[0] to span[1] - 1 of a matrix of `rows` rows: `kind` (int16, uint8) [n, columns].
 
     Raises ValueError for a stream that is not as it was written.
@@ -143,7 +143,7 @@ def decode(coded: Coded, freqs: Tensor, rows: int, kind: torch.dtype, span: tupl
     return torch.cat(pieces_by_size) if pieces_by_size else torch.empty(0, width, dtype=kind)
 
 
-def _pieces(coded: Coded, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _pieces(coded: CodedMatrix, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the rANS stream and the codes beside it of each chunk."""
     sizes = coded.chunks[:, :2].tolist()
     start = sum(map(sum, sizes[:first]))

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from compress.errors import CheckpointError, OutputError, first_line
 from compress.kv.saved import columns, parts
-from compress.kv.saved.parts import CODED, Part
+from compress.kv.saved.parts import CODED, SavedPart
 from compress.numerics import rans
 from compress.storage import checkpoint, json_text, paths
 
@@ -64,7 +64,7 @@ Source = Callable[[], Tensor]  # gives the tensor of a part; called twice
 Span = tuple[int, int]
 
 
-def write(path: Path, given: Mapping[str, tuple[Part, Source]], facts: Mapping[str, Any]) -> None:
+def write(path: Path, given: Mapping[str, tuple[SavedPart, Source]], facts: Mapping[str, Any]) -> None:
     """Write parts to a file. facts: plain data that comes back as `SavedFile.facts`.
 
     Tensors are made one at a time, twice: for the tables, and to be coded. Raises OutputError where it cannot be
@@ -84,7 +84,7 @@ def write(path: Path, given: Mapping[str, tuple[Part, Source]], facts: Mapping[s
         raise
 
 
-def _code_parts(given: Mapping[str, tuple[Part, Source]]) -> Iterator[tuple[str, Tensor]]:
+def _code_parts(given: Mapping[str, tuple[SavedPart, Source]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a file by name."""
     fitted = {
         name: columns.fit_columns(each.matrix(source())) for name, (each, source) in given.items() if each.way != "raw"
@@ -100,7 +100,7 @@ def _code_parts(given: Mapping[str, tuple[Part, Source]]) -> Iterator[tuple[str,
         columns_of = fitted[name][0]
         coding = columns.Columns(columns_of.offset, columns_of.predict, table_of[name].to(torch.int16))
         coded = columns.encode(each.matrix(source()), coding, freqs)
-        stored = (coded.stream, coded.chunks, coding.stacked())
+        stored = (coded.stream, coded.chunks, coding.to_matrix())
         yield from ((f"{name}.{end}", tensor) for end, tensor in zip(CODED, stored, strict=True))
 
 

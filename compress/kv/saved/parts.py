@@ -21,7 +21,7 @@ from torch import Tensor
 
 from compress.errors import NumericalError
 from compress.kv.saved import columns
-from compress.kv.saved.columns import Coded, Columns
+from compress.kv.saved.columns import CodedMatrix, Columns
 from compress.storage.checkpoint import DTYPES, NAMES
 
 Way = Literal["raw", "bytes", "grid"]
@@ -31,7 +31,7 @@ CODED = ("stream", "chunks", "columns")  # tensors of a part that is coded
 
 
 @dataclass(frozen=True)
-class Part:
+class SavedPart:
     """What a file says of a tensor."""
 
     way: Way
@@ -76,13 +76,13 @@ class Part:
         return rows.reshape(len(matrix), *others).movedim(0, TOKENS)
 
 
-def lossless(tensor: Tensor) -> Part:
+def lossless(tensor: Tensor) -> SavedPart:
     """Return the part of a tensor that must come back bit for bit."""
     is_coded = tensor.dim() > TOKENS and tensor.numel() * tensor.element_size() > SMALL
-    return Part("bytes" if is_coded else "raw", tuple(tensor.shape), tensor.dtype)
+    return SavedPart("bytes" if is_coded else "raw", tuple(tensor.shape), tensor.dtype)
 
 
-def round_part(x: Tensor, noise: float, dtype: torch.dtype, where: str) -> Part:
+def round_part(x: Tensor, noise: float, dtype: torch.dtype, where: str) -> SavedPart:
     """Return the part of keys or values x [B, h, tokens, width] that may be changed a little.
 
     noise: squared error relative to the mean variance of the channels. dtype: of the tensor that comes back. Raises
@@ -94,10 +94,11 @@ def round_part(x: Tensor, noise: float, dtype: torch.dtype, where: str) -> Part:
     variance = rows.var(0, unbiased=False).mean().item() if rows.numel() else 0.0
     largest = rows.abs().max().item() if rows.numel() else 0.0
     step = max(math.sqrt(12 * noise * variance), largest / columns.MAX_INTEGER) or 1.0
-    return Part("grid", tuple(x.shape), dtype, torch.tensor(step).item())  # as float32, which decoding multiplies by
+    stored_step = torch.tensor(step).item()  # as float32, which decoding multiplies by
+    return SavedPart("grid", tuple(x.shape), dtype, stored_step)
 
 
-def read_part(plain: Mapping[str, Any]) -> Part:
+def read_part(plain: Mapping[str, Any]) -> SavedPart:
     """Read what `Part.plain` wrote. Raises ValueError for what it never writes."""
     way, shape, dtype, step = (plain[key] for key in ("way", "shape", "dtype", "step"))
     sizes_fit = all(type(size) is int and size >= 0 for size in shape)
@@ -107,7 +108,7 @@ def read_part(plain: Mapping[str, Any]) -> Part:
         raise ValueError("a part of it is of no known kind")
     if way != "raw" and len(shape) <= TOKENS:
         raise ValueError("a coded part of it has no tokens")
-    return Part(way, tuple(shape), DTYPES[dtype], step)
+    return SavedPart(way, tuple(shape), DTYPES[dtype], step)
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -124,7 +125,7 @@ def check_finite(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def check(described: Part, tensors: Mapping[str, Any], tables: int) -> None:
+def check(described: SavedPart, tensors: Mapping[str, Any], tables: int) -> None:
     """Compare small tensors of a coded part with what the file says of it, because compiled code relies on them.
 
     tensors: "chunks" int64 and "columns" int16, loaded; tables: how many the file has. Raises ValueError.
@@ -140,6 +141,6 @@ def check(described: Part, tensors: Mapping[str, Any], tables: int) -> None:
         raise ValueError("it names tables that it does not have")
 
 
-def join_coded(tensors: Mapping[str, Tensor]) -> Coded:
+def join_coded(tensors: Mapping[str, Tensor]) -> CodedMatrix:
     """Put the tensors of a coded part together."""
-    return Coded(tensors["stream"], tensors["chunks"], Columns(*tensors["columns"]))
+    return CodedMatrix(tensors["stream"], tensors["chunks"], Columns(*tensors["columns"]))

@@ -29,7 +29,7 @@ from compress.kv.codec import rotate, unrotate
 from compress.kv.layer import exact_tensors
 from compress.kv.saved import parts
 from compress.kv.saved.file import SavedFile, Source
-from compress.kv.saved.parts import TOKENS, Part
+from compress.kv.saved.parts import TOKENS, SavedPart
 from compress.kv.settings import KINDS
 
 SINKS = 4  # tokens
@@ -37,9 +37,9 @@ FULL, SLIDING = "full", "sliding"
 LAYERS: dict[Any, str] = {DynamicLayer: FULL, DynamicSlidingWindowLayer: SLIDING}
 BASIS_UNIT = 127.0
 DENSITY = 2 * math.pi * math.e  # a normal variable of variance v takes log2(DENSITY v / step^2) / 2 bits
-MAX_SHARE = 0.95  # of the value before that predicts, as SIXTEENTHS allows
+MAX_PREDICTED_SHARE = 0.95  # the share of the value before that predicts, as in columns.py
 
-PartsByName = Iterator[tuple[str, tuple[Part, Source]]]
+PartsByName = Iterator[tuple[str, tuple[SavedPart, Source]]]
 Turns = tuple[Tensor, Tensor]  # cos and sin [1, tokens, rotary width] float32
 
 
@@ -103,7 +103,7 @@ def layer_parts(index: int, layer: Any, noise: float | None, both: Turns | None)
     return {"turned": both is not None}, _rounded_parts(index, layer, noise, both)
 
 
-def _exact(tensor: Tensor) -> tuple[Part, Source]:
+def _exact(tensor: Tensor) -> tuple[SavedPart, Source]:
     tensor = parts.check_finite(tensor.detach().cpu())
     return parts.lossless(tensor), lambda: tensor
 
@@ -116,7 +116,10 @@ def _rounded_parts(index: int, layer: Any, noise: float, both: Turns | None) -> 
         part = parts.round_part(_rest(whole, turned, None), noise, whole.dtype, f"layer {index}, {kind}")
         vectors = fit_basis(_rest(whole, turned, None), part.step)
         if vectors is not None:
-            yield f"{name}.basis", (Part("raw", tuple(vectors.shape), vectors.dtype), partial(torch.clone, vectors))
+            yield (
+                f"{name}.basis",
+                (SavedPart("raw", tuple(vectors.shape), vectors.dtype), partial(torch.clone, vectors)),
+            )
         yield name, (part, partial(_rest, whole, turned, vectors))
 
 
@@ -140,8 +143,10 @@ def check(saved: SavedFile, index: int, fact: Mapping[str, Any], both: Turns | N
         if part.way == "grid":
             sink, vectors = saved.parts[f"{index}.{kind}.sink"], saved.parts.get(f"{index}.{kind}.basis")
             count = SINKS
-            is_sink = sink == Part(sink.way, (part.shape[0], heads, count, width), part.dtype) and sink.way != "grid"
-            if not is_sink or vectors not in (None, Part("raw", (heads, width, width), torch.int8)):
+            is_sink = (
+                sink == SavedPart(sink.way, (part.shape[0], heads, count, width), part.dtype) and sink.way != "grid"
+            )
+            if not is_sink or vectors not in (None, SavedPart("raw", (heads, width, width), torch.int8)):
                 raise ValueError(f"the sinks or the basis of its {kind} are not theirs")
         sizes_of.append((part.shape[0], heads, part.rows + count, width))
     (*sizes, width), (*others, _) = sizes_of
@@ -195,7 +200,7 @@ def estimate_bits(x: Tensor, step: float) -> float:
     rows = x.movedim(2, 0).flatten(1).double()
     rows = rows - rows.mean(0)
     energy = rows.square().sum(0)
-    share = ((rows[1:] * rows[:-1]).sum(0) / energy.clamp(min=1e-30)).clamp(0, MAX_SHARE)
+    share = ((rows[1:] * rows[:-1]).sum(0) / energy.clamp(min=1e-30)).clamp(0, MAX_PREDICTED_SHARE)
     variance = energy * (1 - share.square()) / max(1, len(rows))
     return float((1 + DENSITY * variance / step**2).log2().sum()) / 2 * len(rows)
 

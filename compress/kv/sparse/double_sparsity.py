@@ -32,7 +32,7 @@ from compress.kv.buffer import Buffer
 from compress.kv.codec import Spec
 from compress.kv.codecs import kivi
 from compress.kv.sparse.layer import ReadingLayer
-from compress.kv.sparse.reader import Choice, Piece, Reader, check_keep, decode_tokens, top
+from compress.kv.sparse.reader import QueryPiece, Reader, TokenChoice, check_keep, decode_tokens, top
 from compress.kv.token_store import Store
 from compress.numerics import checks
 from compress.numerics.packing import FIELDS
@@ -71,8 +71,8 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
     queries = samples["queries"].unflatten(1, (spec.heads, -1))  # tokens, h, query heads, width
     sums = torch.zeros(spec.heads, spec.width, dtype=torch.float64)
     for start in range(0, len(keys), STEP):
-        part = slice(start, start + STEP)
-        sums += (queries[part].abs().sum(2) * keys[part].abs()).sum(0, dtype=torch.float64).cpu()
+        tokens = slice(start, start + STEP)
+        sums += (queries[tokens].abs().sum(2) * keys[tokens].abs()).sum(0, dtype=torch.float64).cpu()
     order = sums.argsort(dim=-1, descending=True, stable=True)
     return {"channels": order[:, : min(config.channels, spec.width)].to(torch.int16).contiguous()}
 
@@ -102,7 +102,7 @@ class DoubleSparsity(Reader):
         self.labels = {name: Buffer() for name in self.codec.fields}
         self.labelled = 0
 
-    def choose(self, piece: Piece) -> Choice | None:
+    def choose(self, piece: QueryPiece) -> TokenChoice | None:
         if self.spec.layer < self.config.dense_layers or self.config.keep == 1:
             return None
         is_one = self.config.mean == "scores"
@@ -158,7 +158,7 @@ class DoubleSparsity(Reader):
     def _read_codes(self, keys: Store, query: Tensor, out: Tensor) -> None:
         """Write the products of label queries [B, h, m, channels] with the label channels of the stored keys."""
         codec, name = _channels_of(keys, self.spec.where)
-        words = codec.codes.padded // FIELDS[codec.bits]
+        words = codec.codes.padded_channels // FIELDS[codec.bits]
         channels = self.channels.to(query.device)
         place, shift = (channels % words)[None, :, None], (channels // words * codec.bits)[None, :, None]
         for start in range(0, out.shape[-1], STEP):

@@ -25,7 +25,7 @@ from compress.kv.codec import Block, Codec
 from compress.kv.codecs import fp8, identity, kivi, lloyd
 from compress.kv.layer import CodedLayer, KVCache, Logits
 from compress.kv.settings import reading_layers
-from compress.kv.sparse.reader import Choice, Piece, Reader, group_queries
+from compress.kv.sparse.reader import QueryPiece, Reader, TokenChoice, group_queries
 from compress.kv.token_store import Bytes, Store
 
 DECODERS: Sequence[Callable[..., Any]] = (
@@ -112,8 +112,8 @@ class ReadingLayer(CodedLayer):
         stores, count = self.stores, self.candidates()
         first = stores["keys"].sink.length if stores else 0
         q = group_queries(query, reader.spec.heads, logits.scaling)
-        allowed = None if mask is None else _allowed(mask)[..., first : first + count]
-        piece = Piece(self, q, count, None if allowed is None or bool(allowed.all()) else allowed, start)
+        allowed = None if mask is None else _allowed_tokens(mask)[..., first : first + count]
+        piece = QueryPiece(self, q, count, None if allowed is None or bool(allowed.all()) else allowed, start)
         if not count:
             reader.watch(q)
             return None, mask
@@ -140,16 +140,16 @@ class ReadingLayer(CodedLayer):
         is_read = reader.reads_values(candidates)
         if reader.tally is not None:
             places = torch.arange(number, device=p.device).expand_as(is_read)
-            reader.tally.read(Piece(self, candidates, number, None, 0), Choice(places, is_read), ("values",))
+            reader.tally.read(QueryPiece(self, candidates, number, None, 0), TokenChoice(places, is_read), ("values",))
         candidates.masked_fill_(~is_read[:, :, None], 0)
 
 
-def _allowed(mask: Tensor) -> Tensor:
+def _allowed_tokens(mask: Tensor) -> Tensor:
     """mask [B or 1, 1, n, tokens] -> bool [B or 1, n, tokens]."""
     return mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
 
 
-def _mask_out(mask: Tensor | None, choice: Choice, piece: Piece, ends: tuple[int, int]) -> Tensor:
+def _mask_out(mask: Tensor | None, choice: TokenChoice, piece: QueryPiece, ends: tuple[int, int]) -> Tensor:
     """Return the mask [B, H, n, tokens] without the candidates that were not chosen; ends: sinks, and all tokens."""
     batch, heads, groups, n, _ = piece.q.shape
     chosen = torch.zeros(batch, heads, n, piece.count, dtype=torch.bool, device=piece.q.device)
@@ -176,7 +176,7 @@ def picker(codec: Codec) -> Codec | None:
         return codec
     single = copy.copy(codec)
     single.granularity = single.group = 1
-    single.layout = kv_contract.PlanarCodes(codec.bits, codec.codes.padded, 1)
+    single.layout = kv_contract.PlanarCodes(codec.bits, codec.codes.padded_channels, 1)
     return single
 
 
@@ -207,8 +207,8 @@ def take(x: Tensor, places: Tensor) -> Tensor:
 
 def attend(
     reader: Reader,
-    piece: Piece,
-    choice: Choice | None,
+    piece: QueryPiece,
+    choice: TokenChoice | None,
     pickers: Sequence[Codec | None],
     new: tuple[Tensor, Tensor] | None,
     mask: Tensor | None,
@@ -247,7 +247,7 @@ def _exact_tokens(store: Store, count: int, q: Tensor, new: Tensor | None) -> tu
     return sinks, torch.cat([none, *later], 2)
 
 
-def _key_scores(store: Store, picked: Codec | None, q: Tensor, choice: Choice | None, count: int) -> Tensor:
+def _key_scores(store: Store, picked: Codec | None, q: Tensor, choice: TokenChoice | None, count: int) -> Tensor:
     """Return the products of q [B, h, m, width] with the keys of the chosen candidates, [B, h, m, chosen]."""
     assert picked is not None
     if choice is None:
@@ -263,7 +263,7 @@ def _key_scores(store: Store, picked: Codec | None, q: Tensor, choice: Choice | 
     return q @ _decode(picked, block, places).mT
 
 
-def _seen_tokens(piece: Piece, choice: Choice | None, mask: Tensor | None, sizes: list[int]) -> Tensor | None:
+def _seen_tokens(piece: QueryPiece, choice: TokenChoice | None, mask: Tensor | None, sizes: list[int]) -> Tensor | None:
     """Return which of the sinks, chosen and later tokens count, bool [B, h or 1, 1, tokens]; None: all."""
     valid = None if choice is None else choice.valid
     if mask is None and valid is None:
@@ -277,11 +277,15 @@ def _seen_tokens(piece: Piece, choice: Choice | None, mask: Tensor | None, sizes
     if choice is not None:
         inner = torch.ones_like(choice.places, dtype=torch.bool) if valid is None else valid
     heads = inner.shape[1]
-    parts = (before, inner, after)
-    return torch.cat([part.expand(batch, heads, 1, size) for part, size in zip(parts, sizes, strict=True)], -1)
+    masks = (before, inner, after)
+    return torch.cat(
+        [mask_part.expand(batch, heads, 1, size) for mask_part, size in zip(masks, sizes, strict=True)], -1
+    )
 
 
-def _mix_values(reader: Reader, piece: Piece, picked: Codec | None, choice: Choice | None, p: Tensor) -> Tensor:
+def _mix_values(
+    reader: Reader, piece: QueryPiece, picked: Codec | None, choice: TokenChoice | None, p: Tensor
+) -> Tensor:
     """Return the sum of the values of the chosen candidates, weighted by p [B, h, m, chosen]: [B, h, m, width]."""
     store = piece.layer.stores["values"]
     assert picked is not None
@@ -300,22 +304,22 @@ def _mix_values(reader: Reader, piece: Piece, picked: Codec | None, choice: Choi
     return p @ _decode(picked, block, places)
 
 
-def _narrow(p: Tensor, is_read: Tensor) -> tuple[Tensor, Choice]:
+def _narrow(p: Tensor, is_read: Tensor) -> tuple[Tensor, TokenChoice]:
     """Return the weights and the places of tokens that are read, bool [B, h, count]; others fill up with weight 0."""
     counts = is_read.sum(-1, keepdim=True)
     size = max(int(counts.max()), 1)
     places = is_read.float().topk(size, -1).indices
     valid = torch.arange(size, device=p.device) < counts
     chosen = p.gather(3, places[:, :, None].expand(-1, -1, p.shape[2], -1))
-    return chosen * valid[:, :, None], Choice(places[:, :, None], valid[:, :, None])
+    return chosen * valid[:, :, None], TokenChoice(places[:, :, None], valid[:, :, None])
 
 
 def _decode(picked: Codec, block: Block, places: Tensor) -> Tensor:
     """Decode gathered rows to [B, h, k, width] float32, by compiled code where there is some."""
-    if isinstance(picked, kivi.Packed):
+    if isinstance(picked, kivi.PackedInts):
         out = torch.empty(*places.shape, picked.spec.width, device=places.device)
-        kernel = dispatch.kv(out.device, "decode") if picked.codes.padded == picked.spec.width else None
+        kernel = dispatch.kv(out.device, "decode") if picked.codes.padded_channels == picked.spec.width else None
         if kernel is not None and out.numel() > kv_contract.SMALL and kernel.supports(picked.layout, picked.by_token):
-            kernel.decode(*picked.stored(block), picked.layout, picked.by_token, out)
+            kernel.decode(*picked.stored_tensors(block), picked.layout, picked.by_token, out)
             return out
     return picked.dense(block).float()

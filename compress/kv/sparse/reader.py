@@ -20,11 +20,11 @@ from compress.kv.codec import Spec
 from compress.kv.layer import CodedLayer
 from compress.kv.token_store import Bytes, Store
 
-ROUNDING_TOKENS = 1e-6  # by which keep x candidates may be above a whole number
+MAX_ROUNDING = 1e-6  # tokens: keep x candidates may be so much above a whole number
 TOKENS_PER_DECODE = 512
 
 
-class Choice(NamedTuple):
+class TokenChoice(NamedTuple):
     """The tokens that queries read of the candidates, counted from the first coded token."""
 
     places: Tensor  # int64 [B, h, n, k], each at most once in a row
@@ -32,7 +32,7 @@ class Choice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class QueryPiece:
     """Queries of one attention call, and the tokens that they choose from."""
 
     layer: CodedLayer
@@ -71,7 +71,7 @@ class Tally:
     extra: float = 0  # bytes that the method read of what it keeps itself: label channels, means of blocks
     dense: float = 0  # bytes that dense attention would have read
 
-    def read(self, piece: Piece, choice: Choice | None, kinds: tuple[str, ...]) -> None:
+    def read(self, piece: QueryPiece, choice: TokenChoice | None, kinds: tuple[str, ...]) -> None:
         """Count keys, values or both of the queries of a piece; None: all candidates are read."""
         batch, heads, _, n, _ = piece.q.shape
         queries = batch * heads * n
@@ -89,7 +89,7 @@ class Tally:
             self.stored += queries * len(piece.layer.stores["keys"])
 
 
-def _numbers(choice: Choice) -> int:
+def _numbers(choice: TokenChoice) -> int:
     """Return how many tokens are chosen, summed over queries and heads."""
     return choice.places.numel() if choice.valid is None else int(choice.valid.expand_as(choice.places).sum())
 
@@ -103,7 +103,7 @@ def _all(store: Store, count: int) -> int:
     )
 
 
-def _rows(store: Store, choice: Choice) -> int:
+def _rows(store: Store, choice: TokenChoice) -> int:
     """Return the bytes of the rows of chosen tokens; a row that several of a head's tokens share counts once."""
     places, total = choice.places, 0
     if choice.valid is not None:
@@ -138,7 +138,7 @@ class Reader:
     def watch(self, q: Tensor) -> None:
         """See queries [B, h, query heads, n, width] float32, scaled, that read everything."""
 
-    def choose(self, piece: Piece) -> Choice | None:
+    def choose(self, piece: QueryPiece) -> TokenChoice | None:
         """Choose among piece.count > 0 candidates; None: all are read."""
         return None
 
@@ -176,39 +176,39 @@ def check_keep(keep: float) -> None:
         raise ValueError(f"keep {keep:g} is not above 0 and at most 1")
 
 
-def top(scores: Tensor, piece: Piece, keep: float | Tensor) -> Choice | None:
+def top(scores: Tensor, piece: QueryPiece, keep: float | Tensor) -> TokenChoice | None:
     """Choose the tokens with the highest scores [B, h, n, count]; keep: their share, a number or [B, n].
 
     None where that is all of them.
     """
     count = piece.count
     if piece.allowed is None and not isinstance(keep, Tensor):
-        budget = math.ceil(keep * count - ROUNDING_TOKENS)
-        return None if budget >= count else Choice(scores.topk(budget, -1, sorted=False).indices)
+        budget = math.ceil(keep * count - MAX_ROUNDING)
+        return None if budget >= count else TokenChoice(scores.topk(budget, -1, sorted=False).indices)
     budgets = budget_of(piece, keep, scores)
     if piece.allowed is not None:
         scores = scores.masked_fill(~piece.allowed[:, None], -torch.inf)
     return best(scores, budgets)
 
 
-def best(scores: Tensor, budgets: Tensor) -> Choice | None:
+def best(scores: Tensor, budgets: Tensor) -> TokenChoice | None:
     """Choose the highest of scores [B, h, n, m], budgets int64 [B or 1, n] of them; None where that is all."""
     most = int(budgets.max())
     if int(budgets.min()) >= scores.shape[-1]:
         return None
     places = scores.topk(max(most, 1), -1).indices
     rank = torch.arange(places.shape[-1], device=places.device)
-    return Choice(places, (rank < budgets[:, None, :, None]).expand(places.shape[0], 1, -1, -1))
+    return TokenChoice(places, (rank < budgets[:, None, :, None]).expand(places.shape[0], 1, -1, -1))
 
 
-def budget_of(piece: Piece, keep: float | Tensor, like: Tensor) -> Tensor:
+def budget_of(piece: QueryPiece, keep: float | Tensor, like: Tensor) -> Tensor:
     """Return how many tokens each query reads, int64 [B or 1, n]."""
     if piece.allowed is None:
         seen = torch.full((1, piece.q.shape[3]), piece.count, device=like.device, dtype=torch.float64)
     else:
         seen = piece.allowed.sum(-1, dtype=torch.float64)
     share = keep.double() if isinstance(keep, Tensor) else keep
-    return (seen * share - ROUNDING_TOKENS).ceil().clamp(min=0).minimum(seen).long()
+    return (seen * share - MAX_ROUNDING).ceil().clamp(min=0).minimum(seen).long()
 
 
 def decode_tokens(store: Store, start: int, stop: int) -> Tensor:

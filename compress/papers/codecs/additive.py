@@ -24,11 +24,11 @@ from torch import Tensor
 
 SCORES = 1 << 21  # sums of pairs held at a time
 RIDGE = 1e-2  # vectors that an entry counts for as it was before: keeps unused entries in place
-CONVERGED = 1e-5  # of the loss: rounds end when they gain less
+MIN_GAIN = 1e-5  # rounds end when they gain less of the loss
 
 
 @dataclass(frozen=True)
-class Search:
+class CodeSearch:
     """How codes are chosen."""
 
     sweeps: int = 2  # of coordinate descent after the stages
@@ -36,7 +36,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Training:
+class BookTraining:
     """How codebooks are learned."""
 
     entries: int  # A
@@ -49,19 +49,19 @@ class Training:
     soft_vectors: int = 1024  # that a stage starts from, at most
 
 
-def turned(x: Tensor) -> Tensor:
+def quarter_turn(x: Tensor) -> Tensor:
     """Return x [..., d] with each pair of channels (j, j + d / 2) turned by a right angle: (x, y) -> (-y, x)."""
     half = x.shape[-1] // 2
     return torch.cat((-x[..., half:], x[..., :half]), -1)
 
 
-def widened(own: Tensor, tied: bool) -> Tensor:
+def all_books(own: Tensor, tied: bool) -> Tensor:
     """Return all codebooks [h, M, A, d] of what is stored: [h, M / 2, A, d] of tied ones, else [h, M, A, d]."""
-    return torch.stack((own, turned(own)), 2).flatten(1, 2) if tied else own
+    return torch.stack((own, quarter_turn(own)), 2).flatten(1, 2) if tied else own
 
 
-def stored(tables: Tensor, tied: bool) -> Tensor:
-    """Inverse of `widened`."""
+def own_books(tables: Tensor, tied: bool) -> Tensor:
+    """Inverse of `all_books`."""
     return tables[:, ::2] if tied else tables
 
 
@@ -73,15 +73,15 @@ def total(codes: Tensor, tables: Tensor) -> Tensor:
     return torch.nn.functional.embedding_bag(bags, tables.reshape(-1, d), mode="sum").view(h, -1, d)
 
 
-def encode(x: Tensor, tables: Tensor, search: Search) -> Tensor:
+def encode(x: Tensor, tables: Tensor, search: CodeSearch) -> Tensor:
     """Return codes uint8 [h, N, M] of x [h, N, d]; the same for a vector whatever others come with it."""
     h, m, a, _ = tables.shape
     step = max(1, SCORES // (h * a * (a if search.pairs else m)))
-    parts = [_encode(part, tables, search) for part in x.split(step, 1)]
+    parts = [_encode(piece, tables, search) for piece in x.split(step, 1)]
     return torch.cat(parts, 1) if parts else x.new_zeros(h, 0, m, dtype=torch.uint8)
 
 
-def _encode(x: Tensor, tables: Tensor, search: Search) -> Tensor:
+def _encode(x: Tensor, tables: Tensor, search: CodeSearch) -> Tensor:
     h, m, a, _ = tables.shape
     lengths = tables.square().sum(-1)[:, :, None] / 2  # h, M, 1, A
     codes = torch.zeros(h, x.shape[1], m, dtype=torch.int64, device=x.device)
@@ -135,30 +135,30 @@ def solve(counts: Tensor, sums: Tensor, before: Tensor, tied: bool) -> Tensor:
     size = m // 2 * a
     matrix = torch.complex(real, imaginary).reshape(h, size, size)
     matrix = matrix + 2 * RIDGE * torch.eye(size, dtype=torch.float64, device=matrix.device)
-    right = right[:, ::2] - turned(right[:, 1::2])
+    right = right[:, ::2] - quarter_turn(right[:, 1::2])
     pairs = torch.complex(right[..., : d // 2], right[..., d // 2 :]).flatten(1, 2)
-    found = torch.linalg.solve(matrix, pairs).view(h, m // 2, a, d // 2)
-    return widened(torch.cat((found.real, found.imag), -1), True)
+    solution = torch.linalg.solve(matrix, pairs).view(h, m // 2, a, d // 2)
+    return all_books(torch.cat((solution.real, solution.imag), -1), True)
 
 
-def learn(x: Tensor, training: Training, search: Search, generator: torch.Generator) -> Tensor:
+def learn(x: Tensor, training: BookTraining, search: CodeSearch, generator: torch.Generator) -> Tensor:
     """Return codebooks [h, M, A, d] float32 for vectors x [h, N, d] float32."""
     left, tables = x, []
     for _ in range(training.stages):
         stage = _stage(left, training, generator)
         left = left - total(encode(left, stage, search), stage)
         tables.append(stage)
-    found = torch.cat(tables, 1)
-    best, least = found, None
+    books = torch.cat(tables, 1)
+    best, least = books, None
     for round_ in range(training.rounds + 1):
-        codes = encode(x, found, search)
-        loss = float((x - total(codes, found)).square().sum(dtype=torch.float64))
+        codes = encode(x, books, search)
+        loss = float((x - total(codes, books)).square().sum(dtype=torch.float64))
         if least is None or loss < least:
-            best = found
-        if least is not None and loss > least * (1 - CONVERGED) or round_ == training.rounds:
+            best = books
+        if least is not None and loss > least * (1 - MIN_GAIN) or round_ == training.rounds:
             break
         least = loss if least is None else min(least, loss)
-        found = solve(*moments(x, codes, training.entries), found, training.tied).float()
+        books = solve(*moments(x, codes, training.entries), books, training.tied).float()
     return best
 
 
@@ -173,13 +173,13 @@ def moments(x: Tensor, codes: Tensor, entries: int) -> tuple[Tensor, Tensor]:
             sums[head, i].index_add_(0, codes[head, :, i], x[head])
             for j in range(i, m):
                 both = codes[head, :, i] * entries + codes[head, :, j]
-                found = torch.bincount(both, minlength=entries**2).view(entries, entries).double()
-                counts[head, i, :, j] = found
-                counts[head, j, :, i] = found.T
+                pair_counts = torch.bincount(both, minlength=entries**2).view(entries, entries).double()
+                counts[head, i, :, j] = pair_counts
+                counts[head, j, :, i] = pair_counts.T
     return counts, sums
 
 
-def _stage(x: Tensor, training: Training, generator: torch.Generator) -> Tensor:
+def _stage(x: Tensor, training: BookTraining, generator: torch.Generator) -> Tensor:
     """Return the two codebooks of a stage [h, 2, A, d], by soft assignments to all pairs at a falling temperature."""
     h, count, d = x.shape
     a = training.entries
@@ -187,20 +187,20 @@ def _stage(x: Tensor, training: Training, generator: torch.Generator) -> Tensor:
     some = x[:, order]
     places = torch.randint(len(order), (2, a), generator=generator).to(x.device)
     own = some[:, places[0]] * 0.5**0.5
-    tables = torch.stack((own, turned(own) if training.tied else some[:, places[1]] * 0.5**0.5), 1)
+    tables = torch.stack((own, quarter_turn(own) if training.tied else some[:, places[1]] * 0.5**0.5), 1)
     size = some.square().sum(-1).mean(-1).clamp(min=1e-30)[:, None, None]
     for step in range(training.steps):
         heat = training.hot * (training.cold / training.hot) ** (step / max(1, training.steps - 1))
         counts = torch.zeros(h, 2, a, 2, a, dtype=torch.float64, device=x.device)
         sums = torch.zeros(h, 2, a, d, dtype=x.dtype, device=x.device)
         lengths = tables.square().sum(-1)[:, :, None] / 2
-        for part in some.split(max(1, SCORES // (h * a * a)), 1):
-            shares = _pair(part, tables, lengths).mul_(-2 / (heat * size)).softmax(-1).unflatten(-1, (a, a))
+        for piece in some.split(max(1, SCORES // (h * a * a)), 1):
+            shares = _pair(piece, tables, lengths).mul_(-2 / (heat * size)).softmax(-1).unflatten(-1, (a, a))
             both, one, two = shares.sum(1), shares.sum(3), shares.sum(2)
             counts[:, 0, :, 1] += both
             counts[:, 1, :, 0] += both.mT
             for i, share in enumerate((one, two)):
                 counts[:, i, :, i].diagonal(dim1=1, dim2=2).add_(share.sum(1))
-                sums[:, i] += share.mT @ part
+                sums[:, i] += share.mT @ piece
         tables = solve(counts, sums, tables, training.tied).float()
     return tables

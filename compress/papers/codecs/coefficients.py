@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compress.kv.codec import Block, Field
-from compress.kv.codecs.lloyd import SMALLEST, Norms, levels, nearest
+from compress.kv.codecs.lloyd import MIN_RMS, Norms, levels, nearest
 from compress.kv.codecs.packed import PackedCodes
 
 NORM_STEPS_PER_OCTAVE = 16  # 4.4 % apart
@@ -51,18 +51,18 @@ class Rows:
             return {"rows": self._flat(z).clamp(-limit, limit).half()}
         weights, table = self.weights.to(z.device, z.dtype), self.table.to(z.device)
         size = (z.square() * weights).sum(-1, keepdim=True).sqrt()
-        found = table[nearest(z / size.clamp(min=SMALLEST), table)]
-        norms = (z * found * weights).sum(-1, keepdim=True) / (found.square() * weights).sum(-1, keepdim=True)
+        values = table[nearest(z / size.clamp(min=MIN_RMS), table)]
+        norms = (z * values * weights).sum(-1, keepdim=True) / (values.square() * weights).sum(-1, keepdim=True)
         stored = self.norms.store(norms.nan_to_num(0.0).clamp(min=0))
-        codes = nearest(z / self.norms.load(stored).clamp(min=SMALLEST), table)
+        codes = nearest(z / self.norms.load(stored).clamp(min=MIN_RMS), table)
         return {**self.codes.pack(self._flat(codes)), "norms": stored}
 
     def decode(self, block: Block) -> Tensor:
         """Return the numbers [B, h, n, most] float32; those behind the count of a head are 0."""
         if self.bits == FLOAT_BITS:
             return self._by_head(block["rows"].float())
-        found = self.table.to(block["norms"].device)[self.codes.unpack(block).int()]
-        return self._by_head(found) * self.norms.load(block["norms"])
+        values = self.table.to(block["norms"].device)[self.codes.unpack(block).int()]
+        return self._by_head(values) * self.norms.load(block["norms"])
 
     def _flat(self, z: Tensor) -> Tensor:
         """[B, h, n, most] -> [B, 1, n, sum of counts]."""
@@ -95,17 +95,17 @@ def greedy(damages: Sequence[Tensor], grids: Sequence[list[int]], budget: int) -
     total = sum(ranks[-1] for ranks in grids)
     heap: list[tuple[float, int]] = []
 
-    def push(part: int) -> None:
-        at = places[part]
+    def push(index: int) -> None:
+        at = places[index]
         if at:
-            size = grids[part][at] - grids[part][at - 1]
-            heapq.heappush(heap, ((curves[part][at - 1] - curves[part][at]) / size, part))
+            size = grids[index][at] - grids[index][at - 1]
+            heapq.heappush(heap, ((curves[index][at - 1] - curves[index][at]) / size, index))
 
-    for part in range(len(grids)):
-        push(part)
+    for index in range(len(grids)):
+        push(index)
     while total > budget and heap:
-        _, part = heapq.heappop(heap)
-        total -= grids[part][places[part]] - grids[part][places[part] - 1]
-        places[part] -= 1
-        push(part)
+        _, index = heapq.heappop(heap)
+        total -= grids[index][places[index]] - grids[index][places[index] - 1]
+        places[index] -= 1
+        push(index)
     return [ranks[at] for ranks, at in zip(grids, places, strict=True)]

@@ -27,7 +27,9 @@ the mean is taken off, and the norm is left out unless asked for; values have co
 trained encoder.
 What it does not do: follow text that is unlike the calibration text, but for its norms where these are stored.
 
-Outside the core because at one and two bits principal components lose less and read faster (docs/results/kv_cache.md).
+Outside the core because its codebooks are larger than its codes (at one bit 22,342 bytes a token at 2,048 tokens of
+SmolLM2-135M, beside 3,328), and principal components of one bit lose no more there: 0.061 of KL in 3,549 bytes, 0.069
+here (docs/results/kv_frontier.md).
 """
 
 from __future__ import annotations
@@ -45,11 +47,20 @@ from compress.kernels.kv_contract import NORM_STEPS, PLANES
 from compress.kv.codec import Block, Codec, Field, Spec
 from compress.kv.codecs.lloyd import Norms
 from compress.numerics import checks
-from compress.papers.codecs.additive import Search, Training, encode, learn, stored, total, turned, widened
+from compress.papers.codecs.additive import (
+    BookTraining,
+    CodeSearch,
+    all_books,
+    encode,
+    learn,
+    own_books,
+    quarter_turn,
+    total,
+)
 
 NEEDS = frozenset({"keys_pre", "queries", "values"})
 WORK = 32  # bytes that calibrating takes for each number of its largest sample
-DAMP = 1e-3  # of the mean of its diagonal, added to the second moment of queries
+QUERY_DAMP = 1e-3  # the second moment of queries gets this share of its mean diagonal
 PAIRED = 16  # entries up to which both codes of a stage are searched at once
 MOST_DIRECT = 1  # queries of a KV head up to which entries meet queries before they are summed
 
@@ -79,8 +90,8 @@ class Config:
         return self.entries.bit_length() - 1
 
     @property
-    def search(self) -> Search:
-        return Search(self.sweeps, self.entries <= PAIRED)
+    def search(self) -> CodeSearch:
+        return CodeSearch(self.sweeps, self.entries <= PAIRED)
 
     def stages(self, width: int) -> int:
         """Return how many stages of two codes a vector of this width has."""
@@ -107,11 +118,11 @@ def metric(queries: Tensor) -> Tensor:
     """
     queries = queries.double()
     moment = queries.mT @ queries / queries.shape[1]
-    quarter = turned(torch.eye(moment.shape[1], dtype=torch.float64, device=moment.device))
+    quarter = quarter_turn(torch.eye(moment.shape[1], dtype=torch.float64, device=moment.device))
     moment = (moment + quarter @ moment @ quarter.mT) / 2
     size = moment.diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-30)[:, None, None]
     values, vectors = torch.linalg.eigh(moment / size)
-    return (vectors * (values.clamp(min=0) + DAMP).sqrt()[:, None]) @ vectors.mT
+    return (vectors * (values.clamp(min=0) + QUERY_DAMP).sqrt()[:, None]) @ vectors.mT
 
 
 def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -124,19 +135,19 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
         )
     mean = x.mean(1, keepdim=True, dtype=torch.float64).half()
     x = x - mean.float()
-    found = {"mean": mean[:, 0]}
+    learned = {"mean": mean[:, 0]}
     factor = torch.eye(spec.width, dtype=torch.float64, device=x.device).expand(spec.heads, -1, -1)
     if spec.kind == "keys":
         factor = metric(samples["queries"].unflatten(1, (spec.heads, -1)).transpose(0, 1).flatten(1, 2))
-        found["metric"] = factor.half()
+        learned["metric"] = factor.half()
         x = x @ factor.float()
     if config.norm != "none":
         x = x / _sizes(x[None], config.norm)[0].clamp(min=1e-12)
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + 2 * spec.layer + (spec.kind == "values"))
-    training = Training(config.entries, config.stages(spec.width), config.tied, config.steps, config.rounds)
-    tables = stored(learn(x.contiguous(), training, config.search, generator), config.tied)
+    training = BookTraining(config.entries, config.stages(spec.width), config.tied, config.steps, config.rounds)
+    tables = own_books(learn(x.contiguous(), training, config.search, generator), config.tied)
     back = torch.linalg.inv(factor)[:, None]
-    return {**found, "codebooks": (tables.double() @ back).half()}
+    return {**learned, "codebooks": (tables.double() @ back).half()}
 
 
 def _sizes(x: Tensor, norm: str) -> Tensor:
@@ -148,21 +159,21 @@ def _sizes(x: Tensor, norm: str) -> Tensor:
 def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
     """Return what `calibrate` gives, for keys and for values."""
     books = config.stages(spec.width) * (1 if config.tied else 2)
-    found = {
+    shapes = {
         "mean": ((spec.heads, spec.width), torch.float16),
         "codebooks": ((spec.heads, books, config.entries, spec.width), torch.float16),
     }
     if spec.kind == "keys":
-        found["metric"] = ((spec.heads, spec.width, spec.width), torch.float16)
-    return found
+        shapes["metric"] = ((spec.heads, spec.width, spec.width), torch.float16)
+    return shapes
 
 
 def planes(bits: int) -> list[int]:
     """Return the widths of the planes of a code: 6 bits are 4 and 2."""
-    found: list[int] = []
-    while left := bits - sum(found):
-        found.append(next(width for width in PLANES if width <= left))
-    return found
+    widths: list[int] = []
+    while left := bits - sum(widths):
+        widths.append(next(width for width in PLANES if width <= left))
+    return widths
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -197,13 +208,13 @@ class Additive(Codec):
 
     def __init__(self, config: Config, spec: Spec, static: Mapping[str, Tensor]) -> None:
         self.config = config
-        tables = widened(static["codebooks"].float(), config.tied)
-        held = {"mean": static["mean"].float()[:, None], "tables": tables}
+        tables = all_books(static["codebooks"].float(), config.tied)
+        tensors = {"mean": static["mean"].float()[:, None], "tables": tables}
         if "metric" in static:
-            held |= {"metric": static["metric"].float()}
-            held |= {"measured": tables @ held["metric"][:, None]}
+            tensors |= {"metric": static["metric"].float()}
+            tensors |= {"measured": tables @ tensors["metric"][:, None]}
         self.count = tables.shape[1]  # codes of a vector
-        super().__init__(spec, held)
+        super().__init__(spec, tensors)
         self.rope = "pre" if spec.kind == "keys" else "post"
         self.norms = Norms(8, NORM_STEPS)
         self.fields = {"codes": Field("codes")} | ({} if config.norm == "none" else {"norms": Field("scales")})
@@ -255,13 +266,13 @@ class Additive(Codec):
         rest = torch.ones_like(cos[..., :1])
         weights = torch.cat((cos, sin, rest), -1)  # B or 1, 1, 1, n, rotary width + 1
         codes = self.codes(block)
-        found = []
+        sums_by_row = []
         for q, own in zip(query, codes, strict=True):  # [h, m, width], [h, n, M]
             products = meet(q, tables, half)  # h, m, M, A, rotary width + 1
             heads, m = q.shape[:2]
             places = own[:, None].expand(-1, m, -1, -1).flatten(0, 1)
-            found.append(total(places, products.flatten(0, 1)).unflatten(0, (heads, m)))
-        sums = torch.stack(found)  # B, h, m, n, rotary width + 1
+            sums_by_row.append(total(places, products.flatten(0, 1)).unflatten(0, (heads, m)))
+        sums = torch.stack(sums_by_row)  # B, h, m, n, rotary width + 1
         if "norms" in block:
             sums = sums * self.norms.load(block["norms"])[:, :, None]
         offset = torch.stack([meet(q, mean[:, None], half) for q in query])[:, :, :, 0]

@@ -99,7 +99,7 @@ class KeyPairs(Codec):
         self.granularity, self.fields, self.block = inner.granularity, inner.fields, inner.block
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
-        return self.inner.encode(self._taken(x), state)
+        return self.inner.encode(self._take_channels(x), state)
 
     def decode(self, block: Block) -> Tensor:
         narrow = self.inner.decode(block)
@@ -107,7 +107,7 @@ class KeyPairs(Codec):
         return wide.scatter_(-1, self._index(narrow).expand(*narrow.shape), narrow)
 
     def query(self, q: Tensor, state: Block) -> Tensor:
-        return self.inner.query(self._taken(q), state)
+        return self.inner.query(self._take_channels(q), state)
 
     def scores(self, query: Tensor, block: Block) -> Tensor:
         return self.inner.scores(query, block)
@@ -118,7 +118,7 @@ class KeyPairs(Codec):
     def at_once(self, rows: Tensor) -> int:
         return self.inner.at_once(rows)
 
-    def _taken(self, x: Tensor) -> Tensor:
+    def _take_channels(self, x: Tensor) -> Tensor:
         """Return the kept channels of x [B, h, n, width]."""
         index = self._index(x)
         return x.gather(-1, index.expand(*x.shape[:-1], index.shape[-1])).contiguous()

@@ -37,6 +37,9 @@ for each query head, the second order of the loss with the empirical Fisher matr
 the same unit for all layers, heads, keys and values. Training lowers it by the Cayley map, U = U0 (I - A)(I + A)^-1
 with A skew and 0 at first, which stays orthogonal: at each step, each head is cut to a rank that is drawn anew, so that
 its leading columns come to carry most. The damage at each rank counts relative to that at the start.
+
+Outside the core because subspaces behind the rotary embedding break beyond the calibration's length: a KL of 3.1 at
+8,192 tokens of SmolLM2-135M, half of the channels (docs/results/kv_frontier.md).
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ NEEDS = frozenset({"keys", "values", "keys_sink", "values_sink", "queries_scaled
 WORK = 48  # bytes that calibrating takes for each number of its largest sample
 ALONE = {"ranks": ("model", "layer")}
 MEASURED_QUERIES = 512  # damages are sums over about so many
-QUERIES_PER_STEP = 64  # of training
+STEP_QUERIES = 64
 MIN_DAMAGE = 1e-9  # damages are divided by no less, relative to the largest
 
 
@@ -137,40 +140,40 @@ class AttendedText:
         places = torch.linspace(self.tail, self.length - 1, self.measured).long()
         total = back.new_zeros(self.spec.heads, len(ranks))
         for sample in range(self.count):
-            seen = self.seen(sample, places)
-            pair = mean.to(seen.keys), back.to(seen.keys), torch.linalg.inv(back).mT.to(seen.keys)
+            sight = self.sight(sample, places)
+            pair = mean.to(sight.keys), back.to(sight.keys), torch.linalg.inv(back).mT.to(sight.keys)
             measure = self._of_keys if self.spec.kind == "keys" else self._of_values
-            for at, damage in enumerate(measure(seen, *pair, ranks)):
+            for at, damage in enumerate(measure(sight, *pair, ranks)):
                 total[:, at] += damage.double()
         return total
 
-    def seen(self, sample: int, places: Tensor) -> Sight:
+    def sight(self, sample: int, places: Tensor) -> Sight:
         """Return what the queries at these places (counted behind the sinks) see."""
         keys, values = (self.whole[kind][sample] for kind in ("keys", "values"))
         queries = self.queries[sample][:, :, places].flatten(1, 2)
         at, now = torch.arange(keys.shape[1], device=keys.device), places.to(keys.device)[:, None] + self.sink
         return Sight(queries, keys, values, at <= now, (at >= self.sink) & (at <= now - self.tail))
 
-    def _of_keys(self, seen: Sight, mean: Tensor, back: Tensor, forward: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+    def _of_keys(self, sight: Sight, mean: Tensor, back: Tensor, forward: Tensor, ranks: Sequence[int]) -> list[Tensor]:
         """Return damages [h] at each rank, which ascend."""
-        exact = self._by_query(seen.queries @ seen.keys.mT)
-        output = attend(exact, seen.is_seen, seen.values)
-        z, turned = (seen.keys - mean[:, None]) @ forward, seen.queries @ back
-        scores = self._by_query(seen.queries @ mean[..., None]).expand_as(exact)
-        found, start = [], 0
+        exact = self._by_query(sight.queries @ sight.keys.mT)
+        output = attend(exact, sight.is_seen, sight.values)
+        z, turned = (sight.keys - mean[:, None]) @ forward, sight.queries @ back
+        scores = self._by_query(sight.queries @ mean[..., None]).expand_as(exact)
+        damages, start = [], 0
         for rank in ranks:
             scores = scores + self._by_query(turned[..., start:rank] @ z[..., start:rank].mT)
             start = rank
-            mixed = torch.where(seen.is_coded, scores, exact)
-            found.append(self.felt(attend(mixed, seen.is_seen, seen.values) - output))
-        return found
+            mixed = torch.where(sight.is_coded, scores, exact)
+            damages.append(self.felt(attend(mixed, sight.is_seen, sight.values) - output))
+        return damages
 
     def _of_values(
-        self, seen: Sight, mean: Tensor, back: Tensor, forward: Tensor, ranks: Sequence[int]
+        self, sight: Sight, mean: Tensor, back: Tensor, forward: Tensor, ranks: Sequence[int]
     ) -> list[Tensor]:
         """Return damages [h] at each rank."""
-        p = weights(self._by_query(seen.queries @ seen.keys.mT), seen.is_seen) * seen.is_coded
-        z = (seen.values - mean[:, None]) @ forward
+        p = weights(self._by_query(sight.queries @ sight.keys.mT), sight.is_seen) * sight.is_coded
+        z = (sight.values - mean[:, None]) @ forward
         mixed = (p.flatten(1, 2) @ z).unflatten(1, p.shape[1:3])  # h, g, m, width
         return [self.felt(mixed[..., rank:] @ back[:, None, :, rank:].mT) for rank in ranks]
 
@@ -182,9 +185,7 @@ class AttendedText:
         """Return the damage [h] of a difference [h, g, m, width] of outputs."""
         return ((difference @ self.fisher) * difference).sum((1, 2, 3))
 
-    def trained(
-        self, mean: Tensor, back: Tensor, steps: int, rate: float, unit: int, seed: int
-    ) -> tuple[Tensor, Tensor]:
+    def train(self, mean: Tensor, back: Tensor, steps: int, rate: float, unit: int, seed: int) -> tuple[Tensor, Tensor]:
         """Return mean and back after so many steps of Adam at this rate; the columns of back are orthogonal."""
         width, heads = self.spec.width, self.spec.heads
         ranks = [*range(unit, width, unit)] or [width]
@@ -199,11 +200,11 @@ class AttendedText:
             for step in range(steps):
                 optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
                 sample = int(torch.randint(self.count, (1,), generator=generator))
-                count = min(QUERIES_PER_STEP, self.length - self.tail)
+                count = min(STEP_QUERIES, self.length - self.tail)
                 places = self.tail + torch.randperm(self.length - self.tail, generator=generator)[:count].sort().values
                 drawn = torch.randint(len(ranks), (heads,), generator=generator)
                 is_kept = (torch.arange(width) < torch.tensor(ranks)[drawn][:, None]).to(start.device)
-                loss = self._loss(self.seen(sample, places), centre, start @ cayley(free), is_kept)
+                loss = self._loss(self.sight(sample, places), centre, start @ cayley(free), is_kept)
                 optimizer.zero_grad()
                 (loss / count / base.gather(1, drawn.to(base.device)[:, None])[:, 0]).sum().backward()
                 optimizer.step()
@@ -212,17 +213,17 @@ class AttendedText:
         sizes = (states @ basis).square().mean(1).sqrt()
         return mean, basis * sizes.clamp(min=1e-3 * float(sizes.mean()) + 1e-9)[:, None]
 
-    def _loss(self, seen: Sight, mean: Tensor, basis: Tensor, is_kept: Tensor) -> Tensor:
+    def _loss(self, sight: Sight, mean: Tensor, basis: Tensor, is_kept: Tensor) -> Tensor:
         """Return the damage [h] with the columns of `basis` [h, width, width] that are kept, bool [h, width]."""
         kept = basis * is_kept[:, None]
-        exact = self._by_query(seen.queries @ seen.keys.mT)
+        exact = self._by_query(sight.queries @ sight.keys.mT)
         if self.spec.kind == "keys":
-            z = (seen.keys - mean[:, None]) @ kept
-            scores = self._by_query((seen.queries @ kept) @ z.mT + seen.queries @ mean[..., None])
-            found = attend(torch.where(seen.is_coded, scores, exact), seen.is_seen, seen.values)
-            return self.felt(found - attend(exact, seen.is_seen, seen.values))
-        p = weights(exact, seen.is_seen) * seen.is_coded
-        centred = seen.values - mean[:, None]
+            z = (sight.keys - mean[:, None]) @ kept
+            scores = self._by_query((sight.queries @ kept) @ z.mT + sight.queries @ mean[..., None])
+            output = attend(torch.where(sight.is_coded, scores, exact), sight.is_seen, sight.values)
+            return self.felt(output - attend(exact, sight.is_seen, sight.values))
+        p = weights(exact, sight.is_seen) * sight.is_coded
+        centred = sight.values - mean[:, None]
         lost = centred - (centred @ kept) @ kept.mT
         return self.felt((p.flatten(1, 2) @ lost).unflatten(1, p.shape[1:3]))
 
@@ -249,17 +250,17 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
     text = AttendedText(spec, samples, config.exact_tail)
     mean, back = text.basis(config.basis == "weighted")
     if config.steps:
-        mean, back = text.trained(mean, back, config.steps, config.rate, config.unit, config.seed)
-    found = {"mean": mean.half(), "back": back.half()}
+        mean, back = text.train(mean, back, config.steps, config.rate, config.unit, config.seed)
+    learned = {"mean": mean.half(), "back": back.half()}
     ranks = grid(spec.width, config.unit)
-    found["damages"] = text.damages(found["mean"].double(), found["back"].double(), ranks).float().cpu()
+    learned["damages"] = text.damages(learned["mean"].double(), learned["back"].double(), ranks).float().cpu()
     budget = int(config.keep * spec.heads * spec.width + 1e-6)
     if config.ranks == "even":
         chosen = [max(rank for rank in ranks if rank <= max(budget // spec.heads, ranks[0]))] * spec.heads
     else:
-        chosen = greedy([*found["damages"]], [ranks] * spec.heads, budget)
-    found["ranks"] = torch.tensor(chosen, dtype=torch.int32)
-    return found
+        chosen = greedy([*learned["damages"]], [ranks] * spec.heads, budget)
+    learned["ranks"] = torch.tensor(chosen, dtype=torch.int32)
+    return learned
 
 
 def balance(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]]) -> None:
@@ -299,13 +300,13 @@ class Nested(Codec):
             raise RecipeError(f"{spec.where}: back holds a singular matrix; calibrate the cache again")
         ranks = static["ranks"].tolist()
         is_kept = torch.arange(max(ranks), device="cpu") < static["ranks"].cpu()[:, None]  # of a head's columns
-        held = {
+        tensors = {
             "mean": static["mean"].float()[:, None],
             "back": (back[..., : max(ranks)] * is_kept[:, None]).float().contiguous(),
             "forward": inverse.mT[..., : max(ranks)].float().contiguous(),
         }
-        super().__init__(spec, held)
-        self.rows = Rows(ranks, config.bits, held["back"].square().sum(1))
+        super().__init__(spec, tensors)
+        self.rows = Rows(ranks, config.bits, tensors["back"].square().sum(1))
         self.fields = self.rows.fields
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:

@@ -1,11 +1,11 @@
 """RotateKV (arXiv 2501.16383): keys rotated across heads before RoPE, channels reordered, min-max integers by token.
 
 Keys before the rotary embedding have channels that stand out, heads that stand out, and no others. A Hadamard rotation
-over groups of up to ROTATED heads spreads them; what differs still (the mean, mostly) is met by sorting the channels of
-the layer, so that channels of a similar level share a group of `group_size`, each with a scale and a minimum for each
-token. The order comes from calibration: ascending sums, over tokens, of the rotated keys. Values are rotated head by
-head and grouped in their own order. At 2 bits a group's range is shrunk to `clip` of itself (0.8), else not. Bits per
-element: bits + 32 / group_size. Sinks: the first `sink` tokens are exact.
+over groups of up to MAX_ROTATED_HEADS heads spreads them; what differs still (the mean, mostly) is met by sorting the
+channels of the layer, so that channels of a similar level share a group of `group_size`, each with a scale and a
+minimum for each token. The order comes from calibration: ascending sums, over tokens, of the rotated keys. Values are
+rotated head by head and grouped in their own order. At 2 bits a group's range is shrunk to `clip` of itself (0.8), else
+not. Bits per element: bits + 32 / group_size. Sinks: the first `sink` tokens are exact.
 
 Differences from the published code: 2^bits - 1 steps for any number of bits (there bits^2 - 1, right for 2 and 4 only);
 the order is learned from calibration text, not from the text that is tested; both rotations are done here and not
@@ -14,6 +14,9 @@ of heads is the largest power of two that divides their number; sinks are the fi
 with the largest hidden states of a layer, which a cache does not see; what is stored is the minimum, not a zero point.
 What it does not do: read keys without decoding them, because the rotary embedding comes after; centre keys: the minimum
 of a group stands in for that.
+
+Outside the core because principal components have a ninth of its KL in about the same bytes at 2 bits on SmolLM2-135M
+(0.0077 and 0.0688, docs/results/kv_frontier.md).
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ from compress.numerics import checks, hadamard
 
 NEEDS = frozenset({"keys_pre"})
 WORK = 32  # bytes that calibrating takes for each number of its largest sample
-GROUP = 128  # channels of a group whose size is not given
-ROTATED = 4  # heads that one rotation of keys spans, at most
-CLIP = 0.8  # of a group's range at 2 bits and below
+AUTO_GROUP_SIZE = 128  # channels
+MAX_ROTATED_HEADS = 4  # heads that one rotation of keys spans
+LOW_BIT_CLIP = 0.8  # share of a group's range at 2 bits and below
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,8 @@ def fit(groups: Tensor, bits: int, clip: float) -> tuple[Tensor, Tensor, Tensor]
 
 
 def heads_together(heads: int) -> int:
-    """Return the largest power of two, up to ROTATED, that divides the number of heads."""
-    return min(ROTATED, heads & -heads)
+    """Return the largest power of two, up to MAX_ROTATED_HEADS, that divides the number of heads."""
+    return min(MAX_ROTATED_HEADS, heads & -heads)
 
 
 def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -95,8 +98,8 @@ class Rotated(Codec):
     def __init__(self, spec: Spec, config: Config, static: Mapping[str, Tensor]) -> None:
         super().__init__(spec, static)
         self.rope = "pre" if spec.kind == "keys" else "post"
-        self.bits, self.group = config.bits, group_of(config.group_size, GROUP, spec.heads * spec.width)
-        self.clip = config.clip or (CLIP if config.bits <= 2 else 1.0)
+        self.bits, self.group = config.bits, group_of(config.group_size, AUTO_GROUP_SIZE, spec.heads * spec.width)
+        self.clip = config.clip or (LOW_BIT_CLIP if config.bits <= 2 else 1.0)
         self.span = spec.width * (heads_together(spec.heads) if spec.kind == "keys" else 1)
         self.codes = PackedCodes(spec.heads * spec.width, config.bits)
         self.fields = {**self.codes.fields, "scales": Field("scales"), "minima": Field("scales")}
@@ -109,23 +112,23 @@ class Rotated(Codec):
         packed = self.codes.pack(codes.flatten(-2)[:, None])
         return {**packed, "scales": scales[:, None, ..., 0], "minima": minima[:, None, ..., 0]}
 
-    def coded(self, block: Block) -> Tensor:
+    def decode_rotated(self, block: Block) -> Tensor:
         """Return the coded rows, still rotated, in the order of the heads: [B, n, h width] float32."""
         groups = self.codes.unpack(block)[:, 0].float().unflatten(-1, (-1, self.group))
         groups = groups.mul_(block["scales"][:, 0].float()[..., None]).add_(block["minima"][:, 0].float()[..., None])
         rows = groups.flatten(-2)
         if "order" not in self.static:
             return rows
-        found = torch.empty_like(rows)
-        found[..., self._order(rows)] = rows
-        return found
+        ordered = torch.empty_like(rows)
+        ordered[..., self._order(rows)] = rows
+        return ordered
 
     def decode(self, block: Block) -> Tensor:
-        rows = hadamard.transpose(self.coded(block).unflatten(-1, (-1, self.span)))
+        rows = hadamard.transpose(self.decode_rotated(block).unflatten(-1, (-1, self.span)))
         return head_rows(rows.flatten(-2), self.spec.heads)
 
     def mix(self, p: Tensor, block: Block) -> Tensor:
-        return p @ head_rows(self.coded(block), self.spec.heads)
+        return p @ head_rows(self.decode_rotated(block), self.spec.heads)
 
     def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
         return hadamard.transpose(mixed)
@@ -137,7 +140,9 @@ class Rotated(Codec):
 def check_heads(config: Config, spec: Spec) -> None:
     """Raise RecipeError unless heads of this width can be stored."""
     channels = spec.heads * spec.width
-    check_groups(spec, group_of(config.group_size, GROUP, channels), channels, f"{channels} channels of a token")
+    check_groups(
+        spec, group_of(config.group_size, AUTO_GROUP_SIZE, channels), channels, f"{channels} channels of a token"
+    )
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:

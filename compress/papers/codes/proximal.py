@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.tune.codes import vectors
-from compress.tune.codes.vectors import Vectors
+from compress.tune.codes.vectors import CodebookVectors
 from compress.tune.trained import Rates, strip_surroundings
 from compress.types import PackedWeight
 
@@ -41,7 +41,7 @@ def serves(packed: PackedWeight) -> bool:
     return vectors.serves(packed)
 
 
-class Codes(Vectors):
+class Codes(CodebookVectors):
     """One packed weight of the format `codebook`."""
 
     def __init__(self, packed: PackedWeight, target: Tensor, rates: Rates) -> None:

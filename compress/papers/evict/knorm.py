@@ -4,6 +4,8 @@ Keys of small Euclidean norm are those that attention tends to look at. Neither 
 
 Where we differ: the score is the inverse of the norm, which orders tokens as its negative does and is positive, so that
 it can be multiplied. Sinks and newest tokens stay, which kvpress's does not see to.
+
+Outside the core because at half of the tokens it has ten times the KL of SnapKV (docs/results/kv_eviction.md).
 """
 
 from __future__ import annotations

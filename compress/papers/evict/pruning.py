@@ -104,7 +104,7 @@ class Revival:
 
 
 @dataclass
-class Pruning:
+class PromptPruning:
     """What the layers of one cache know of the prompt while it goes through them."""
 
     stays: dict[int, float]  # layer -> fraction of the prompt that stays behind it

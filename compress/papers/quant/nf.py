@@ -1,10 +1,12 @@
 """NF with double quantization: levels at normal quantiles, a size for each small block (QLoRA, arXiv 2305.14314).
 
-Each weight becomes the nearest of the levels of its block (compress/papers/formats/nf.py). The size of a block is its
-largest magnitude, as published, or (`clip_search`) the best of some that are up to 40% smaller; it is stored in few
-bits, and codes are chosen for what is stored. bits 2, 3, 4, 8, scale_bits 2, 3, 4, 8, block_size 16, 32, 64,
-scale_block 16, 64, 256 and the three types of steps are the 432 options of LQ-LoRA (arXiv 2311.12023). Its quantized
-part beside a low-rank one is this method with `lowrank: {metric: none, iterations: N}`.
+Each weight becomes the nearest of the levels of its block (compress/papers/formats/nf.py). The size of a block is the
+best of some that are up to 40% smaller than its largest magnitude, which is the published size; it is stored in few
+bits, and codes are chosen for what is stored. The quantized part of LQ-LoRA (arXiv 2311.12023) beside a low-rank one is
+this method with `lowrank: {metric: none, iterations: N}`.
+
+Not in the core: `lq-lora2.75` has KL 0.0456 at 2.75 bits a weight, 0.0258 with its low-rank part at 3.544, where `int3`
+has 0.0104 at 3.125 (its recipe). It is made to be trained on.
 
 Differences from the papers: deviations of sizes are rounded to uniform integers (QLoRA: an 8-bit floating type).
 
@@ -15,7 +17,7 @@ products decode the weight.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,8 +28,8 @@ from compress.types import PackedWeight, Quantized, Stats, Stored
 FORMAT = "nf"
 NEEDS: frozenset[str] = frozenset()
 INCOHERENCE = False
-SHRINKS = tuple(1 - step / 20 for step in range(9))  # of the largest magnitude of a block
-CHUNK = 1 << 20  # weights at a time
+SIZE_RATIOS = tuple(1 - step / 20 for step in range(9))  # to the largest magnitude of a block that are tried
+WEIGHTS_AT_A_TIME = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Config:
     block_size: int = 64  # [columns] that share a size, the largest magnitude of the block
     scale_bits: int = 8  # [bits] of a size, which is quantized itself: 2 to 8
     scale_block: int = 256  # [sizes] that share a step
-    scale_dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # of a step
-    clip_search: bool = True  # search the size of a block with the least error; false: take its largest magnitude
+
+    REMOVED_KEYS: ClassVar[dict[str, Any]] = {"scale_dtype": "float32", "clip_search": True}
 
     def __post_init__(self) -> None:
         plan_params(self, (1, 1))
@@ -46,35 +48,33 @@ class Config:
 def plan_params(config: Config, shape: tuple[int, int]) -> nf.Params:
     """Return the format's parameters for a weight [out, in]: enough for the exact stored bytes."""
     words = nf.tile_words(config.bits, shape[1]) if 1 <= config.bits <= 16 else nf.TILE_WORDS[0]
-    return nf.Params(config.bits, config.block_size, words, config.scale_bits, config.scale_block, config.scale_dtype)
+    return nf.Params(config.bits, config.block_size, words, config.scale_bits, config.scale_block)
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
     """Return the bytes needed beside the stored weight: a float32 copy, its scales, codes, their packing."""
-    return shape[0] * shape[1] * (4 + 4 + 1 + 4 + 4) + 24 * CHUNK
+    return shape[0] * shape[1] * (4 + 4 + 1 + 4 + 4) + 24 * WEIGHTS_AT_A_TIME
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
     """Quantize weight [out, in], any float dtype, finite. `stats` and `seed` are unused."""
     shape = (weight.shape[0], weight.shape[1])
     params, target = plan_params(config, shape), weight.float()
-    step = max(1, CHUNK // shape[1])
-    fitted = torch.cat([_fitted(rows, params, config.clip_search) for rows in target.split(step)])
+    step = max(1, WEIGHTS_AT_A_TIME // shape[1])
+    fitted = torch.cat([_fit_sizes(rows, params) for rows in target.split(step)])
     stored = nf.pack_sizes(fitted, params)
     scales = nf.sizes(stored, params, shape)
     codes = [_nearest(*pair, params) for pair in zip(target.split(step), scales.split(step), strict=True)]
     return Quantized(PackedWeight(Stored(FORMAT, params), nf.pack(torch.cat(codes), stored, params), shape))
 
 
-def _fitted(rows: Tensor, params: nf.Params, search: bool) -> Tensor:
+def _fit_sizes(rows: Tensor, params: nf.Params) -> Tensor:
     """Return block sizes [rows, blocks], before they are rounded."""
     padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % params.block_size))
     grouped = padded.unflatten(1, (-1, params.block_size))  # row, block, column
     largest = grouped.abs().amax(2)
-    if not search:
-        return largest
     best, sizes = torch.full_like(largest, torch.inf), largest
-    for shrink in SHRINKS:
+    for shrink in SIZE_RATIOS:
         size = largest * shrink
         codes = _codes(grouped, size[..., None], params.bits)
         error = (nf.levels(params.bits).to(rows.device)[codes] * size[..., None] - grouped).square_().sum(2)

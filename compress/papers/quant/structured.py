@@ -3,6 +3,8 @@
 After a transform that has made channels zero (papers/transform/clover.py), with its share, nothing is lost: the
 largest ones are kept, and the others are zero. By itself it is structured pruning by size, a baseline at best.
 
+Not in the core: it saves memory and no time, and few bits of all weights lose less (docs/results/low_bit.md).
+
 Not done: a choice by what the inputs are; a compensation in what is kept; products that skip what is left out (the
 weight is decoded, zeros and all: memory on disk and at rest is saved, not time).
 """

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from compress import process_memory
 from compress.errors import CheckpointError, UnsupportedModelError
 from compress.model import blockwise
-from compress.model.block_calls import BlockArgs
-from compress.model.blockwise import FULL, QUANTIZED, HiddenStates, ModelArgs
+from compress.model.blockwise import FULL, QUANTIZED, BlockArgs, HiddenStates, ModelArgs
 from compress.model.edits import EditContext
 from compress.model.graph import Attention
 from compress.model.skeleton import Skeleton

@@ -44,7 +44,7 @@ from compress.model.blockwise import BlockArgs
 from compress.model.edits import EditContext
 from compress.numerics import kl
 from compress.papers.transform import rotation_search
-from compress.papers.transform.rotation_search import Rounding, SearchedRotation
+from compress.papers.transform.rotation_search import LinearRounding, SearchedRotation
 from compress.transform.bases import value_rows
 from compress.transform.search import fake_weight
 
@@ -255,7 +255,7 @@ class _Turn(NamedTuple):
     """One linear in the learned bases: what it reads is turned by `into`, what it makes (`rows` of it) by `out`."""
 
     linear: nn.Linear
-    rounding: Rounding
+    rounding: LinearRounding
     into: Tensor | None  # [n, n], for each n of the inputs
     out: Tensor | None
     rows: Tensor | None
@@ -317,7 +317,7 @@ def _each(x: Tensor, matrix: Tensor) -> Tensor:
 
 @contextmanager
 def _round_in_learned_bases(
-    rotation: SearchedRotation, parameters: dict[str, nn.Parameter], layers: dict[str, Rounding], model: _Model
+    rotation: SearchedRotation, parameters: dict[str, nn.Parameter], layers: dict[str, LinearRounding], model: _Model
 ) -> Iterator[None]:
     """Let these linears of the loaded model round in the bases of the parameters while active."""
     skeleton = rotation.skeleton

@@ -18,13 +18,8 @@ model; `blockwise` and target correction only make up for rounding: their target
 
 A pass over `samples` of the calibration text collects the moments, block by block, before anything is quantized. It
 holds one block of either model, and hidden states of both in a file. Merged attention weights are kept beside the run
-<<<<<<< HEAD:compress/papers/transform/merge_kv_heads.py
 until it ends, so that a run that was interrupted goes on behind the last merged block. Fewer heads cost more than fewer
-bits at the same bytes of cache (docs/kv_heads.md), which keeps this out of the core.
-=======
-until it ends, so that a run that was interrupted goes on behind the last merged block. What was measured is in
-docs/results/kv_heads.md.
->>>>>>> kv:compress/transform/merge_kv_heads.py
+bits at the same bytes of cache (docs/results/kv_heads.md), which keeps this out of the core.
 
 Refused: a norm between the projection of queries or keys and their positions (its root mean square is that of each
 head); one linear for several of the projections; numbers of heads that differ between layers; a group that does not

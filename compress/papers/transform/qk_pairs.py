@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.model.blockwise import BlockArgs
-from compress.model.graph import watched
+from compress.model.graph import watch_attention
 
 CLOSE = 1e-4  # relative
 
@@ -101,7 +101,7 @@ def _attention_inputs(block: nn.Module, hidden: Tensor, call: BlockArgs, made: M
     linears = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
     hooks = [module.register_forward_hook(replace(name)) for name, module in linears]
     try:
-        with watched(config, attend):
+        with watch_attention(config, attend):
             block(hidden, *call.args, **call.kwargs)
     except _SeenError:
         return seen[0]

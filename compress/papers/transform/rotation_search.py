@@ -72,7 +72,7 @@ class SearchedRotation(Edits, Protocol):
         """Only move the norms' weights into their readers."""
 
 
-class Rounding(NamedTuple):
+class LinearRounding(NamedTuple):
     """How one linear is rounded: the grid of its weight, its inputs, and the operations around what is stored."""
 
     config: grid.GridConfig | None  # None: the weight stays
@@ -83,7 +83,7 @@ class Rounding(NamedTuple):
 
 def roundings(
     plan: Plan, seed: int, device: torch.device, has_grid: Callable[[Scheme], bool] = lambda _: True
-) -> dict[str, Rounding]:
+) -> dict[str, LinearRounding]:
     """Return full name -> rounding of every linear that is rounded at all; seed: of the job."""
     layers = {layer.spec.name: layer for layer in plan.layers}
     rounded_layers = {}
@@ -94,7 +94,7 @@ def roundings(
         tensors = {key: tensor.to(device) for key, tensor in tensors.items()}
         if config is not None or scheme.activations is not None:
             around = layer.stored.ops if layer is not None else NO_TRANSFORMS
-            rounded_layers[name] = Rounding(config, scheme.activations, around, tensors)
+            rounded_layers[name] = LinearRounding(config, scheme.activations, around, tensors)
     return rounded_layers
 
 
@@ -111,7 +111,7 @@ def rounded_input(x: Tensor, settings: Activations | None) -> Tensor:
 
 
 @contextmanager
-def round_inputs(skeleton: Skeleton, block: nn.Module, layers: Mapping[str, Rounding]) -> Iterator[None]:
+def round_inputs(skeleton: Skeleton, block: nn.Module, layers: Mapping[str, LinearRounding]) -> Iterator[None]:
     """Round the inputs of these linears of a loaded block while active. Their weights are rounded for good."""
     hooks = []
     try:
@@ -119,7 +119,7 @@ def round_inputs(skeleton: Skeleton, block: nn.Module, layers: Mapping[str, Roun
             linear = skeleton.linear(block, name)
             linear.weight.data.copy_(_rounded_weight(linear.weight.detach(), layer))
 
-            def change(_: nn.Module, inputs: tuple[Any, ...], layer: Rounding = layer) -> tuple[Any, ...]:
+            def change(_: nn.Module, inputs: tuple[Any, ...], layer: LinearRounding = layer) -> tuple[Any, ...]:
                 x = transforms.apply_input(inputs[0], layer.ops, layer.tensors)
                 return (rounded_input(x, layer.activations), *inputs[1:])
 
@@ -130,7 +130,7 @@ def round_inputs(skeleton: Skeleton, block: nn.Module, layers: Mapping[str, Roun
             hook.remove()
 
 
-def _rounded_weight(weight: Tensor, layer: Rounding) -> Tensor:
+def _rounded_weight(weight: Tensor, layer: LinearRounding) -> Tensor:
     """Return the rounded weight [out, in], float32, to be multiplied by inputs behind their operations."""
     stored = transforms.rotate(weight, layer.ops, layer.tensors)
     if layer.config is not None:
@@ -154,7 +154,7 @@ def choose(rotation: SearchedRotation, bench: EditContext) -> tuple[int, list[st
     return best, [f"rotation {best} of 0 to {count - 1} is used: KL {listed} on {samples} samples, rounded to nearest"]
 
 
-def search(rotation: SearchedRotation, bench: EditContext, layers: Mapping[str, Rounding]) -> list[float]:
+def search(rotation: SearchedRotation, bench: EditContext, layers: Mapping[str, LinearRounding]) -> list[float]:
     """Return the KL of each rotation, in nats a token; `rotation` is left with the last one."""
     assert bench.tokens is not None, "the caller asks"
     skeleton, numbers = rotation.skeleton, range(rotation.config.seeds)
@@ -187,7 +187,7 @@ def search(rotation: SearchedRotation, bench: EditContext, layers: Mapping[str, 
 def _block(
     index: int,
     number: int | None,
-    layers: Mapping[str, Rounding],
+    layers: Mapping[str, LinearRounding],
     rotation: SearchedRotation,
     bench: EditContext,
     calls: blockwise.ModelArgs,

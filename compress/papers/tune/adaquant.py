@@ -246,7 +246,7 @@ class BlockTuning(HeldBlock):
         full = HeldBlock(self.block, (), self.portions.batches, self.portions.count, self.config.held_out)
         first = best = self.error({})
         for group in self.call_order(self.packed):
-            held = list(self._inputs(group[0], self.portions.held(), full))
+            held = list(self._inputs(group[0], self.portions.held_out(), full))
             weight = self.block.get_submodule(group[0]).get_parameter("weight")
             moments = InputMoments(weight.shape[1], weight.device)
             sums = {name: Sums(*self._own(name), moments) for name in group}

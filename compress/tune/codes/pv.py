@@ -40,7 +40,7 @@ from compress.formats.e8p import DIM
 from compress.quant.e8p import Nearest
 from compress.quant.viterbi import Search
 from compress.tune.codes import vectors
-from compress.tune.codes.vectors import TINY, Units, Vectors, in_scales
+from compress.tune.codes.vectors import TINY, CodebookVectors, Units, in_scales
 from compress.tune.trained import Rates, Trained, TrainedWeight, strip_surroundings
 from compress.types import PackedWeight
 
@@ -194,10 +194,10 @@ class LatticePoints(Units):
         return tensors["scale"].expand(rows, 1)
 
 
-def _units(packed: PackedWeight) -> type[LatticePoints] | type[Paths] | type[Vectors] | None:
+def _units(packed: PackedWeight) -> type[LatticePoints] | type[Paths] | type[CodebookVectors] | None:
     """Return what cuts a weight into units, None where its codes stay."""
     if vectors.serves(packed):
-        return Vectors
+        return CodebookVectors
     if packed.format == "e8p":
         return LatticePoints
     return Paths if packed.format == "trellis" else None
@@ -220,7 +220,7 @@ class _Copy:
         dense = self.dense.value()
         return dense - dense.detach()
 
-    def wanted(self, units: Units, before: Tensor) -> tuple[Tensor, Tensor]:
+    def find_wanted(self, units: Units, before: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the matrix [out, in] should be, and the numbers of the units that are to be encoded anew."""
         wanted = self.dense.value()
         distance = units.units(wanted - before).square().sum(-1)
@@ -244,7 +244,7 @@ class _Gradient:
         """Return zeros [out, in] whose gradient is that of the matrix."""
         return self.probe
 
-    def wanted(self, units: Units, before: Tensor) -> tuple[Tensor, Tensor]:
+    def find_wanted(self, units: Units, before: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the matrix [out, in] should be, and the numbers of the units that are to be encoded anew."""
         slope = self.probe.grad
         if slope is None:
@@ -300,7 +300,7 @@ class Codes(TrainedWeight):
         if (step + 1) % EVERY:
             return
         before = self.units.matrix()
-        wanted, chosen = self.target.wanted(self.units, before)
+        wanted, chosen = self.target.find_wanted(self.units, before)
         self.units.encode(wanted, chosen)
         self.target.follow(before, self.units.matrix())
 

@@ -2,7 +2,7 @@
 
 A unit is the least part of the stored matrix that its codes give without those of other parts: a vector of a codebook,
 eight columns of E8P, the path of a trellis. `Units` cuts a matrix into them, and encodes some of them anew in the
-metric of the stored weights. `Vectors` replaces codes of the format `codebook` by better entries.
+metric of the stored weights. `CodebookVectors` replaces codes of the format `codebook` by better entries.
 
 What a stored weight is, is affine in the entry that its code names: weight = gain * entry + offset, where gain and
 offset hold all scales, norms, other stages and outliers. So any vector can be encoded anew by itself, in the metric of
@@ -101,7 +101,7 @@ def serves(packed: PackedWeight) -> bool:
     return packed.format == "codebook" and not packed.params.svd_rank
 
 
-class Vectors(Units):
+class CodebookVectors(Units):
     """One weight of the format `codebook`; `codes` has those of each stage, int64 [code rows, code columns]."""
 
     share = 0.01

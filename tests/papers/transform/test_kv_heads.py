@@ -102,12 +102,6 @@ def test_equal_heads_give_themselves() -> None:
         torch.testing.assert_close(now, before, rtol=1e-6, atol=1e-6)
 
 
-def test_groups_of_one_are_the_identity_up_to_a_basis() -> None:
-    x, w = random(TOKENS, HIDDEN, seed=5), weights()
-    found = merge(x, w, [[0], [1], [2], [3]])
-    torch.testing.assert_close(attended(x, found, HALVES), attended(x, w, HALVES), rtol=1e-8, atol=1e-8)
-
-
 def test_heads_that_change_places_change_nothing_else() -> None:
     x, w = random(TOKENS, HIDDEN, seed=5), weights()
     ones = Shared(torch.ones(1, 2, dtype=torch.complex128), torch.ones(1, 2, dtype=torch.complex128))
@@ -117,20 +111,6 @@ def test_heads_that_change_places_change_nothing_else() -> None:
     assert torch.equal(found.keys, w.keys[[2, 0, 3, 1]])
     assert torch.equal(found.queries, w.queries[[4, 5, 0, 1, 6, 7, 2, 3]])
     torch.testing.assert_close(attended(x, found, HALVES), attended(x, w, HALVES))
-
-
-def test_heads_that_are_alike_find_each_other() -> None:
-    x, w = random(TOKENS, HIDDEN, seed=5), multiples(weights())
-    places = [0, 2, 1, 3]
-    mixed = HeadWeights(
-        w.queries.unflatten(0, (HEADS, -1))[places].flatten(0, 1), w.keys[places], w.values[places],
-        w.outputs.unflatten(0, (HEADS, -1))[places].flatten(0, 1),
-    )  # fmt: skip
-    groups = kv_heads.similar(found_by(x, mixed, HALVES), 2)
-    assert groups == [[0, 2], [1, 3]]
-    torch.testing.assert_close(
-        attended(x, merge(x, mixed, groups), HALVES), attended(x, w, HALVES), rtol=1e-7, atol=1e-7
-    )
 
 
 def test_keys_are_those_of_the_best_search() -> None:
@@ -207,13 +187,6 @@ def test_what_is_lost_is_what_the_errors_are() -> None:
     mean = kv_heads.lost_of([kv_heads.mean_merge(found.of(group)) for group in groups], groups, found)
     plain = kv_heads.lost_of([kv_heads.fitted_merge(found.of(group), False) for group in groups], groups, found)
     assert lost.keys < plain.keys and lost.values < plain.values < mean.values and lost.keys < mean.keys
-
-
-def test_moments_are_sums_over_tokens() -> None:
-    x, w = random(TOKENS, HIDDEN, seed=5), weights()
-    whole, parts = found_by(x, w, HALVES), [found_by(x[:20], w, HALVES), found_by(x[20:], w, HALVES)]
-    for every, first, second in zip(whole[:5], parts[0][:5], parts[1][:5], strict=True):
-        torch.testing.assert_close(every, first + second)
 
 
 def test_nothing_seen_gives_finite_heads() -> None:

@@ -90,13 +90,6 @@ def test_multiples_are_merged_without_loss(name: str, order: list[int], settings
     verify.verify(tmp_path / "out")
 
 
-def test_one_head_a_group_changes_nothing(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
-    model = pico_dir("llama")
-    api.quantize(job(model, tmp_path / "out", "group: 1"))
-    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (model, tmp_path / "out"))
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
 def test_the_mean_is_the_mean(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     model = pico_dir("llama")
     api.quantize(job(model, tmp_path / "out", "pooling: mean"))

@@ -164,7 +164,7 @@ def test_a_run_reports_the_choice_and_a_resumed_one_takes_it_over(
     api.quantize(job(pico_dir("llama"), setup, tmp_path / "whole"))
     (note,) = report_of(tmp_path / "whole")["notes"]["transform"]
     assert "of 0 to 2 is used" in note
-    real, calls = gptq.quantize, []
+    real, calls = gptq.prepare, []
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -173,7 +173,7 @@ def test_a_run_reports_the_choice_and_a_resumed_one_takes_it_over(
         return real(*args, **kwargs)
 
     with monkeypatch.context() as context:
-        context.setattr(gptq, "quantize", fails)
+        context.setattr(gptq, "prepare", fails)
         with pytest.raises(KeyboardInterrupt):
             api.quantize(job(pico_dir("llama"), setup, tmp_path / "out"))
     monkeypatch.setattr(rotation_search, "search", lambda *_: pytest.fail("it is known already"))

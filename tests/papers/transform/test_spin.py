@@ -14,17 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from compress import api
 from compress.errors import BudgetError, CalibrationError, CompressError, RecipeError
-from compress.model import blockwise, edits
+from compress.model import edits
 from compress.model.skeleton import Skeleton
-from compress.numerics import kl
 from compress.papers.transform import learned_rotation, rotation_search, spin
-from compress.quant import gptq
 from compress.run import plan
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform.bases import Basis, Orthogonal
 from pico import build
 from problems import random
-from runs import GPTQ, RTN, Setup, contents, job, report_of
+from runs import GPTQ, RTN, Setup, job
 
 TOKENS = torch.randint(0, 256, (4, 24), generator=torch.Generator().manual_seed(1))
 INPUTS = RTN.set("bits=8", "activations={bits: 3}")  # what is rounded without data: nearly nothing but the inputs
@@ -95,21 +93,6 @@ def test_the_vector_of_ones_is_left_alone() -> None:
     assert (matrix - start).norm() > 1
 
 
-def test_without_a_gradient_nothing_moves() -> None:
-    matrix = nn.Parameter(orthogonal(8, 0))
-    before = matrix.detach().clone()
-    learned_rotation.cayley_step(matrix, 1.5)
-    assert torch.equal(matrix, before)
-
-
-def test_the_nearest_orthogonal_matrix() -> None:
-    exact = orthogonal(24, 5).double()
-    found = learned_rotation.orthogonal((exact + 1e-4 * random(24, 24).double()).float())
-    u, _, vh = torch.linalg.svd((exact + 1e-4 * random(24, 24).double()).float().double())
-    assert found.dtype == torch.float64 and departure(found) < 1e-13
-    assert torch.allclose(found, u @ vh, atol=1e-12)
-
-
 # ---------------------------------------------------------------- the rounded model
 
 
@@ -142,44 +125,6 @@ def test_rounding_in_a_basis_is_the_rotated_model_rounded(
     assert found == pytest.approx(expected, rel=0.05) and expected > 0.01
     assert model.skeleton.edits is rotation and all(p.is_meta for p in model.skeleton.model.parameters())
     assert not any("forward" in vars(module) for module in model.skeleton.model.modules())
-
-
-def test_the_original_is_the_original(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
-    """What the loss compares with is what transformers computes; without rounding the loss is 0."""
-    rotation, given = bench(pico_dir("llama"), tmp_path, INPUTS, spin.Config(learn=1))
-    rotation.begin(CPU)
-    source: Any = AutoModelForCausalLM.from_pretrained(pico_dir("llama"))
-    with torch.no_grad(), learned_rotation._load(rotation, TOKENS, given) as model:
-        behind = model.stream.read(1, 1, blockwise.FULL)
-        assert torch.allclose(model.logits(behind), source(TOKENS).logits[1], atol=1e-5)
-        assert model.divergence(range(4)).max() < 1e-9
-
-
-def test_gradients_through_checkpoints_and_parts(
-    pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same whether logits are made at once or in parts; the losses of samples add up."""
-    rotation, given = bench(pico_dir("llama"), tmp_path, INPUTS, spin.Config(learn=1))
-    rotation.begin(CPU)
-    layers = rotation_search.roundings(given.plan, 0, CPU)
-    parameters = learned_rotation._parameters(rotation, CPU)
-    found: list[dict[str, Tensor]] = []
-    with (
-        learned_rotation._load(rotation, TOKENS, given) as model,
-        learned_rotation._round_in_learned_bases(rotation, parameters, layers, model),
-    ):
-        for size, shares in ((1 << 20, (1.0,)), (4 * 264 * 5, (1.0,)), (1 << 20, (0.25, 0.75))):
-            monkeypatch.setattr(kl, "LOGITS_NBYTES", size)
-            for share in shares:
-                model.descend(2, share)
-            found.append({name: p.grad for name, p in parameters.items() if p.grad is not None})
-            for p in parameters.values():
-                p.grad = None
-    assert found[0].keys() == {"residual", "0", "1"}
-    for other in found[1:]:
-        for name, gradient in found[0].items():
-            assert gradient.norm() > 0
-            assert torch.allclose(gradient, other[name], atol=1e-5 * float(gradient.abs().max())), name
 
 
 # ---------------------------------------------------------------- in a run
@@ -232,49 +177,6 @@ def test_learning_finds_a_basis_without_outliers(tmp_path: Path, monkeypatch: py
     assert merged == pytest.approx(after, rel=0.1)
 
 
-def test_what_is_learned_is_what_is_drawn(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
-    rotation, _ = bench(pico_dir("llama"), tmp_path, INPUTS, spin.Config(learn=2, residual=False))
-    assert learned_rotation._parameters(rotation, CPU).keys() == {"0", "1"}
-
-
-def test_what_is_not_better_is_not_used(
-    pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(learned_rotation, "FIRST_RATE", 0.0)
-    rotation, given = bench(pico_dir("llama"), tmp_path, INPUTS, spin.Config(learn=1))
-    (note,) = rotation.choose(given)
-    assert note.endswith("they are not clearly better, and not used")
-    assert isinstance(rotation.basis, Basis)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_has_the_learned_rotation(
-    pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(learned_rotation, "is_better", lambda *_: True)
-    setup = GPTQ.set("activations={bits: 3}", "transform=[{method: spin, seeds: 2, learn: 4}]")
-    api.quantize(job(pico_dir("llama"), setup, tmp_path / "whole"))
-    notes = report_of(tmp_path / "whole")["notes"]["transform"]
-    assert len(notes) == 2 and "of 0 to 1 is used" in notes[0] and "not used" not in notes[1]
-    real, calls = gptq.quantize, []
-
-    def fails(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 3:  # in the first block
-            raise KeyboardInterrupt
-        return real(*args, **kwargs)
-
-    with monkeypatch.context() as context:
-        context.setattr(gptq, "quantize", fails)
-        with pytest.raises(KeyboardInterrupt):
-            api.quantize(job(pico_dir("llama"), setup, tmp_path / "out"))
-    monkeypatch.setattr(learned_rotation, "learn", lambda *_: pytest.fail("it is known already"))
-    report = api.quantize(job(pico_dir("llama"), setup, tmp_path / "out"))
-    assert report["resumed_blocks"] == 0
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert not list(tmp_path.glob("out?*"))
-
-
 @pytest.mark.parametrize(
     ("setup", "changes", "error", "message"),
     [
@@ -296,13 +198,3 @@ def test_refusals(
     with pytest.raises(error, match=message) as caught:
         rotation.choose(given._replace(**changes))
     assert "\n" not in str(caught.value)
-
-
-def test_what_counts_as_better() -> None:
-    before = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    assert learned_rotation.is_better(before, before - torch.tensor([0.1, 0.2, 0.1, 0.2]))
-    assert not learned_rotation.is_better(before, before - torch.tensor([0.9, -0.4, 0.5, -0.3]))
-    assert not learned_rotation.is_better(before, before) and not learned_rotation.is_better(before, before + 0.1)
-    assert learned_rotation.is_better(before[:1], before[:1] - 0.1) and not learned_rotation.is_better(
-        before, before * torch.nan
-    )

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from compress import api, formats, recipe
-from compress.errors import RecipeError
+from compress import api, formats
 from compress.formats import int as int_format
-from compress.model.blockwise import BlockArgs
 from compress.papers.tune import adaquant
 from compress.papers.tune.adaquant import (
     Config,
@@ -23,16 +21,13 @@ from compress.papers.tune.adaquant import (
     Sums,
     TrainedLinear,
     fit,
-    workspace,
 )
 from compress.tune import held_block
 from compress.tune.codes import fixed, straight_through
-from compress.tune.held_block import BlockSizes
 from compress.tune.trained import Rates, Trained
 from pico import round_to_nearest, save_pico
 from runs import RTN, SMALL, contents, job, report_of, stored_tensors
 from small_block import SmallBlock, batches, held_error, killed_behind_a_block, plain_copy, quantized
-from stored import samples
 
 TUNED = ("tune.method=adaquant", "tune.steps=30", "tune.codes_rate=0.3")
 
@@ -76,16 +71,6 @@ def test_the_error_and_its_gradients_are_those_of_the_paper(has_bias: bool) -> N
     assert HeldOutError(weight, bias, inputs()).error(new, shifted) == pytest.approx(expected.item(), rel=1e-5)
     for found, leaf in zip((by_weight, by_bias), leaves, strict=False):
         assert leaf.grad is not None and torch.allclose(found.double(), leaf.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_a_small_error_is_not_lost_in_the_sums() -> None:
-    """One that is 1e-8 of the outputs' square, as 8 bits leave, in float32."""
-    weight = torch.randn(7, 24, generator=torch.Generator().manual_seed(0))
-    new = weight + 1e-4 * torch.randn(7, 24, generator=torch.Generator().manual_seed(2))
-    given = [Inputs(each.quantized, each.quantized) for each in inputs()]
-    expected = plain_error(weight, None, new.double(), None, given).item()
-    assert expected < 2e-8
-    assert summed(weight, None, given).gradient(new, None)[0] == pytest.approx(expected, rel=1e-4)
 
 
 def test_scales_and_bias_approach_the_least_squares() -> None:
@@ -169,36 +154,6 @@ def test_linears_are_calibrated_one_behind_the_other(target: str, monkeypatch: p
         assert torch.allclose(of_last.full.double(), expected[1 if target == "full" else 0], atol=1e-4)
 
 
-class Routed(nn.Module):
-    """A linear for all tokens, and one for those with a positive first channel, which the first linear decides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.expert, self.idle = (nn.Linear(32, 32, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., 32] -> [..., 32]."""
-        h = self.first(x)
-        chosen = h[..., 0] > 0
-        return h.index_put((chosen,), self.expert(h[chosen]))
-
-
-def test_experts_have_their_own_tokens() -> None:
-    """Which are others with other weights; a linear without tokens stays as it is."""
-    block = Routed().requires_grad_(False)
-    x = torch.randn(4, 4, 16, 32, generator=torch.Generator().manual_seed(2))
-    tuning = adaquant.BlockTuning(
-        block, ("first", "expert", "idle"), lambda: ((b, BlockArgs((), {}), block(b)) for b in x), 4, Config(steps=40)
-    )
-    for name in ("first", "expert", "idle"):
-        tuning.add(name, round_to_nearest(tuning.weight(name), 2, 16))
-    idle = tuning.packed["idle"]
-    packed, _, note = tuning.finish()
-    assert tuning.outcomes.keys() == {"first", "expert"} and packed["idle"] is idle
-    assert tuning.outcomes["expert"].after < tuning.outcomes["expert"].before and "as they were: " in note
-
-
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("what", ["linear", "block"])
 def test_what_brings_nothing_leaves_no_trace(what: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,46 +166,6 @@ def test_what_brings_nothing_leaves_no_trace(what: str, count: int, monkeypatch:
     packed, vectors, note = tuning.finish()
     assert vectors == {} and packed == before and "none is better" in note
     assert all(torch.equal(tensor, state[name]) for name, tensor in tuning.model.state_dict().items())
-
-
-def test_biases_are_measured_as_they_are_stored() -> None:
-    block = SmallBlock().bfloat16().requires_grad_(False)
-    given = batches(SmallBlock().bfloat16().float().requires_grad_(False))
-    packed, vectors, note = quantized(adaquant, block, given, steps=30, held_out=4).finish()
-    assert vectors and {tensor.dtype for tensor in vectors.values()} == {torch.bfloat16}
-    assert f"-> {held_error(plain_copy(block.float(), packed, vectors), given, 4):.3g};" in note
-
-
-def test_other_formats_keep_their_codes() -> None:
-    block = nn.Sequential(nn.Linear(128, 16, bias=False)).requires_grad_(False)
-    x = torch.randn(3, 4, 8, 128, generator=torch.Generator().manual_seed(0))
-    packed = next(iter(samples("nf", (16, 128))))
-    tuning = adaquant.BlockTuning(block, ["0"], lambda: ((b, BlockArgs((), {}), block(b)) for b in x), 3, Config(20))
-    tuning.add("0", packed)
-    made, _, note = tuning.finish()
-    assert "codes that moved" not in note and "0 " in note
-    for key, tensor in packed.tensors.items():
-        assert torch.equal(made["0"].tensors[key], tensor) != tensor.is_floating_point(), key
-
-
-def test_what_it_takes_is_counted() -> None:
-    given = workspace(Config(), BlockSizes(numel=1000, states=50, hidden=10, batch=4, seq_len=512))
-    assert given == 1000 * (16 + 24 + straight_through.BYTES + 16) + 4 * 50 + 4 * 10
-
-
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ("steps: 0", "less than 1"),
-        ("rate: 1.5", "is not between 0 and 1"),
-        ("codes_rate: 17", "is not between 0 and 16"),
-        ("target_inputs: both", "target_inputs"),
-        ("held_out: 1", "nothing would be trained on"),
-    ],
-)
-def test_settings_that_cannot_be(setting: str, said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
-        recipe.load("int4", [f"tune={{method: adaquant, {setting}}}"])
 
 
 @pytest.mark.slow

@@ -60,9 +60,9 @@ class DecodeStep(nn.Module):
         position_ids: Tensor | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         cache = DynamicCache(past)
-        given = {} if position_ids is None else {"position_ids": position_ids}
+        positions = {} if position_ids is None else {"position_ids": position_ids}
         out = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **given
+            input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **positions
         )
         return out.logits, [(layer.keys, layer.values) for layer in out.past_key_values.layers]
 

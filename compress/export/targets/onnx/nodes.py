@@ -243,7 +243,7 @@ class _Replaced:
     def makers(self, skeleton: Skeleton, model: PreTrainedModel) -> Makers:
         """Return name of a parameter -> how it is made, after a zero has been put in the place of all that are left."""
         names: dict[int, list[str]] = {}
-        converted = stored_weights.converted(skeleton.model, skeleton.checkpoint)
+        converted = stored_weights.names_of_converted(skeleton.model, skeleton.checkpoint)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         for same in list(names.values()):
