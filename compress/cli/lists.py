@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.cli.options import AsJson, app, errors
+from compress.cli.options import AsJson, errors
 
 if TYPE_CHECKING:
     from compress.recipe.catalogue import Entry
 
 
-@app.command(epilog="Example: compress recipes int4 > mine.yaml")
 def recipes(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Print this recipe's YAML.")] = None,
     as_json: AsJson = False,
@@ -54,7 +53,6 @@ def _facts(purpose: str, entry: Entry) -> dict[str, Any]:
     }
 
 
-@app.command(epilog="Example: compress methods recipe/calibration")
 def methods(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="Print the settings of this one: KIND/NAME, or NAME alone.")

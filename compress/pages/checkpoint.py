@@ -78,7 +78,7 @@ def _headline(report: Report, scores: Mapping[str, Any]) -> str:
         found.append((svg.number(row["kl_mean"]), f"KL to {base}{error}, nats a token{through}"))
         found.append((f"{row['perplexity']:.2f}", f"perplexity ({row['base_perplexity']:.2f} of {base})"))
         found.append((f"{row['same_top1']:.1%}", "same most likely token"))
-    how = "compress report DIR --base ORIGINAL --text FILE measures the loss and adds it here."
+    how = "compress inspect DIR --page --base ORIGINAL --text FILE measures the loss and adds it here."
     missing = "" if measured else html.paragraph(f"Not scored yet: {how}", "faint")
     return html.facts(found) + missing + suite.alarm(scores.get("suites", ()))
 

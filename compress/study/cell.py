@@ -20,7 +20,7 @@ import torch
 from compress import api, process_memory, recipe
 from compress import evaluate as evaluation
 from compress.errors import CompressError, cut, first_line
-from compress.evaluate import cache, speed
+from compress.evaluate import cache_scores, speed
 from compress.importers import open_checkpoint
 from compress.model import fingerprint, load
 from compress.model.positions import max_positions
@@ -149,8 +149,8 @@ def _scores(directory: Path, settings: Settings, text: str, has_cache: bool) -> 
     if not has_cache:
         scores = evaluation.evaluate(directory, text, base, settings.window, settings.max_tokens, execution)
         return dataclasses.asdict(scores)
-    asked = cache.Request({}, text, max_tokens=settings.max_tokens)
-    through, read = cache.evaluate([directory, base], asked, settings.window, execution)
+    lengths = settings.window, settings.max_tokens
+    through, read = cache_scores.evaluate([directory, base], text, {}, None, lengths, execution)
     return {**dataclasses.asdict(through), "cache_read": read.text}
 
 
