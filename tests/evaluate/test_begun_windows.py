@@ -121,7 +121,7 @@ def test_the_own_text_begins_alike_and_cannot_begin_with_nothing(model: Path, tm
 
 def test_an_interrupted_run_goes_on_with_the_same_beginning_only(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    stopped = cli(*command(model, GPTQ, out), prepare=interrupt("compress.quant.gptq", "quantize", 10))
+    stopped = cli(*command(model, GPTQ, out), prepare=interrupt("compress.quant.gptq", "quantize_rows", 10))
     assert stopped.code != 0
     with pytest.raises(OutputError, match="recipe"):
         api.quantize(job(model, GPTQ.set("calibration.bos=never"), out))
