@@ -19,7 +19,7 @@ CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 
 # Three signals: one as a weight is quantized, one as the first is answered, one as the command ends.
 THRICE = (
-    interrupt("compress.quant.gptq", "quantize", 10, "SIGTERM")
+    interrupt("compress.quant.gptq", "quantize_rows", 10, "SIGTERM")
     + """
 from compress.cli import interruption
 from compress.storage.workdir import Output
@@ -55,7 +55,7 @@ def test_a_signal_is_answered_as_ctrl_c_is(
     prepare: str, pico_dir: Callable[..., Path], expected: dict[str, bytes], tmp_path: Path
 ) -> None:
     words = command(pico_dir("llama"), GPTQ, tmp_path / "out")
-    source = interrupt("compress.quant.gptq", "quantize", 10, prepare) if prepare in CODES else THRICE
+    source = interrupt("compress.quant.gptq", "quantize_rows", 10, prepare) if prepare in CODES else THRICE
     result = cli(*words, prepare=source)
     assert result.code == CODES.get(prepare, 143) and one_line(result) == RESUME
     assert (tmp_path / "out.partial" / "blocks" / "00000.json").is_file() and not (tmp_path / "out").exists()
@@ -66,7 +66,7 @@ def test_a_signal_is_answered_as_ctrl_c_is(
 def test_what_is_turned_off_stays_off(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     """By nohup, for one."""
     source = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-    source += interrupt("compress.quant.gptq", "quantize", 10, "SIGHUP")
+    source += interrupt("compress.quant.gptq", "quantize_rows", 10, "SIGHUP")
     assert cli(*command(pico_dir("llama"), GPTQ, tmp_path / "out"), prepare=source).code == 0
 
 

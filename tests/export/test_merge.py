@@ -153,7 +153,7 @@ def test_an_interrupted_merge_goes_on(tmp_path: Path) -> None:
     base, out = packed(tmp_path, "llama", GPTQ), tmp_path / "out"
     adapter(tmp_path / "lora", base)
     words = ["merge", str(base), "--adapter", str(tmp_path / "lora"), "--calib", str(job(base, GPTQ, tmp_path).calib)]
-    for where in (("compress.export.targets.dense", "write", 1), ("compress.quant.gptq", "quantize", 10)):
+    for where in (("compress.export.targets.dense", "write", 1), ("compress.quant.gptq", "quantize_rows", 10)):
         assert cli(*words, "--out", str(out), prepare=interrupt(*where)).code == -9
         assert not out.exists()
     again = cli(*words, "--out", str(out))

@@ -147,7 +147,7 @@ def test_an_interrupted_run_goes_on(pico_dir: foreign.Pico, tmp_path: Path) -> N
     both = foreign.written(pico_dir("llama"), tmp_path, settings(BLOCK), pack)
     assert cli(*command(both.quantized, GPTQ, tmp_path / "whole")).code == 0
     words = command(both.quantized, GPTQ, tmp_path / "out")
-    assert cli(*words, prepare=interrupt("compress.quant.gptq", "quantize", 10)).code < 0
+    assert cli(*words, prepare=interrupt("compress.quant.gptq", "quantize_rows", 10)).code < 0
     foreign.configure(both.quantized, quantization_config={**settings(BLOCK), "fmt": "e4m3"})
     assert "another model" in one_line(cli(*words))
     foreign.configure(both.quantized, quantization_config=settings(BLOCK))

@@ -325,7 +325,7 @@ def test_a_killed_run_goes_on_with_the_same_bytes(deep: Path, tmp_path: Path) ->
     api.quantize(job(deep, FULL, tmp_path / "expected"))
     words = command(deep, FULL, tmp_path / "out")
     for call in (10, 7 + 3):  # of seven linears a block; the second run starts with block 1
-        result = cli(*words, prepare=interrupt("compress.quant.gptq", "quantize", call))
+        result = cli(*words, prepare=interrupt("compress.quant.gptq", "quantize_rows", call))
         assert result.code < 0 and not (tmp_path / "out").exists()
     assert cli(*words).code == 0
     report, expected = report_of(tmp_path / "out"), report_of(tmp_path / "expected")

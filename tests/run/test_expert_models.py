@@ -122,7 +122,7 @@ def test_a_resumed_run_writes_the_same_biases(models: Callable[[str], Path], tmp
     model = models("gpt_oss")
     api.quantize(job(model, GPTQ, tmp_path / "whole"))
     words = command(model, GPTQ, tmp_path / "out")
-    assert cli(*words, prepare=interrupt("compress.quant.gptq", "quantize", 20)).code == -signal.SIGKILL
+    assert cli(*words, prepare=interrupt("compress.quant.gptq", "quantize_rows", 20)).code == -signal.SIGKILL
     assert cli(*words).code == 0
     assert report_of(tmp_path / "out")["resumed_blocks"] == 1
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

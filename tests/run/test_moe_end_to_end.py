@@ -131,7 +131,7 @@ def test_modules_with_experts_that_are_not_packed_are_not_pruned(model: Path, tm
 def test_a_resumed_run_measures_nothing_twice(model: Path, made: Made, tmp_path: Path) -> None:
     """Killed in block 1: its routing alone is measured again, and all bytes are the same."""
     words = [*command(model, MOE, tmp_path / "out"), "--measurements", str(made.folder)]
-    in_block_1 = interrupt("compress.quant.gptq", "quantize", OPEN + FIXED + 4)
+    in_block_1 = interrupt("compress.quant.gptq", "quantize_rows", OPEN + FIXED + 4)
     assert cli(*words, prepare=in_block_1).code == -signal.SIGKILL
     result = cli(*words, prepare=interrupt("compress.calib.expert_routing", "measure", 2))
     assert result.code == 0 and "experts pruned in 1 of 2 blocks" in result.out, result.err
@@ -144,7 +144,7 @@ def test_a_resumed_run_measures_nothing_twice(model: Path, made: Made, tmp_path:
 @pytest.mark.parametrize(
     "where",
     [
-        interrupt("compress.quant.gptq", "quantize", 3 * OPEN + FIXED + 5),  # in block 1
+        interrupt("compress.quant.gptq", "quantize_rows", 3 * OPEN + FIXED + 5),  # in block 1
         interrupt("compress.storage.workdir", "write_text", 3),  # run.json, block 0, and before block 1 is recorded
     ],
     ids=["in a block", "before the last record"],

@@ -80,7 +80,8 @@ def test_what_was_killed_before_its_first_block_binds_nobody(model: Path, mine: 
     """Neither an output nor a folder of measurements."""
     out, folder = tmp_path / "out", tmp_path / "measured"
     assert (
-        cli(*command(model, GPTQ, out), prepare=interrupt("compress.quant.gptq", "quantize", 2)).code == -signal.SIGKILL
+        cli(*command(model, GPTQ, out), prepare=interrupt("compress.quant.gptq", "quantize_rows", 2)).code
+        == -signal.SIGKILL
     )
     assert (tmp_path / "out.partial" / "run.json").is_file()
     assert cli(*command(model, RTN, out)).code == 0

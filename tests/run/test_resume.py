@@ -39,7 +39,7 @@ from runs import (
     untouched,
 )
 
-IN_BLOCK_1 = interrupt("compress.quant.gptq", "quantize", 10)  # of seven linears a block
+IN_BLOCK_1 = interrupt("compress.quant.gptq", "quantize_rows", 10)  # of seven linears a block
 IN_SELF_CHECK = interrupt("compress.run.verify", "self_check", 1)
 
 
@@ -114,7 +114,7 @@ def test_killed(
 def test_killed_twice(model: Path, expected: Callable[[Setup], dict[str, bytes]], tmp_path: Path) -> None:
     words = command(model, GPTQ, tmp_path / "out")
     assert cli(*words, prepare=IN_BLOCK_1).code == -signal.SIGKILL
-    assert cli(*words, prepare=interrupt("compress.quant.gptq", "quantize", 3)).code == -signal.SIGKILL
+    assert cli(*words, prepare=interrupt("compress.quant.gptq", "quantize_rows", 3)).code == -signal.SIGKILL
     assert cli(*words).code == 0
     assert finished(tmp_path / "out", 1) == expected(GPTQ)
 
@@ -164,7 +164,7 @@ def test_control_c(
 ) -> None:
     out = tmp_path / "out"
     words = command(model, GPTQ, out)
-    result = cli(*words, prepare=interrupt("compress.quant.gptq", "quantize", call, "SIGINT"))
+    result = cli(*words, prepare=interrupt("compress.quant.gptq", "quantize_rows", call, "SIGINT"))
     assert result.code == 130
     assert one_line(result) == "interrupted; run the same command again to go on after the last finished block"
     assert not out.exists()
