@@ -48,6 +48,7 @@ def _facts(purpose: str, entry: Entry) -> dict[str, Any]:
     return {
         "purpose": purpose,
         "bits": float(entry.bits) if entry.bits else None,
+        "measured": bool(entry.measured),
         "calibration": entry.cost != "data-free",
         "cost": entry.cost,
         "description": entry.description,

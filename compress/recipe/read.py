@@ -70,7 +70,7 @@ from yaml import Node, ScalarNode, SequenceNode
 
 from compress import plugins
 from compress.errors import RecipeError, shown
-from compress.recipe import table_options
+from compress.recipe import facts, table_options
 from compress.recipe.blocks import built, cache, is_kept, method, scheme, table, table_default
 from compress.recipe.cache_options import cache_options
 from compress.recipe.overrides import overridden
@@ -96,25 +96,46 @@ from compress.recipe.yaml import Entries, check_keys, compose, error_at, mapping
 from compress.storage.files import open_regular
 
 if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
     from compress.types import ExpertPruning, Scheme
 
 ALLOCATOR = "knapsack"  # where a target is given and no method
 BITS = (2, 3, 4, 5, 6, 8)  # offered where a recipe lists no options
 TOWER = "rtn"  # for linears beside the text model, where a rule of `towers` names no method
 FILE_LIMIT = 16 << 20  # bytes
+PACKAGE, PAPERS = "compress.recipes", "papers"
 
 
 def names() -> list[str]:
-    """Return the names of the built-in recipes, sorted."""
-    listed = (entry.name for entry in files("compress.recipes").iterdir())
-    return sorted(name.removesuffix(".yaml") for name in listed if name.endswith(".yaml"))
+    """Return the names of the built-in recipes, sorted, those of papers behind the others."""
+    return [*_names_in(files(PACKAGE)), *_names_in(files(PACKAGE) / PAPERS)]
+
+
+def is_paper(name: str) -> bool:
+    """Return whether a built-in recipe lies in recipes/papers, which holds what is not on the frontier."""
+    return name in _names_in(files(PACKAGE) / PAPERS)
 
 
 def text(name: str) -> str:
     """Return the YAML of a built-in recipe, comments included."""
     if name not in names():
-        raise RecipeError(plugins.unknown("recipe", name, names()))
-    return (files("compress.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
+        raise RecipeError(_unknown(name))
+    folder = files(PACKAGE) / PAPERS if is_paper(name) else files(PACKAGE)
+    return (folder / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def _names_in(folder: Traversable) -> list[str]:
+    """Return the names of the recipes in a folder, sorted; none where there is no such folder."""
+    entries = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml"))
+
+
+def _unknown(name: str) -> str:
+    """Return the error for a recipe that does not exist, with the names that are close to it."""
+    close = plugins.close_words(name, names(), 3)
+    guess = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"unknown recipe {shown(name)}; {guess}`compress recipes --all` lists them"
 
 
 def describe(name: str) -> str:
@@ -136,7 +157,7 @@ def load(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
     elif os.path.isdir(name_or_file):
         raise RecipeError(f"{name_or_file} is a directory; give a YAML file, or a built-in recipe (`compress recipes`)")
     else:
-        raise RecipeError(f"there is no such file, and {plugins.unknown('recipe', name_or_file, names())}")
+        raise RecipeError(f"there is no such file, and {_unknown(name_or_file)}")
     rename(root, RENAMED)
     recipe = _recipe(root, name)
     return _recipe(overridden(root, overrides), name) if overrides else recipe
@@ -233,6 +254,7 @@ def _from_file(path: Path) -> Node:
 def _recipe(root: Node, default_name: str) -> Recipe:
     entries = mapping(root, "a recipe")
     check_keys(entries, TOP_KEYS, "the recipe")
+    facts.about(entries), facts.measurements(entries)  # checked, and left out: they decide nothing
     quantize = _quantize(entries, root)
     calibration = CalibrationConfig()
     if "calibration" in entries:

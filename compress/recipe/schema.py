@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from compress import plugins
+from compress.recipe import facts
 
 if TYPE_CHECKING:
     from compress.kv.settings import CacheSettings
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 KEEP = "keep"  # the option, and the method of a scheme, that leaves a weight as it is
 TABLES = ("embeddings", "head")  # sections for what lies outside of the blocks
 OTHER_KEYS = ("allocate", "tune", "experts", "kv_cache", "towers", "export")
-TOP_KEYS = ("name", "description", "calibration", "transform", "quantize", "rules", "ignore", *TABLES, *OTHER_KEYS)
+SETTING_KEYS = ("calibration", "transform", "quantize", "rules", "ignore", *TABLES, *OTHER_KEYS)
+TOP_KEYS = ("name", "description", *SETTING_KEYS, *facts.SECTIONS)
 CACHE_KEYS = ("context", "cache_bits", "cache_options", "cache_estimator")
 ALLOCATE_KEYS = (
     "method",

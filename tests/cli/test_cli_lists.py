@@ -64,7 +64,7 @@ def test_a_printed_recipe_is_one_to_start_from(tmp_path: Path) -> None:
     mine, built_in = recipe.load(str(tmp_path / "mine.yaml")), recipe.load("int4")
     assert recipe.fingerprint(mine) == recipe.fingerprint(built_in)
     result = cli("recipes", "int44")
-    assert result.code == 1 and one_line(result).startswith("unknown recipe 'int44'; known: ")
+    assert result.code == 1 and one_line(result).startswith("unknown recipe 'int44'; did you mean int4 or ")
 
 
 def test_methods() -> None:
