@@ -42,7 +42,7 @@ FIGURES = {
 
 TOP = """# Recipes
 
-This page is generated from `about` and `measured` of `recipes/*.yaml` by `python docs/generate_recipes.py`.
+This page is generated from `about` and `measured` of `recipes/` by `python docs/generate_recipes.py`.
 
 A recipe is one YAML file. `compress recipes` lists them. `compress recipes NAME > mine.yaml` gives one to start from.
 `--set key=value` changes one value of a recipe for one run.

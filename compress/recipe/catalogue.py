@@ -25,17 +25,18 @@ SMALLER_LAYERS = {"lord", "cut", "structured"}
 # Scores of allocators that need no measurement of every option.
 CHEAP_SCORES = {"lim", "zd"}
 
-PURPOSES = (
-    "Weights, 2 bits",
-    "Weights, 3 bits",
-    "Weights, 4 bits",
-    "Weights, 8 bits",
-    "Weights and activations",
-    "Key-value cache",
-    "Weights and key-value cache",
-    "Bit allocation",
-    "Low rank and smaller layers",
-)
+# Purpose -> its name in a narrow table, in the order in which recipes are shown.
+PURPOSES = {
+    "Weights, 2 bits": "weights, 2 bits",
+    "Weights, 3 bits": "weights, 3 bits",
+    "Weights, 4 bits": "weights, 4 bits",
+    "Weights, 8 bits": "weights, 8 bits",
+    "Weights and activations": "activations, too",
+    "Key-value cache": "cache",
+    "Weights and key-value cache": "cache, too",
+    "Bit allocation": "mixed bits",
+    "Low rank and smaller layers": "low rank",
+}
 BITS_OF_PURPOSES = {purpose: int(purpose.split()[1]) for purpose in PURPOSES if purpose.endswith(" bits")}
 # The weight whose bits stand for those of a recipe that is not measured.
 PLANNED_SHAPE = (4096, 4096)

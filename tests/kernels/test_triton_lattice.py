@@ -20,7 +20,7 @@ from compress.kernels.triton import _lattice, lattice, split_k
 from compress.types import PackedWeight
 from stored import product, random_weight
 
-GLVQ = Params(2, 8, 128, compand=False, row_scales=True)  # what recipes/glvq2bit.yaml makes
+GLVQ = Params(2, 8, 128, compand=False, row_scales=True)  # what recipes/papers/glvq2bit.yaml makes
 
 
 def random_lattice(params: Params, shape: tuple[int, int]) -> PackedWeight:

@@ -60,6 +60,12 @@ def all_names() -> list[str]:
     return listed + [f"{RECIPE}/{section}" for section in SECTIONS]
 
 
+def is_paper(full: str) -> bool:
+    """Whether a plugin lies in compress/papers."""
+    kind, _, name = full.partition("/")
+    return kind != RECIPE and plugins.is_paper(kind, name)
+
+
 def full_name(name: str) -> str:
     """KIND/NAME of what is meant by it, or by NAME alone where that is unique; RecipeError otherwise."""
     listed = all_names()
