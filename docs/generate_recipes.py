@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from compress.recipe.catalogue import COSTS, Entry, by_purpose
+from compress.recipe.catalogue import COSTS, ListedRecipe, by_purpose
 from compress.recipe.facts import Measurement
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,7 +68,7 @@ COLUMNS = {
 }
 
 
-def row(entry: Entry, columns: tuple[str, ...]) -> str:
+def row(entry: ListedRecipe, columns: tuple[str, ...]) -> str:
     """One line of a table."""
     figures = {
         "recipe": f"[`{entry.name}`](#{anchor(entry.name)})",
@@ -80,13 +80,13 @@ def row(entry: Entry, columns: tuple[str, ...]) -> str:
     return "| " + " | ".join(figures[column] for column in columns) + " |"
 
 
-def weight_figures(entry: Entry) -> dict[str, str]:
+def weight_figures(entry: ListedRecipe) -> dict[str, str]:
     """Loss of a model, on how many tokens, and the perplexity of the original on the same tokens."""
     run = entry.measured[0] if entry.measured else Measurement()
     return {"KL": run.kl, "perplexity": run.perplexity, "original": run.original, "tokens": run.tokens}
 
 
-def cache_figures(entry: Entry) -> dict[str, str]:
+def cache_figures(entry: ListedRecipe) -> dict[str, str]:
     """Loss of a cache at 1,024 tokens, or at 2,048 where nothing was measured at 1,024."""
     by_context = {run.context: run for run in entry.measured}
     run = next((by_context[context] for context in CONTEXTS if context in by_context), Measurement())
@@ -99,7 +99,7 @@ def anchor(name: str) -> str:
     return re.sub(r"[^\w-]", "", name.lower())
 
 
-def detail(entry: Entry) -> list[str]:
+def detail(entry: ListedRecipe) -> list[str]:
     """The section of one recipe."""
     about = entry.about
     file = f"recipes/{'papers/' if entry.is_paper else ''}{entry.name}.yaml"

@@ -28,8 +28,8 @@ from compress.model import blockwise, lm_head
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.progress import duration, note
+from compress.recipe.allocation import IN_NATS
 from compress.recipe.schema import KEEP, Allocation
-from compress.recipe.table_options import IN_NATS
 from compress.storage import json_text
 from compress.storage.checkpoint import read_json, write_text
 from compress.storage.json_text import INTEGER, NUMBER, TEXT

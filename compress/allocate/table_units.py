@@ -2,7 +2,7 @@
 
 A table has options of its own (`allocate.tables` of a recipe), numbered behind those of linears. Its damage is the KL
 of the whole model with this table alone at the option, in nats a token, whatever the damages of linears are measured
-by. The recipe allows only estimators in that unit (compress/recipe/table_options.py).
+by. The recipe allows only estimators in that unit (compress/recipe/allocation.py).
 """
 
 from __future__ import annotations

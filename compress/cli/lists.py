@@ -13,7 +13,7 @@ import typer
 from compress.cli.options import AsJson, app, errors
 
 if TYPE_CHECKING:
-    from compress.recipe.catalogue import Entry
+    from compress.recipe.catalogue import ListedRecipe
 
 All = Annotated[bool, typer.Option("--all", help="List those of papers that are not on the frontier, too.")]
 
@@ -59,7 +59,7 @@ def _print_lines(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print(line if limit is None or len(line) <= limit else f"{line[: limit - 1]}…")
 
 
-def _facts(purpose: str, entry: Entry) -> dict[str, Any]:
+def _facts(purpose: str, entry: ListedRecipe) -> dict[str, Any]:
     """Return what the list says of one recipe, as data."""
     return {
         "purpose": purpose,

@@ -56,7 +56,7 @@ COSTS: dict[Cost, str] = {
 }
 
 
-class Entry(NamedTuple):
+class ListedRecipe(NamedTuple):
     """One built-in recipe: its name, its YAML data, and what it states about itself."""
 
     name: str
@@ -116,20 +116,20 @@ class Entry(NamedTuple):
         return "data-free"
 
 
-def entries() -> list[Entry]:
+def entries() -> list[ListedRecipe]:
     """The built-in recipes by name, those of papers behind the others."""
     return [entry(name) for name in names()]
 
 
-def entry(name: str) -> Entry:
+def entry(name: str) -> ListedRecipe:
     """One built-in recipe."""
     sections = mapping(compose(text(name), f"{name}.yaml"), "the recipe")
-    return Entry(name, yaml.safe_load(text(name)), facts.about(sections), facts.measurements(sections))
+    return ListedRecipe(name, yaml.safe_load(text(name)), facts.about(sections), facts.measurements(sections))
 
 
-def by_purpose() -> dict[str, list[Entry]]:
+def by_purpose() -> dict[str, list[ListedRecipe]]:
     """Purpose -> its recipes, those of fewer bits first, then those of less loss; ValueError if one has no purpose."""
-    groups: dict[str, list[Entry]] = {purpose: [] for purpose in PURPOSES}
+    groups: dict[str, list[ListedRecipe]] = {purpose: [] for purpose in PURPOSES}
     for entry in sorted(entries(), key=_order):
         if entry.purpose not in groups:
             raise ValueError(f"{entry.name}: PURPOSES has no {entry.purpose!r}")
@@ -183,6 +183,6 @@ def _codecs(block: dict[str, Any]) -> set[str]:
     return {block[key] for key in ("method",) if key in block}.union(*map(_codecs, filter(None, inner)))
 
 
-def _order(entry: Entry) -> tuple[float, float]:
+def _order(entry: ListedRecipe) -> tuple[float, float]:
     loss = next((run.kl for run in entry.measured if run.kl), "")
     return float(entry.bits or "inf"), float(loss or "inf")

@@ -36,7 +36,7 @@ CLASSES = {"Target": "str"}  # what YAML holds for our classes; for all others a
 RECIPE = "recipe"  # the kind of the sections
 
 
-class Setting(NamedTuple):
+class RecipeKey(NamedTuple):
     """One key of a recipe."""
 
     name: str
@@ -77,7 +77,7 @@ def full_name(name: str) -> str:
     if not meant:
         short = [each.partition("/")[2] for each in listed]
         close = difflib.get_close_matches(name, listed if "/" in name else short, 3) if len(name) < SHOWN else []
-        advice = f"did you mean {' or '.join(close)}?" if close else "`compress methods` lists them"
+        advice = f"did you mean {' or '.join(close)}?" if close else "`compress methods --all` lists them"
         raise RecipeError(f"unknown method {shown(name)}; {advice}")
     return meant[0]
 
@@ -90,7 +90,7 @@ def describe(full: str) -> str:
     return (ast.get_docstring(_class(*SECTIONS[name]).node) or "").partition("\n")[0]
 
 
-def settings(full: str) -> list[Setting]:
+def settings(full: str) -> list[RecipeKey]:
     """The settings of a plugin or of a section, those of base classes first."""
     kind, _, name = full.partition("/")
     if kind == RECIPE:
@@ -98,7 +98,7 @@ def settings(full: str) -> list[Setting]:
     return _settings(_class(plugins.module_name(kind, name), plugins.KINDS[kind][0]))
 
 
-def _settings(cls: _Class) -> list[Setting]:
+def _settings(cls: _Class) -> list[RecipeKey]:
     inherited = [_settings(_class(cls.module, ast.unparse(base))) for base in cls.node.bases]
     comments = _comments(cls.path)
     own = [
@@ -111,10 +111,10 @@ def _settings(cls: _Class) -> list[Setting]:
     return list(listed.values())
 
 
-def _setting(cls: _Class, node: ast.AnnAssign, comment: str) -> Setting:
+def _setting(cls: _Class, node: ast.AnnAssign, comment: str) -> RecipeKey:
     unit, text = re.fullmatch(r"(?:\[([^]]+)\] *)?(.*)", comment).groups("")  # type: ignore[union-attr]
     default = None if node.value is None else _yaml(ast.unparse(_constant(cls.module, node.value)))
-    return Setting(ast.unparse(node.target), _type(cls.module, node.annotation), default, unit, text)
+    return RecipeKey(ast.unparse(node.target), _type(cls.module, node.annotation), default, unit, text)
 
 
 def _comments(path: Path) -> dict[int, tuple[str, bool]]:
@@ -158,8 +158,8 @@ def _type(module: str, annotation: ast.expr) -> str:
 
 def _constant(module: str, value: ast.expr) -> ast.expr:
     """The value of a named constant; any other value as it is."""
-    found = _find(module, value.id, ast.AnnAssign) if isinstance(value, ast.Name) else None
-    named = found[0].value if found is not None and isinstance(found[0], ast.AnnAssign) else None
+    definition = _find(module, value.id, ast.AnnAssign) if isinstance(value, ast.Name) else None
+    named = definition[0].value if definition is not None and isinstance(definition[0], ast.AnnAssign) else None
     return value if named is None else named
 
 
@@ -171,10 +171,11 @@ def _yaml(python: str) -> str:
 
 def _class(module: str, name: str) -> _Class:
     """The class that a module defines or imports by a name such as `Config` or `grid.GridConfig`."""
-    found = _find(module, name, ast.ClassDef)
-    if found is None or not isinstance(found[0], ast.ClassDef):
+    definition = _find(module, name, ast.ClassDef)
+    node, owner = definition or (None, "")
+    if not isinstance(node, ast.ClassDef):
         raise LookupError(f"{module} has no class {name}")
-    return _Class(found[0], _path(found[1]), found[1])
+    return _Class(node, _path(owner), owner)
 
 
 def _find(module: str, name: str, sort: type[ast.stmt]) -> tuple[ast.stmt, str] | None:

@@ -24,7 +24,7 @@ from compress.calib.documents import source_name
 from compress.errors import RecipeError
 from compress.progress import note
 from compress.recipe import Recipe
-from compress.recipe.catalogue import COSTS, Entry
+from compress.recipe.catalogue import COSTS, ListedRecipe
 from compress.recipe.schema import Bos
 from compress.storage.files import open_regular
 
@@ -227,5 +227,5 @@ def _needs_text(resolved: Recipe) -> bool:
 
 def _cost(resolved: Recipe) -> int:
     """Return the place of a recipe's most expensive part in COSTS; the first is free of data."""
-    entry = Entry(resolved.name, yaml.safe_load(recipe.dump(resolved)))
+    entry = ListedRecipe(resolved.name, yaml.safe_load(recipe.dump(resolved)))
     return list(COSTS).index(entry.cost)

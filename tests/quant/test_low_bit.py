@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compress import api, formats, recipe
 from compress.formats import transforms as ops
-from compress.recipe.steps import plain_step
+from compress.recipe.schema import plain_step
 from compress.run import verify
 from compress.run.report import from_dict
 from compress.runtime import activation_quant
