@@ -25,7 +25,7 @@ from compress.errors import RecipeError
 
 if TYPE_CHECKING:
     from compress.progress import Progress
-    from compress.study.recommend import Asked, Choice, Studied
+    from compress.study.recommend import RecipeChoice, Studied, Wanted
 
 
 @app.command(epilog="Example: compress recommend ./my-model --fits 8GiB --context 32768")
@@ -59,8 +59,8 @@ def recommend(
         job = Job(
             model, recipe.load(names[0]), Path("models_out") / "recommended", calib=calib, device=device_named(device)
         )
-        asked = choosing.Asked(job, limit, context)
-        studied = choosing.studied(job, study)
+        asked = choosing.Wanted(job, limit, context)
+        studied = choosing.choose_study(job, study)
         with tables.progress_bar() as progress:
             found, left_out = choosing.choices(asked, studied.known, progress)
             if not found:
@@ -99,16 +99,16 @@ def _size(text: str) -> int:
         raise typer.BadParameter(str(error), param_hint="--fits") from error
 
 
-def _costs(asked: Asked, choices: Collection[Choice], progress: Progress) -> dict[Choice, dict[str, Any]]:
+def _costs(asked: Wanted, choices: Collection[RecipeChoice], progress: Progress) -> dict[RecipeChoice, dict[str, Any]]:
     """Return what making each choice takes; one that trains takes minutes to time."""
-    found: dict[Choice, dict[str, Any]] = {}
+    found: dict[RecipeChoice, dict[str, Any]] = {}
     for choice in choices:
         progress(f"timing a block of {choice.recipe}", len(found), len(choices))
         found[choice] = _cost(asked, choice)
     return found
 
 
-def _cost(asked: Asked, choice: Choice) -> dict[str, Any]:
+def _cost(asked: Wanted, choice: RecipeChoice) -> dict[str, Any]:
     """Return what making a choice takes, from timing one block."""
     from compress import api
     from compress.study import recommend as choosing
@@ -119,7 +119,7 @@ def _cost(asked: Asked, choice: Choice) -> dict[str, Any]:
     return {"seconds": round(planned.seconds, 1), "peak": None}
 
 
-def _show(result: dict[str, Any], asked: Asked, studied: Studied) -> None:
+def _show(result: dict[str, Any], asked: Wanted, studied: Studied) -> None:
     """Print the recommendation."""
     from compress.cli.tables import size
     from compress.study.recommend import SENSIBLE
@@ -148,7 +148,7 @@ def _merged(rows: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]
     return [(" and ".join(names), row) for names, row in found.values()]
 
 
-def _lines(row: dict[str, Any], asked: Asked) -> list[str]:
+def _lines(row: dict[str, Any], asked: Wanted) -> list[str]:
     """Say size, loss, cost and command of a choice."""
     from compress.cli.tables import size
     from compress.progress import duration
