@@ -101,7 +101,7 @@ def _settings(temperature: list[float], top_k: list[int], top_p: list[float], mi
 def _show(found: Found) -> None:
     """Print the tables and what is recommended."""
     from compress.cli import tables
-    from compress.pages import sampling as words
+    from compress.pages import measurements as words
 
     names = ("filters", "T", "acceptance", "KL kept", "Jaccard", "same CDF", "same Gumbel", "entropy", "original")
     table = tables.titled(names, f"What {found.tokens:,} tokens of {found.text} would sample")

@@ -102,12 +102,12 @@ def run(model: str, base: str | None, asked: Asked, execution: tuple[str, str, B
 def _show(found: dict[str, Any]) -> None:
     """Print a result for people."""
     from compress.cli import tables
-    from compress.pages import lost_tokens
+    from compress.pages.suite import half_of_loss
 
     if found["texts"]:
         tables.out.print(tables.columns(SCORES, [_score(row) for row in found["texts"]]))
     for each in found["lost"]:
-        print(lost_tokens.sentence(each))
+        print(half_of_loss(each))
     if found["cache"]:
         print(f"read through the cache {found['cache']}, {found['cache_read']}")
     if found["floor"]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 
 from compress.evaluate.diagnosis import SAME_BASIS, Block, Facts, Linear
 from compress.evaluate.diagnosis_tail import Part, Tail
-from compress.pages.outliers import SUSPECT, median
+from compress.pages.checkpoint import SUSPECT, median
 
 FAR = 1.32  # times
 SPREADS = 4.0  # times the usual distance from the median of their like

@@ -8,16 +8,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from html import escape
-from typing import Any
+from typing import Any, TypeVar
 
 from compress import process_memory
-from compress.pages import frontier, html, sampling, speed, suite, svg, writing
-from compress.pages.outliers import SUSPECT, far_above
+from compress.pages import html, measurements, suite, svg
 from compress.progress import duration
 
 BLOCK = re.compile(r"^(?P<front>.*?\.)?(?P<block>\d+)\.(?P<path>.+)$")
 EXPERT = re.compile(r"\.\d+\.")  # its number
+SUSPECT = 4.0  # times the median of their like
+Name = TypeVar("Name")
 WORST = 10  # layers
 REASONS = 5  # that are spelled out above a long table
 MOST = 2000  # layers that a page lists, and keeps as data
@@ -41,17 +41,17 @@ def page(report: Report, recipe: str, scores: Mapping[str, Any] | None = None) -
     sections = [
         _loss(scores),
         suite.section(scores.get("suites", ())),
-        frontier.section(scores.get("studies", ()), report["nbytes"]["total"], _measured(scores)),
+        measurements.among_recipes(scores.get("studies", ()), report["nbytes"]["total"], _measured(scores)),
         _layers(report["layers"]),
         _worst(report["layers"]),
         _sizes(report),
         _kept(report),
         _calibration(report),
         _cost(report, bool(scores.get("speed"))),
-        speed.section(scores.get("speed", ())),
-        sampling.section(scores.get("sampling", ())),
-        html.section("What both write", writing.beside(scores.get("generations", ()))),
-        html.section("Recipe", html.folded("Every setting", f"<pre>{escape(recipe)}</pre>")),
+        measurements.speed(scores.get("speed", ())),
+        measurements.sampling(scores.get("sampling", ())),
+        html.section("What both write", suite.writings(scores.get("generations", ()))),
+        html.section("Recipe", html.fold("Every setting", html.preformatted(recipe))),
         _everything(report["layers"]),
     ]
     return html.page(title, _headline(report, scores), sections, data)
@@ -68,7 +68,7 @@ def _headline(report: Report, scores: Mapping[str, Any]) -> str:
         found.append((f"{source / max(1, total):.1f}×", "smaller"))
     else:
         found.append((process_memory.show(total), "stored"))
-    found += speed.headline(scores.get("speed", ()))
+    found += measurements.speed_headline(scores.get("speed", ()))
     measured = _measured(scores)
     for row in measured[:1]:
         error = f" ± {svg.number(row['kl_se'])}" if row.get("kl_se") else ""
@@ -94,7 +94,7 @@ def _loss(scores: Mapping[str, Any]) -> str:
     keys = ("tokens", "kl_mean", "kl_se", "kl_p95", "kl_p99", "kl_max", "perplexity", "base_perplexity")
     rows = [
         [
-            row["text"] + html.begun(row.get("begins_with", "")),
+            row["text"] + html.after_name(row.get("begins_with", "")),
             *(row.get(key) for key in keys),
             f"{row['same_top1']:.1%}",
         ]
@@ -215,7 +215,7 @@ def _kept(report: Report) -> str:
         "What was kept, and remarks",
         _reasons("Not quantized", kept),
         _reasons("Fell back to another method", fell),
-        html.folded(f"{len(notes)} remarks", html.table("Remarks", ("where", "what"), notes)) if notes else "",
+        html.fold(f"{len(notes)} remarks", html.table("Remarks", ("where", "what"), notes)) if notes else "",
     )
 
 
@@ -227,7 +227,7 @@ def _reasons(title: str, rows: Sequence[Sequence[str]]) -> str:
     counts = Counter(reason for _, reason in rows).most_common()
     said = "; ".join(f"{reason} ({count:,})" for reason, count in counts[:REASONS])
     more = f"; {len(counts) - REASONS:,} more reasons" if len(counts) > REASONS else ""
-    return html.paragraph(f"{title}: {said}{more}.") + html.folded(f"All {len(rows):,}", table)
+    return html.paragraph(f"{title}: {said}{more}.") + html.fold(f"All {len(rows):,}", table)
 
 
 def _calibration(report: Report) -> str:
@@ -238,7 +238,7 @@ def _calibration(report: Report) -> str:
     source = "text that the model wrote itself" if found.get("self_generated") else found["source"]
     count, length = found["num_samples"], found["seq_len"]
     remarks = "".join(html.paragraph(note, "faint") for note in found["notes"])
-    begun = html.begun(found.get("begins_with", ""))
+    begun = html.after_name(found.get("begins_with", ""))
     share = f"{count * length:,} of {found['tokens_available']:,}"
     said = f"{count:,} samples of {length:,} tokens{begun} ({share}): {source}."
     return html.section("Calibration", html.paragraph(said), remarks)
@@ -290,4 +290,16 @@ def _everything(layers: Sequence[Report]) -> str:
     ]
     said = f"{len(rows):,} of {len(layers):,} layers, those with the largest errors; report.json has all"
     said = said if len(rows) < len(layers) else f"{len(rows)} layers"
-    return html.section("All layers", html.folded(said, html.table("All layers", names, rows)))
+    return html.section("All layers", html.fold(said, html.table("All layers", names, rows)))
+
+
+def far_above(values: Mapping[Name, float], times: float = SUSPECT) -> dict[Name, float]:
+    """Return those values that are more than `times` the median, as multiples of it; none where the median is 0."""
+    middle = median(values)
+    return {name: value / middle for name, value in values.items() if middle > 0 and value > times * middle}
+
+
+def median(values: Mapping[Name, float]) -> float:
+    """Return the median, the upper one of two; 0 without values."""
+    ordered = sorted(values.values())
+    return ordered[len(ordered) // 2] if ordered else 0.0

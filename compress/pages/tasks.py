@@ -36,11 +36,11 @@ def section(cells: Sequence[Cell]) -> str:
     return html.section(
         "Tasks",
         _chart("mean over tasks", drawn, tasks) if several else each[0],
-        html.folded("Each task by size", "\n".join(each)) if several else "",
+        html.fold("Each task by size", "\n".join(each)) if several else "",
         said,
         _grid(asked, tasks),
-        html.folded(suite.RIGHT, html.table(suite.RIGHT, SHARES, [_shares(*line) for line in lines])),
-        html.folded(suite.LIKELIHOOD, html.table(suite.LIKELIHOOD, LOSSES, [_losses(*line) for line in lines])),
+        html.fold(suite.RIGHT, html.table(suite.RIGHT, SHARES, [_shares(*line) for line in lines])),
+        html.fold(suite.LIKELIHOOD, html.table(suite.LIKELIHOOD, LOSSES, [_losses(*line) for line in lines])),
     )
 
 

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from compress.evaluate.items import Outcome, Task
-from compress.pages import calibrations, html, scatter, study, svg
+from compress.pages import html, scatter, study, svg
 from compress.study import summary, tasks
 
 HOSTILE = '<script>alert("x")</script>'
@@ -160,7 +160,7 @@ def test_calibrations_are_compared_where_there_are_several(count: int) -> None:
         )
         for at in range(count)
     ]
-    found = calibrations.section(cells, ["a.txt"])
+    found = study.calibrations(cells, ["a.txt"])
     assert (found == "") == (count == 1)
     if count > 1:
         assert "least loss is 0.1 (s0.txt, 8×16), the largest 0.3 (its own text, 8×16), 3.00 times" in found
