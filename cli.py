@@ -1,4 +1,4 @@
-from compress.cli.app import main
+from compress.__main__ import main
 
 if __name__ == "__main__":
     main()

@@ -35,7 +35,7 @@ SETS = {"bits": (0, 2, 4), "rank beside 2 bits": (0, 1), "both": (0, 1, 2, 3, 4,
 
 def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     from compress import recipe
-    from compress.allocate import choices, metrics, session
+    from compress.allocate import metrics, session
     from compress.allocate.problem import Problem
     from compress.allocate.solver import damages_of, solve
     from compress.recipe.schema import Target
@@ -49,7 +49,7 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     )
     rows: list[dict[str, Any]] = []
     taken = []
-    with session.session(job, lambda text, done, total: None) as opened:
+    with session.open_measurements(job, lambda text, done, total: None) as opened:
         found = metrics.table(opened, frozenset({"kl_one_at_a_time"}))
         for target in args.targets:
             whole = found.problem(Target(target))
@@ -64,7 +64,7 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
                 choice = solve(asked, damages_of(asked, "kl_one_at_a_time")).choice
                 taken.append(tuple(at[i] for at, i in zip(places, choice, strict=True)))
                 rows.append({"target": target, "options": name, "bpw": found.bpw(taken[-1])})
-        bench = choices.evaluator(opened, found, str(args.text), args.max_tokens)
+        bench = metrics.evaluator(opened, found, str(args.text), args.max_tokens)
         kls = bench.divergence(taken, range(bench.samples))
     return [{**row, "kl": kl, "tokens": bench.samples * bench.seq_len} for row, kl in zip(rows, kls, strict=True)]
 

@@ -135,7 +135,7 @@ def one(recipe: str, model: Path) -> dict[str, str]:
 
 def command(words: list[str]) -> tuple[int, str]:
     """Exit status of a command line, and what it printed on stderr."""
-    from compress.cli.app import main as compress
+    from compress.__main__ import main as compress
 
     sys.argv = ["compress", *words]
     said = io.StringIO()

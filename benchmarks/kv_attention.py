@@ -153,9 +153,10 @@ def layer(method: str, bits: float, tokens: int, device: str, seed: int, shape: 
 def step(layer: Any, q: Any, new: Any) -> Any:
     """Return fused attention of one new token [B, H, 1, width], which is not stored."""
     from compress.kv import attention, fused
+    from compress.kv.layer import Logits
 
     if not q.is_cuda:
-        return attention._attend(layer, q, new, None, (q.shape[3] ** -0.5, None))
+        return attention._attend(layer, q, new, None, Logits(q.shape[3] ** -0.5, None))
     found = fused.attend(layer, q, new, None, q.shape[3] ** -0.5)
     if found is None:
         raise SystemExit("the kernel does not take this cache")

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from compress.model.load import load_model, load_tokenizer
 from compress.numerics import kl
-from compress.transform import kv_heads
-from compress.transform.kv_heads import HeadMoments, Layout, Merge, Shared
+from compress.papers.transform import kv_heads
+from compress.papers.transform.kv_heads import ChannelLayout, HeadMoments, Merge, Shared
 
 Edit = Callable[[int, Any, HeadMoments, Tensor], None]  # layer, its attention, moments, those of keys before RoPE
 
@@ -48,7 +48,7 @@ class Measured:
             self.layers[0].head_dim,
         )
         half = torch.arange(self.size // 2)
-        self.layout = Layout(torch.stack((half, half + self.size // 2), 1), torch.empty(0, dtype=torch.int64))
+        self.layout = ChannelLayout(torch.stack((half, half + self.size // 2), 1), torch.empty(0, dtype=torch.int64))
         self.moments: list[HeadMoments] = []
         self.keys: list[Tensor] = []  # [h, d, h, d] of keys before the rotary embedding
         self._collect(windows(tokenizer, args.calib, args.calib_length, args.samples))
@@ -108,7 +108,7 @@ class Measured:
         print(f"{name:20s} KL {mean:8.4f} +- {spread:.4f}   perplexity {perplexity:8.3f}", flush=True)
 
 
-def by_pairs(weight: Tensor, layout: Layout, shared: Shared) -> Tensor:
+def by_pairs(weight: Tensor, layout: ChannelLayout, shared: Shared) -> Tensor:
     """Return the rows [h, d, n] of keys that queries see once they are merged, in float64."""
     rows = torch.complex(weight[:, layout.pairs[:, 0]], weight[:, layout.pairs[:, 1]])  # head, pair, input
     one = (shared.write[..., None] * rows).sum(0)

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from compress.evaluate.cache_candidates import load_model
 from compress.evaluate.scores import Execution
-from compress.kv.cache import KVCache, make_cache
+from compress.kv.cache import make_cache
+from compress.kv.layer import KVCache
 from compress.model.load import load_tokenizer
 
 SCORED = 64

@@ -22,7 +22,7 @@ class Prompt:
     """
 
     def __init__(self, model: Any, prompt: Tensor) -> None:
-        from compress.kv.evict.layer import Call
+        from compress.kv.layer import Call
         from compress.kv.rope import sources
 
         self.model, self.tokens = model, prompt.shape[1]

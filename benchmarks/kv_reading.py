@@ -83,10 +83,10 @@ def chunks(model: Any, cache: Any, tokens: Any, prompt: int) -> Iterator[Any]:
 
 def count(cache: Any) -> None:
     """Begin to count what is read, or stop."""
-    from compress.kv.sparse.tally import Tally
+    from compress.kv.sparse.reader import Tally
 
     for layer in cache.layers:
-        if layer.reader is not None:
+        if layer.chooses:
             layer.reader.tally = Tally()
 
 
@@ -94,7 +94,7 @@ def shares(cache: Any) -> list[tuple[float, float, float]]:
     """Return the shares of keys, values and bytes that each layer has read, and stop counting."""
     found = []
     for layer in cache.layers:
-        if layer.reader is not None:
+        if layer.chooses:
             tally, layer.reader.tally = layer.reader.tally, None
             found.append(
                 (tally.keys / tally.stored, tally.values / tally.stored, (tally.nbytes + tally.extra) / tally.dense)
@@ -108,11 +108,11 @@ def measure(model: Any, settings: Any, static: Any, caches: list[Any], exact: li
 
     kl, same, read = [], [], []
     for cache, plain, tokens in zip(caches, exact, texts, strict=True):
-        own, prompt = copy.deepcopy(cache), cache.get_seq_length()
-        fresh = make_cache(model.config, settings, static, "fused")
-        own.reading, own.static = fresh.reading, fresh.static
-        for layer in own.layers:
-            layer.reader = own.reader(layer.index, layer.stores["keys"].codec.spec)
+        own, prompt = make_cache(model.config, settings, static, "fused"), cache.get_seq_length()
+        for layer, filled in zip(own.layers, copy.deepcopy(cache).layers, strict=True):
+            layer.stores, layer.seen, layer.is_initialized = filled.stores, filled.seen, True
+            if own.reading is not None:
+                layer.reader = layer.make_reader()
         count(own)
         for index, (found, base) in enumerate(zip(chunks(model, own, tokens[None], prompt), plain, strict=True)):
             if index == COUNTED - 1:
@@ -130,8 +130,8 @@ def run(args: argparse.Namespace) -> None:
     from compress.evaluate.cache_candidates import load_model
     from compress.evaluate.scores import Execution
     from compress.kv.cache import coded_layers, make_cache
-    from compress.kv.head_shape import head_shape
     from compress.kv.settings import cache_settings
+    from compress.kv.static import head_shape
 
     torch.set_num_threads(args.threads)
     model = load_model(args.model, Execution("float32", "cpu"))

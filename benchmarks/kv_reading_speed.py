@@ -63,38 +63,40 @@ def reader(keys: Any, settings: dict[str, Any]) -> Any:
 
 def choosing(found: Any, q: Any) -> Any:
     """Choose, and do nothing else."""
-    from compress.kv.sparse.reading import Piece, candidates, grouped
+    from compress.kv.sparse.reader import QueryPiece, group_queries
 
-    return found.reader.choose(Piece(found, grouped(q, KV_HEADS, WIDTH**-0.5), candidates(found), None, 0))
+    return found.reader.choose(QueryPiece(found, group_queries(q, KV_HEADS, WIDTH**-0.5), found.candidates(), None, 0))
 
 
-def with_reader(found: Any, own: Any, call: Any) -> Any:
-    found.reader = own
-    try:
-        return call()
-    finally:
-        found.reader = None
+def reading_layer(dense: Any, own: Any) -> Any:
+    """Return a layer with the stores of another one, whose attention reads what a reader chooses."""
+    from compress.kv.sparse.layer import ReadingLayer
+
+    layer = ReadingLayer(0, dense.cache)
+    layer.stores, layer.seen, layer.is_initialized, layer.reader = dense.stores, dense.seen, True, own
+    return layer
 
 
 def time_row(codec: str, labels: list[str], args: argparse.Namespace) -> list[Row]:
     import torch
 
     from compress.evaluate import speed
-    from compress.kv.sparse.tally import Tally
+    from compress.kv.sparse.reader import Tally
 
     generator = torch.Generator().manual_seed(1)
     q, *new = (torch.randn(1, h, 1, WIDTH, generator=generator).bfloat16() for h in (HEADS, KV_HEADS, KV_HEADS))
     found, (keys, _) = layer(codec, BITS, args.tokens, "cpu", 0)
     readers = [reader(keys, {"keep": args.keep, "channels": args.channels, **WAYS[way]}) for way in labels]
     ways: list[list[Any]] = [[lambda: step(found, q, new)]]
-    ways += [[lambda own=own: with_reader(found, own, lambda: step(found, q, new))] for own in readers]
-    ways += [[lambda own=own: with_reader(found, own, lambda: choosing(found, q))] for own in readers]
+    layers = [reading_layer(found, own) for own in readers]
+    ways += [[lambda own=own: step(own, q, new)] for own in layers]
+    ways += [[lambda own=own: choosing(own, q)] for own in layers]
     with torch.inference_mode():
         shares = []
-        for own in readers:
-            own.tally = Tally()
-            with_reader(found, own, lambda: step(found, q, new))
-            tally, own.tally = own.tally, None
+        for own in layers:
+            own.reader.tally = Tally()
+            step(own, q, new)
+            tally, own.reader.tally = own.reader.tally, None
             shares.append((tally.keys / tally.stored, (tally.nbytes + tally.extra) / tally.dense))
         dense, *times = speed.in_turns(ways, "cpu", time.thread_time if args.threads == 1 else time.perf_counter)
     return [

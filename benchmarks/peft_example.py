@@ -72,7 +72,7 @@ def main() -> None:
     losses = train(model, parameters, windows, asked.steps, asked.rate)
     part = max(1, len(losses) // 5)
     print(f"loss {sum(losses[:part]) / part:.4f} -> {sum(losses[-part:]) / part:.4f} nats a token")
-    if adapter.adapted(model):
+    if adapter.adapted_linears(model):
         adapter.save(model, trained, str(base))
     else:
         model.save_pretrained(trained)

@@ -67,7 +67,7 @@ class Synthetic:
 
     def problem(self, target: str) -> tuple[Problem, float]:
         """Damages: of each unit alone, on 16 sequences; and the token-forwards that they would take."""
-        from compress.allocate.problem import Entry, Problem, Unit
+        from compress.allocate.problem import Problem, Unit, UnitEntry
 
         alone = (self.errors * self.gains[:16, :, None]).square().sum(3).mean(0)
         units = []
@@ -75,7 +75,9 @@ class Synthetic:
             block, (kind, size) = index // len(KINDS), list(KINDS.items())[index % len(KINDS)]
             numel = int(65536 * size)
             pairs = zip(BITS, damages, strict=True)
-            entries = tuple(Entry(f"int{b}", numel * b // 8, b, {"kl_one_at_a_time": damage}) for b, damage in pairs)
+            entries = tuple(
+                UnitEntry(f"int{b}", numel * b // 8, b, {"kl_one_at_a_time": damage}) for b, damage in pairs
+            )
             units.append(Unit(f"layers.{block}.{kind}", (f"layers.{block}.{kind}",), block, numel, entries))
         numel = sum(unit.numel for unit in units)
         forwards = len(units) * len(BITS) * 16 * self.seq_len * (self.blocks + 1) / (2 * self.blocks)
@@ -130,7 +132,7 @@ def searched(args: argparse.Namespace, settings: Row, target: str, seed: int) ->
 def on_model(args: argparse.Namespace, config: Any, target: str, seed: int, folder: Path) -> tuple[list[Row], float]:
     """A search on the measurements in --measurements, which are made where they are missing."""
     from compress import recipe
-    from compress.allocate import choices, metrics, session
+    from compress.allocate import metrics, session
     from compress.allocate.methods import evolve
     from compress.cli import tables
     from compress.recipe.schema import Target
@@ -139,9 +141,9 @@ def on_model(args: argparse.Namespace, config: Any, target: str, seed: int, fold
     loaded = recipe.load(str(args.recipe), args.set)
     given = {"calib": str(args.calib), "processes": args.processes, "measurements": args.measurements}
     asked = Job(str(args.base), loaded, folder / "out", **given)
-    with tables.progress_bar() as progress, session.session(asked, progress) as opened:
+    with tables.progress_bar() as progress, session.open_measurements(asked, progress) as opened:
         found = metrics.table(opened, evolve.needs(config))
-        bench = choices.evaluator(opened, found)
+        bench = metrics.evaluator(opened, found)
         bench.seed, bench.folder = seed, folder
         rows = traced(found.problem(Target(target)), config, bench)
     measured = args.measurements / f"measured-{config.estimator}.json"  # not there if it came with the levels

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from compress.calib import chats, prefix
 from compress.calib.documents import documents, is_text_file, source_name
-from compress.calib.pieces import Piece, batches
+from compress.calib.pieces import DocumentPiece, piece_batches
 from compress.calib.prefix import Prefix
 from compress.errors import BudgetError, CalibrationError, CheckpointError
 from compress.importers import open_checkpoint
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 READ_FACTOR = 4  # this many times the tokens asked for are read, and windows chosen among them
-TEXT_TOKENS = 1 << 22  # of a text file, at least as many are read if it has them
+MIN_READ_TOKENS = 1 << 22  # a text file is read so far at least, if it is as long
 FLOAT32_NBYTES = 1 << 30  # a stored model up to this size writes in float32: attention on CPUs is several times faster
 SELF_BATCH = 32  # sequences that the model writes side by side, memory permitting
 SELF_SPARE = 32 << 20  # bytes for what the libraries take when a model first runs
@@ -114,7 +114,7 @@ def most_read(source: str | Path, num_samples: int, seq_len: int) -> int:
 
 def _read_at_most(source: str | Path, num_samples: int, seq_len: int) -> int:
     asked = READ_FACTOR * num_samples * seq_len
-    return max(asked, TEXT_TOKENS) if is_text_file(source) else asked
+    return max(asked, MIN_READ_TOKENS) if is_text_file(source) else asked
 
 
 def self_generated(
@@ -159,13 +159,13 @@ def self_generated(
 
 def self_prefix(directory: Path, bos: Bos) -> Prefix:
     """Return what text that a model writes itself begins with; CalibrationError where the recipe forbids that."""
-    found = prefix.of_directory(directory, bos)
-    if bos == "never" and found.sentence:
+    begun = prefix.of_directory(directory, bos)
+    if bos == "never" and begun.sentence:
         raise CalibrationError("calibration.bos: never needs a text, the model's own has to begin; give --calib")
-    return found
+    return begun
 
 
-def rolled(tokens: Tensor, copies: int, fixed: int = 0) -> Tensor:
+def roll_windows(tokens: Tensor, copies: int, fixed: int = 0) -> Tensor:
     """Return each window of tokens [samples, seq_len] and its copies in turn: [samples * copies, seq_len].
 
     Copy k is shifted in a circle by k seq_len / copies, so that it is not always the same tokens that come first. The
@@ -178,9 +178,9 @@ def rolled(tokens: Tensor, copies: int, fixed: int = 0) -> Tensor:
     return torch.stack(turned, 1).view(samples * copies, length)
 
 
-def expanded(calibration: Calibration, copies: int) -> Calibration:
+def expand_copies(calibration: Calibration, copies: int) -> Calibration:
     """Return the calibration with `copies` of each window, rolled on."""
-    tokens = rolled(calibration.tokens, copies, len(calibration.prefix.tokens))
+    tokens = roll_windows(calibration.tokens, copies, len(calibration.prefix.tokens))
     return replace(calibration, tokens=tokens, sha256=_sha256(tokens))
 
 
@@ -265,7 +265,7 @@ def _tokenize(source: str | Path, tokenizer: PreTrainedTokenizerBase, limit: int
     """Return the first `limit` tokens of a source, or all: int32 [n]; and the bytes of their text, but for blanks."""
     running = is_text_file(source)
     texts = documents(source, chat=chats.writer(tokenizer))
-    texts_of = ([Piece(text, True)] for text in texts) if running else batches(texts)
+    texts_of = ([DocumentPiece(text, True)] for text in texts) if running else piece_batches(texts)
     separator = [] if running or tokenizer.eos_token_id is None else [cast(int, tokenizer.eos_token_id)]
     parts: list[Tensor] = []
     count = filled_nbytes = 0

@@ -43,7 +43,7 @@ from compress.runtime.expert_layouts import ROUTED
 from compress.runtime.experts import Experts, magnitude, prune
 from compress.types import ExpertPruning, Pruning
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the ratios, for the report
+RATIO_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)  # they go into the report
 EXPLAINED = 0.02  # largest difference of weights that a softmax explains; bfloat16 has 0.004 of the value
 
 
@@ -89,7 +89,7 @@ class Routing:
 
     def facts(self) -> dict[str, Any]:
         """Return JSON values for the report; ratios: at the QUANTILES."""
-        quantiles = [_quantile(self.ratios, q) for q in QUANTILES]
+        quantiles = [_quantile(self.ratios, q) for q in RATIO_QUANTILES]
         return {
             "tokens": self.tokens,
             "top_k": self.top_k,
@@ -157,7 +157,7 @@ def measure(
         def noting(name: str) -> Routed:
             return lambda hidden, index, weights: sums[name].add(hidden, index, weights, outputs)
 
-        with _watched({module: noting(name) for name, module in modules.items()}):
+        with _watch_experts({module: noting(name) for name, module in modules.items()}):
             for hidden, call in batches():
                 run_block(block, call, hidden, where)
                 outputs.clear()
@@ -165,8 +165,8 @@ def measure(
     if config is None or not config.prune:
         return stats
     wanted = {name: pruning for name in stats if (pruning := setting(stats[name], config)) is not None}
-    found = _harm(block, where, batches, wanted)
-    return {name: replace(stats[name], **found.get(name, {})) for name in stats}
+    harms = _harm(block, where, batches, wanted)
+    return {name: replace(stats[name], **harms.get(name, {})) for name in stats}
 
 
 class _Sum:
@@ -243,7 +243,7 @@ def _harm(
 
         return note
 
-    with _watched({module: noting(name, module) for name, module in modules.items()}):
+    with _watch_experts({module: noting(name, module) for name, module in modules.items()}):
         for hidden, call in batches():
             out = run_block(block, call, hidden, where)
             energy = out.float().square().sum(-1).flatten().clamp(min=torch.finfo(torch.float32).tiny)
@@ -298,7 +298,7 @@ def output_changes(
         return note
 
     names = {name for name, _ in by_expert}
-    with _watched({module: noting(name, module) for name, module in modules.items() if name in names}):
+    with _watch_experts({module: noting(name, module) for name, module in modules.items() if name in names}):
         for hidden, call in batches() if names else ():
             run_block(block, call, hidden, where)
     return sums
@@ -333,7 +333,7 @@ def _experts(block: nn.Module, where: str) -> dict[str, Experts]:
     return modules
 
 
-def _watched(actions: Mapping[Experts, Routed]) -> AbstractContextManager[None]:
+def _watch_experts(actions: Mapping[Experts, Routed]) -> AbstractContextManager[None]:
     """While active, call each action with the arguments of its module of experts."""
 
     def hook(action: Routed) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:

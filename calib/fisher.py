@@ -6,7 +6,7 @@ solution (compress/lowrank/factors.py). A row or column that hardly any gradient
 heaviest one, so that nothing is left without a measure.
 
 The gradients are those of the original model on the first `samples` calibration samples: a forward and a backward pass
-over the whole model, block by block (compress/allocate/block_scores.py), before the first block is rounded. The paper
+over the whole model, block by block (compress/allocate/kl_shares.py), before the first block is rounded. The paper
 takes 10000 sequences of 1024 tokens.
 """
 
@@ -33,13 +33,13 @@ def weights(
     skeleton: Skeleton, tokens: Tensor, names: Set[str], file: Path | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, Fisher]:
     """Return linear -> its weights for `names`; tokens [samples, seq_len]; `file`: where hidden states may spill."""
-    found = {}
+    by_linear = {}
     for _, block in gradients(skeleton, tokens[:SAMPLES], file, device):
-        found.update({name: reduced(gradient.squares) for name, gradient in block.items() if name in names})
-    return found
+        by_linear.update({name: reduce_squares(gradient.squares) for name, gradient in block.items() if name in names})
+    return by_linear
 
 
-def reduced(squares: Tensor) -> Fisher:
+def reduce_squares(squares: Tensor) -> Fisher:
     """Reduce squared gradients [out, in] to weights of rows and columns; all ones if there is no gradient."""
     sides = [squares.double().mean(axis).sqrt() for axis in (1, 0)]
     if not sides[0].max() > 0:
@@ -48,7 +48,7 @@ def reduced(squares: Tensor) -> Fisher:
     return Fisher((rows / rows.mean()).float(), (columns / columns.mean()).float())
 
 
-LOSS_SCALE = 1024.0  # of what goes backward, so that float16 holds it; a power of two, so that nothing else changes
+LOSS_SCALE = 1024.0  # a factor of what goes backward, so that float16 holds it; a power of two changes nothing else
 
 
 class Loss(Protocol):
@@ -107,7 +107,10 @@ def gradients(
     try:
         calls = blockwise.record_inputs(skeleton, tokens, 1, stream, device)
         for index in range(count):
-            block, name = _loaded(skeleton, index, device, change), skeleton.block_prefix(index).rstrip(".")
+            block, name = (
+                _load_differentiated(skeleton, index, device, change),
+                skeleton.block_prefix(index).rstrip("."),
+            )
             for sample in range(stream.samples):
                 hidden = stream.read(sample, 1, index).to(device)
                 stream.write(sample, blockwise.run_block(block, calls[index][1], hidden, name), index + 1)
@@ -118,16 +121,16 @@ def gradients(
             stream.write(sample, _behind(skeleton, behind, loss, sample), count)
         skeleton.free()
         for index in reversed(range(count)):
-            block = _loaded(skeleton, index, device, change)
-            found = _backward(skeleton, index, names[index], (block, calls[index][1]), stream)
+            block = _load_differentiated(skeleton, index, device, change)
+            of_block = _backward(skeleton, index, names[index], (block, calls[index][1]), stream)
             skeleton.free()
-            yield index, found
+            yield index, of_block
     finally:
         skeleton.free()
         stream.close()
 
 
-def _loaded(skeleton: Skeleton, index: int, device: torch.device, change: BlockChange | None) -> nn.Module:
+def _load_differentiated(skeleton: Skeleton, index: int, device: torch.device, change: BlockChange | None) -> nn.Module:
     """Return a block with the weights that are differentiated by."""
     block = skeleton.load_block(index, device)
     if change is not None:
@@ -155,18 +158,18 @@ def _backward(
     """Take the gradients behind a block to those in front of it, and sum up those of its weights."""
     block, call = loaded
     weights = [skeleton.linear(block, name).weight.requires_grad_() for name in names]
-    found = [Gradient(*(torch.zeros_like(w, dtype=torch.float32) for _ in range(2))) for w in weights]
+    sums_of = [Gradient(*(torch.zeros_like(w, dtype=torch.float32) for _ in range(2))) for w in weights]
     side = len(skeleton.blocks)
     for sample in range(stream.samples):
         hidden, behind = (stream.read(sample, 1, at).to(weights[0].device) for at in (index, side))
         front, *mine = blockwise.pull_back(block, call, hidden, behind, weights)
         stream.write(sample, cast(Tensor, front), side)
-        for sums, gradient in zip(found, mine, strict=True):
+        for sums, gradient in zip(sums_of, mine, strict=True):
             if gradient is not None:  # else an expert that no token went to
                 gradient = gradient.float() / LOSS_SCALE
                 sums.total.add_(gradient)
                 sums.squares.addcmul_(gradient, gradient)
-    for name, sums in zip(names, found, strict=True):
+    for name, sums in zip(names, sums_of, strict=True):
         if not torch.isfinite(sums.squares).all():
             raise NumericalError(f"the gradient of {name} is not finite; {checks.advice(skeleton.dtype)}")
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, sums_of, strict=True))

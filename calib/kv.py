@@ -31,7 +31,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from compress import plugins
-from compress.calib.kv_attended import attended
+from compress.calib.kv_attended import attention_by_key
 from compress.errors import CalibrationError, NumericalError, UnsupportedModelError
 from compress.kv import rope
 from compress.kv.codec import Spec, rotate, unrotate
@@ -85,7 +85,7 @@ def calibrate(
     Raises CalibrationError for too few tokens, NumericalError for a model whose states are not finite.
     """
     started = time.monotonic()
-    needs = _needed(codings, reading)
+    needs = _needed_samples(codings, reading)
     static: dict[str, Tensor] = {}
     layers = [index for index, names in enumerate(needs) if names]
     if layers:
@@ -102,7 +102,7 @@ def calibrate(
         made = _Pass(skeleton, tokens, torch.device(device or "cpu"), batch, _Tap(skeleton.model, sink, near))
         learned: list[_Learned] = []
         for index, samples, heads in made.layers(needs, file):
-            learned += _learned(codings, index, samples, heads)
+            learned += _learn_layer(codings, index, samples, heads)
             static |= _static_of_reading(codings, index, samples, heads, reading)
         learned.sort(key=lambda each: (each.spec.layer, each.spec.kind))
         for method in sorted({each.coding.method for each in learned}):
@@ -120,7 +120,7 @@ def calibrate(
     return static, facts
 
 
-def _needed(codings: Codings, reading: Reading | None) -> list[frozenset[str]]:
+def _needed_samples(codings: Codings, reading: Reading | None) -> list[frozenset[str]]:
     """Return the names of the samples that each layer needs."""
     needs = []
     read = frozenset() if reading is None else plugins.load("read", reading.method).NEEDS
@@ -148,9 +148,9 @@ class _Learned(NamedTuple):
     static: dict[str, Tensor]  # on the CPU
 
 
-def _learned(codings: Codings, index: int, samples: Mapping[str, Tensor], heads: _Heads) -> list[_Learned]:
+def _learn_layer(codings: Codings, index: int, samples: Mapping[str, Tensor], heads: _Heads) -> list[_Learned]:
     """Return what the codecs of a layer learn from its samples."""
-    found = []
+    results = []
     for kind in KINDS:
         coding = codings[index][kind]
         plugin = plugins.load("kv", coding.method)
@@ -161,8 +161,8 @@ def _learned(codings: Codings, index: int, samples: Mapping[str, Tensor], heads:
         layers = len(codings)
         spec = Spec(kind, index, layers, count, width, max(1, heads.queries // count), heads.dtype)  # type: ignore[arg-type]
         static = plugin.calibrate(coding.config, spec, own)
-        found.append(_Learned(coding, spec, {name: tensor.cpu() for name, tensor in static.items()}))
-    return found
+        results.append(_Learned(coding, spec, {name: tensor.cpu() for name, tensor in static.items()}))
+    return results
 
 
 def _static_of_reading(
@@ -277,7 +277,7 @@ class _Tap:
         AttentionMaskInterface.register(NAME, sdpa_mask)
         modules = [m for m in self.model.modules() if isinstance(getattr(m, "layer_idx", None), int)]
         hooks = [module.register_forward_pre_hook(self._rotation, with_kwargs=True) for module in modules]
-        with graph.watched(self.model.config, self._attention, NAME), blockwise.attached(hooks):
+        with graph.watch_attention(self.model.config, self._attention, NAME), blockwise.attached(hooks):
             yield
 
     def watch(self, layer: int, names: frozenset[str]) -> None:
@@ -308,11 +308,13 @@ class _Tap:
             self._keep(query, key, value, kwargs.get("scaling"))
         if "attended" in self.names:
             scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
-            self._add("attended", attended(query, key, attention_mask, (scaling, softcap), self.near)[..., None])
+            self._add(
+                "attended", attention_by_key(query, key, attention_mask, (scaling, softcap), self.near)[..., None]
+            )
         if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
             raise UnsupportedModelError("kv_cache: attention with sink logits or position biases cannot be calibrated")
         if kwargs.get("softcap") is not None:
-            output = _capped(query, key, value, attention_mask, **kwargs)
+            output = _capped_attention(query, key, value, attention_mask, **kwargs)
         else:
             output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         if "gradients_output" in self.names:
@@ -353,7 +355,7 @@ class _Tap:
         self.found.setdefault(name, []).append(rows)
 
 
-def _capped(
+def _capped_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float, **kwargs: Any
 ) -> Tensor:
     """Attend with logits bounded by softcap tanh(logits / softcap), differentiable."""

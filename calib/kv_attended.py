@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-QUERIES = 128  # of a sample
+QUERIES_PER_SAMPLE = 128
 SCORES = 1 << 22  # computed at a time
 
 
-def attended(
+def attention_by_key(
     query: Tensor, key: Tensor, mask: Tensor | None, scores: tuple[float | None, float | None], near: int
 ) -> Tensor:
     """query [B, H, n, width], key [B, h, n, width] after RoPE -> sums of p^2 [B, h, n] float32.
@@ -25,7 +25,7 @@ def attended(
     query, key = query.detach(), key.detach()
     heads, tokens = key.shape[1:3]
     near = min(near, tokens // 2)
-    rows = torch.arange(near, tokens, -(-(tokens - near) // QUERIES), device=key.device)
+    rows = torch.arange(near, tokens, -(-(tokens - near) // QUERIES_PER_SAMPLE), device=key.device)
     total = key.new_zeros(len(key), heads, tokens, dtype=torch.float32)
     for sample in range(len(key)):
         k = key[sample, :, None].float()

@@ -9,29 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-PIECE_NBYTES = 1 << 20  # of text that is tokenized at a time, as UTF-8
-SEARCHED_NBYTES = 1 << 16  # at the end of a piece, where a good place to cut is looked for
-BYTE_OF_CHARACTER = range(0x80, 0xC0)  # in UTF-8, any but the first one
+PIECE_NBYTES = 1 << 20  # so much text, as UTF-8, is tokenized at a time
+CUT_SEARCH_NBYTES = 1 << 16  # the end of a piece, searched for a good place to cut
+CONTINUATION_BYTES = range(0x80, 0xC0)  # any but the first one of a character in UTF-8
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """A document, or a part of one."""
 
     text: str
     begins: bool  # a document; False: goes on with the one before
 
 
-def batches(documents: Iterable[str]) -> Iterator[list[Piece]]:
+def piece_batches(documents: Iterable[str]) -> Iterator[list[DocumentPiece]]:
     """Yield pieces of the documents that are not empty, in lists of at most PIECE_NBYTES."""
-    batch: list[Piece] = []
+    batch: list[DocumentPiece] = []
     size = 0
     for document in filter(None, documents):
         begins = True
-        for raw in cut(document.encode("utf-8", "surrogatepass")):
+        for raw in cut_document(document.encode("utf-8", "surrogatepass")):
             if batch and size + len(raw) > PIECE_NBYTES:
                 yield batch
                 batch, size = [], 0
-            batch.append(Piece(raw.decode("utf-8", "surrogatepass"), begins))
+            batch.append(DocumentPiece(raw.decode("utf-8", "surrogatepass"), begins))
             size += len(raw)
             begins = False
             if size >= PIECE_NBYTES:  # before the next document is read
@@ -41,7 +41,7 @@ def batches(documents: Iterable[str]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def cut(document: bytes) -> Iterator[bytes]:
+def cut_document(document: bytes) -> Iterator[bytes]:
     """Yield the parts of a UTF-8 document, at most PIECE_NBYTES each."""
     start = 0
     while len(document) - start > PIECE_NBYTES:
@@ -56,11 +56,11 @@ def _end(document: bytes, start: int, most: int) -> int:
 
     Most tokenizers have no token across the first two.
     """
-    least = max(start, most - SEARCHED_NBYTES)
+    least = max(start, most - CUT_SEARCH_NBYTES)
     if (line := document.rfind(b"\n", least, most)) >= 0:
         return line + 1
     if (space := document.rfind(b" ", least + 1, most)) >= 0:
         return space
-    while document[most] in BYTE_OF_CHARACTER:
+    while document[most] in CONTINUATION_BYTES:
         most -= 1
     return most

@@ -78,7 +78,7 @@ def of_tokenizer(tokenizer: PreTrainedTokenizerBase | Any, bos: Bos = "auto") ->
     auto: what the tokenizer puts before a text by itself. never: nothing. always: that, or else its begin-of-text
     token; CalibrationError for a tokenizer that has none.
     """
-    added = _added(tokenizer)
+    added = _tokens_before_text(tokenizer)
     if bos == "never":
         return (
             Prefix(sentence=f"no window begins with {_text(tokenizer, added)}, as bos: never says") if added else NONE
@@ -104,7 +104,7 @@ def of_directory(directory: Path, bos: Bos = "auto") -> Prefix:
     return of_tokenizer(tokenizer, bos)
 
 
-def _added(tokenizer: Any) -> tuple[int, ...]:
+def _tokens_before_text(tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that a tokenizer puts before a text."""
     whole = list(tokenizer(SAMPLE, verbose=False)["input_ids"])
     bare = list(tokenizer(SAMPLE, add_special_tokens=False, verbose=False)["input_ids"])

@@ -30,7 +30,7 @@ from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.storage.checkpoint import Readable, StoredTensor, read_header, write_shard
 
-NAME = "teacher.safetensors"  # as folders have it from before its renaming
+STORE_FILE = "teacher.safetensors"  # its former name, which folders have
 TOP_K = 512
 
 
@@ -67,11 +67,11 @@ def load(
 
     Made one block at a time, sample by sample, with the model as it is stored, whatever its edits. Frees all weights.
     """
-    file, identity = folder / NAME, _identity(skeleton, tokens, top_k, torch.device(device))
+    file, identity = folder / STORE_FILE, _identity(skeleton, tokens, top_k, torch.device(device))
     if not _is_current(file, identity):
         say("predicting with the original model")
         _make(skeleton, tokens, file, identity, torch.device(device))
-    for left in folder.glob(f"{NAME}.*"):  # by a process that was killed when the file was whole
+    for left in folder.glob(f"{STORE_FILE}.*"):  # by a process that was killed when the file was whole
         left.unlink()
     return ReferenceLogprobs(file)
 

@@ -326,7 +326,7 @@ def collect(
             if key not in selecting:
                 return _fitting(weights, inputs)
             module, number = selecting[key]
-            return _routed(weights, module.tokens(number, *given[module]))
+            return _routed_weights(weights, module.tokens(number, *given[module]))
         except UnsupportedModelError:
             if is_weight_needed:
                 raise
@@ -348,7 +348,7 @@ def expect(linears: Mapping[str, nn.Module], sums: Mapping[str, HessianSum]) -> 
     return hooked([(linears[key], total.expect) for key, total in sums.items()])
 
 
-def _routed(weights: Tensor, tokens: ExpertTokens) -> Tensor:
+def _routed_weights(weights: Tensor, tokens: ExpertTokens) -> Tensor:
     """Return the weights of the tokens that an expert is given, in their order."""
     if tokens.count != weights.numel():
         raise UnsupportedModelError(

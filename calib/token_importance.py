@@ -28,11 +28,11 @@ from compress.model.blockwise import BlockInputs, run_block
 
 SCORES = 1 << 18  # attention scores computed at a time: 1 MiB, which stays in the cache
 FIRST = 8  # `first_tokens` are one in so many: the first eighth of a sequence
-INPUTS_PER_TOKEN = 8  # at most so many inputs of a linear for each effective token
+INPUTS_PER_TOKEN = 8  # a linear may have no more inputs for each effective token
 BISECTIONS = 40
 LOG2_E = math.log2(math.e)
 
-AUTO = "auto"  # in the place of a score
+AUTO_SCORE = "auto"
 Score = Callable[[nn.Module, str, BlockInputs, Tensor], Tensor]
 
 
@@ -56,11 +56,11 @@ def weights(
     block's widest linear. Raises UnsupportedModelError where a block's attention cannot be seen.
     """
     try:
-        scores = SCORES_OF["attention" if name == AUTO else name](block, where, batches, tokens)
+        scores = SCORES_OF["attention" if name == AUTO_SCORE else name](block, where, batches, tokens)
         if len(scores) < len(tokens):  # the batches are those of this process
             scores = torch.cat(ranks.current().gather(scores))
     except UnsupportedModelError as error:
-        if name != AUTO:
+        if name != AUTO_SCORE:
             raise
         return None, f"its tokens count alike: {str(error).removesuffix(f'; {_OTHERWISE}')}"
     return of_scores(scores, block, minimum, skip_first)
@@ -73,19 +73,19 @@ def of_scores(scores: Tensor, block: nn.Module, minimum: float, skip_first: bool
     """
     relative = _relative(scores.double(), skip_first)
     columns = max((m.in_features for m in block.modules() if isinstance(m, nn.Linear)), default=0)
-    found, needed = effective(_mapped(relative, minimum)), columns / INPUTS_PER_TOKEN
-    if found >= needed:
-        return _mapped(relative, minimum).float(), None
-    raised = _raised(relative, minimum, needed)
-    return _mapped(relative, raised).float(), (
-        f"by their importance only {found:.0f} tokens would count for {columns} inputs: importance_min raised from "
-        f"{minimum:g} to {raised:.2g}"
+    effective_tokens, needed = effective(_map_to_minimum(relative, minimum)), columns / INPUTS_PER_TOKEN
+    if effective_tokens >= needed:
+        return _map_to_minimum(relative, minimum).float(), None
+    raised = _raise_minimum(relative, minimum, needed)
+    return _map_to_minimum(relative, raised).float(), (
+        f"by their importance only {effective_tokens:.0f} tokens would count for {columns} inputs: importance_min "
+        f"raised from {minimum:g} to {raised:.2g}"
     )
 
 
 def of_batch(scores: Tensor, minimum: float) -> Tensor:
     """Return the weights [samples, seq_len] float32 of some samples with these scores, not evened out."""
-    return _mapped(_relative(scores.double(), skip_first=False), minimum).float()
+    return _map_to_minimum(_relative(scores.double(), skip_first=False), minimum).float()
 
 
 def effective(weights: Tensor) -> float:
@@ -100,17 +100,17 @@ def _relative(scores: Tensor, skip_first: bool) -> Tensor:
     return torch.where(high > low, (scores - low) / (high - low), 1.0).clamp(max=1)
 
 
-def _mapped(relative: Tensor, minimum: float) -> Tensor:
+def _map_to_minimum(relative: Tensor, minimum: float) -> Tensor:
     raw = minimum + (1 - minimum) * relative
     return raw / raw.mean(1, keepdim=True)
 
 
-def _raised(relative: Tensor, minimum: float, needed: float) -> float:
+def _raise_minimum(relative: Tensor, minimum: float, needed: float) -> float:
     """Return the lowest minimum with `needed` effective tokens, which grow with it; 1 if there are not so many."""
     low, high = minimum, 1.0
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        if effective(_mapped(relative, middle)) < needed:
+        if effective(_map_to_minimum(relative, middle)) < needed:
             low = middle
         else:
             high = middle

@@ -1,16 +1,38 @@
 """`python -m compress` is the command line, and so is the command `compress`."""
 
+import os
 import sys
 
 
 def main() -> None:
-    """Import the command line and run it; a signal while it is imported ends the process with one line."""
+    """Run the command line; a signal, also while it is imported, ends the process with one line."""
     try:
-        from compress.cli.app import main as run
+        from compress import ranks
+        from compress.cli import app, interruption, options, streams
+        from compress.progress import NOTES
     except KeyboardInterrupt:
         print("compress: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
-    run()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no warning when a process forks
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # what libraries start imports nothing from the working directory
+    streams.open_all()
+    if ranks.given()[0] > 0:
+        streams.mute()
+    try:
+        interruption.install()
+        NOTES.addHandler(options.NotePrinter())
+        try:
+            app.app()
+        except SystemExit as end:
+            code = end.code
+        interruption.finish()
+    except KeyboardInterrupt:  # where no command answers it: before it has begun, and behind its end
+        interruption.finish()
+        code = interruption.exit_code()
+    if code and interruption.is_unsaid():
+        options.note("interrupted")
+    sys.exit(streams.flush() or (code and (interruption.exit_code() or code)))
 
 
 if __name__ == "__main__":

@@ -30,13 +30,12 @@ def quantize(
     from compress import process_memory, ranks
     from compress.allocate import decide
     from compress.numerics.linalg import full_float32
-    from compress.run import pipeline, write_checkpoint
-    from compress.storage.workdir import Output
+    from compress.run import pipeline, write
 
     started = time.monotonic()
     process_memory.reset_peak()
 
-    def seen(prepared: Prepared) -> None:
+    def check_and_show(prepared: Prepared) -> None:
         _check_export(job, prepared)
         if on_plan is not None:
             on_plan(prepared)
@@ -44,17 +43,12 @@ def quantize(
     with full_float32(), ranks.joined(job.device) as processes:
         if decide.is_open(job):
             if processes.is_main:
-                with Output(job.out, job.overwrite, work=job.work):
-                    pass  # what would be refused after hours of measuring is refused before
-            job = decide.decided(job, progress)
-        with pipeline.opened(job, progress, seen) as (loop, blocks):
+                pipeline.check_output(job)
+            job = decide.decide(job, progress)
+        with pipeline.open_run(job, progress, check_and_show) as (loop, blocks):
             loop.run(blocks)
 
-            def finished() -> dict[str, Any]:
-                blocks.write_rest(loop.head)
-                return write_checkpoint.finish(blocks.output, blocks.run, started, progress)
-
-            return ranks.by_main(finished)
+            return ranks.by_main(lambda: write.finish(blocks.output, blocks.run, loop.head, started, progress))
 
 
 def merge(
@@ -68,15 +62,14 @@ def merge(
     """
     import dataclasses
 
-    from compress.export import decoded
-    from compress.storage.workdir import Output
+    from compress.export import for_runs
+    from compress.run import pipeline
 
     assert job.adapter is not None
-    with decoded.Decoded(directory, job.out) as beside:
-        with Output(job.out, job.overwrite, work=job.work):
-            pass  # refused before anything is decoded
-        decoded.check(directory, job.adapter)
-        model = str(beside.write(progress))
+    with for_runs.DecodedCheckpoint(directory, job.out) as original:
+        pipeline.check_output(job)
+        for_runs.check_merge(directory, job.adapter)
+        model = str(original.write(progress))
         return quantize(dataclasses.replace(job, model=model), progress, on_plan)
 
 
@@ -86,24 +79,20 @@ def plan(job: Job, progress: Progress = silent) -> tuple[Job, Prepared, float] |
     Nothing is measured: a recipe whose allocation needs that gives what is known without.
     """
     from compress.allocate import forecast
-    from compress.run import pipeline, prepare
+    from compress.run import predict
 
-    decided = forecast.decided(job, progress)
+    decided = forecast.forecast(job, progress)
     if isinstance(decided, forecast.Unmeasured):
         return decided
-    progress("reading headers", 0, 0)
-    prepared = prepare.prepare(decided)
-    _check_export(decided, prepared)
-    progress("timing one block", 0, 0)
-    return decided, prepared, pipeline.predict_seconds(decided, prepared)
+    return decided, *predict.prepare_and_time(decided, progress, lambda prepared: _check_export(decided, prepared))
 
 
 def _check_export(job: Job, prepared: Prepared) -> None:
     """Raise ExportError for a plan whose result the target that the recipe names could not hold."""
     if job.recipe.export is not None:
-        from compress.export import planned
+        from compress.export import for_runs
 
-        planned.check(prepared, job.recipe.export)
+        for_runs.check_plan(prepared, job.recipe.export)
 
 
 def load(

@@ -1,11 +1,13 @@
 """Find weight methods, transforms, allocators, formats, cache codecs and tasks by file names; there is no registry.
 
-A plugin is one file `compress/<package of its kind>/<name>.py` that defines the names which `KINDS` lists for its kind.
+A plugin is one file `compress/<package of its kind>/<name>.py`, or `<name>/__init__.py` in a folder with its own
+modules, that defines the names which `KINDS` lists for its kind.
 Published methods that are not on the frontier lie in `compress/papers/<folder of their kind>/`. They are found in the
 same way, behind the others.
 
     quant      Config, quantize(weight, stats, config, seed), FORMAT it writes, NEEDS (statistics), INCOHERENCE (its
-               default), plan_params(config, shape), workspace(config, shape) in bytes: docs/adding_a_method.md
+               default), plan_params(config, shape), workspace(config, shape) in bytes, and prepare, quantize_rows,
+               join, row_unit where rows are quantized in tiles: docs/adding_a_method.md
     transform  Config, apply(...), SCOPE: "block" or "model", as compress/transform/smooth.py and
                compress/transform/rotate.py do
     allocate   Config, allocate(problem, config, bench), needs(config): compress/allocate/__init__.py
@@ -17,8 +19,8 @@ same way, behind the others.
     codes      serves(packed), Codes(packed, target, rates), BYTES, RATE: compress/tune/codes/__init__.py
     kv         Config, build(config, spec, static), NEEDS, and calibrate, specs, check where it is calibrated:
                compress/kv/__init__.py
-    evict      Config, score(config, seen), NEEDS: compress/kv/evict/__init__.py
-    read       Config, build(config, spec, static), NEEDS, and calibrate, specs, WORK where it is calibrated:
+    evict      Config, score(config, seen), NEEDS, LAYER: compress/kv/evict/__init__.py
+    read       Config, build(config, spec, static), NEEDS, LAYER, and calibrate, specs, WORK where it is calibrated:
                compress/kv/sparse/__init__.py
     task       Config, items(config, material), WAY, SUITES, and correct where models write:
                compress/evaluate/tasks/__init__.py
@@ -55,8 +57,8 @@ KINDS = {
     "allocate": ("Config", "allocate", "needs"),
     "formats": ("Params", "decode", "specs", "pack"),
     "kv": ("Config", "build", "NEEDS"),
-    "evict": ("Config", "score", "NEEDS"),
-    "read": ("Config", "build", "NEEDS"),
+    "evict": ("Config", "score", "NEEDS", "LAYER"),
+    "read": ("Config", "build", "NEEDS", "LAYER"),
     "tune": ("Config", "workspace", "SCOPE"),
     "codes": ("serves", "Codes", "BYTES", "RATE"),
     "importers": ("describe", "tensors", "OPTIONS"),
@@ -66,6 +68,8 @@ KINDS = {
 SETTABLE = tuple(kind for kind in KINDS if kind not in ("codes", "importers", "export", "task"))  # in recipes
 # (kind, former name) -> the present name of a plugin, for recipes and checkpoints of earlier versions
 ALIASES = {("quant", "cut"): "structured", ("formats", "cut"): "structured"}
+# (kind, name) -> keys that another plugin has taken over, and which: the same file with more in it
+MOVED_KEYS = {("transform", "rotate"): (frozenset({"seeds", "search_samples", "learn"}), "spin")}
 _FOLDERS = {
     "allocate": "allocate.methods",
     "kv": "kv.codecs",
@@ -125,9 +129,10 @@ def load(kind: str, name: str) -> ModuleType:
     return module
 
 
-def current(kind: str, name: str) -> str:
-    """Return the present name of a plugin that may have been renamed; any other name as it is."""
-    return ALIASES.get((kind, name), name)
+def current(kind: str, name: str, keys: Iterable[str] = ()) -> str:
+    """Return the present name of a plugin that was renamed, or of the one that has some of these keys now."""
+    moved, successor = MOVED_KEYS.get((kind, name), (frozenset(), ""))
+    return ALIASES.get((kind, name), successor if moved.intersection(keys) else name)
 
 
 def constant(kind: str, name: str, attribute: str) -> Any:
@@ -190,6 +195,12 @@ def typed(value: Any, hint: Any) -> Any:
     return value
 
 
+def removed_keys(config: type) -> Mapping[str, Any]:
+    """Return the keys that the settings of a plugin had once, and for each the value that it works with now."""
+    removed: Mapping[str, Any] = getattr(config, "REMOVED_KEYS", {})
+    return removed
+
+
 def plain(config: Any) -> dict[str, Any]:
     """Return settings, an instance of a dataclass, as plain data: lists in the place of tuples."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
@@ -246,10 +257,11 @@ def _files(kind: str) -> dict[str, Path]:
 
 
 def _files_of(package: str) -> dict[str, Path]:
-    """Return the files of a package of compress, by name."""
+    """Return the files of a package of compress by name; a folder's is its __init__.py."""
     spec = importlib.util.find_spec(f"compress.{package}")  # imports the packages above it only
-    folders = spec.submodule_search_locations if spec else None
-    return {path.stem: path for folder in folders or () for path in Path(folder).glob("[!_]*.py")}
+    folders = [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]
+    packages = {path.parent.name: path for folder in folders for path in folder.glob("[!_]*/__init__.py")}
+    return packages | {path.stem: path for folder in folders for path in folder.glob("[!_]*.py")}
 
 
 def parse(path: Path) -> ast.Module:

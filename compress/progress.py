@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 NOTES = logging.getLogger("compress.notes")
@@ -84,3 +85,15 @@ class Meter:
             fraction = min(done / self.total_steps, 1.0)
         shown = min(self.index + 1, self.blocks)
         self.progress(f"block {shown}/{self.blocks}: {self.text}", self.index + fraction, self.blocks)
+
+
+def make_counter(progress: Progress, text: str, total: int) -> Callable[[int], None]:
+    """Return a function that adds to what is done and shows it."""
+    done = 0
+
+    def add(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(text, done, total)
+
+    return add

@@ -261,24 +261,24 @@ class Plan:
     """All that is decided before a weight is touched."""
 
     layers: tuple[LayerPlan, ...]
-    CHOSEN: ClassVar[str] = "kept by the recipe"  # a reason in `kept`
+    CHOSEN: ClassVar[str] = "kept by the recipe"  # a reason in `kept_reasons`
 
-    kept: dict[str, str] = field(default_factory=dict)  # linear name -> why it stays as it is
+    kept_reasons: dict[str, str] = field(default_factory=dict)  # linear name -> why it stays as it is
     kept_nbytes: dict[str, int] = field(default_factory=dict)  # source tensor -> bytes of what is not packed
     schemes: dict[str, Scheme] = field(default_factory=dict)  # linear name -> what the recipe decides for it
-    beside: tuple[LayerPlan, ...] = ()  # what is quantized of towers, and of decoder blocks that text skips
+    tower_layers: tuple[LayerPlan, ...] = ()  # what is quantized of towers, and of decoder blocks that text skips
     chosen_numel: int = 0  # weights of the linears that could be packed, and that the recipe leaves as they are
     tables: tuple[LayerPlan, ...] = ()  # outside of the blocks: embeddings, the output head, or one table for both
-    looked_up: tuple[str, ...] = ()  # names of those tables whose rows are embeddings
-    is_rejoined: bool = False  # `tables` is one for embeddings and head, with which a transform computes as two
-    says: tuple[str, ...] = ()  # what is to be known of it before anything is done
+    embedding_tables: tuple[str, ...] = ()  # names of those tables whose rows are embeddings
+    tables_are_shared: bool = False  # `tables` is one for embeddings and head, with which a transform computes as two
+    messages: tuple[str, ...] = ()  # lines that are shown before anything is done
     written_numel: int = 0  # parameters of the model that is written
     numel: int = 0  # parameters of the original, a tied table counted once
     unused: tuple[str, ...] = ()  # stored tensors that are nothing of the model, or a further copy of a tied weight
 
     @property
     def packed(self) -> tuple[LayerPlan, ...]:
-        return (*self.layers, *self.beside, *self.tables)
+        return (*self.layers, *self.tower_layers, *self.tables)
 
     @property
     def quantized_nbytes(self) -> int:

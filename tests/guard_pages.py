@@ -88,7 +88,8 @@ def attend(static: Mapping[str, Tensor]) -> str:
     from transformers import LlamaConfig
 
     from compress.kernels import dispatch
-    from compress.kv.cache import CodedLayer, make_cache
+    from compress.kv.cache import make_cache
+    from compress.kv.layer import CodedLayer
     from compress.kv.settings import KINDS
 
     kernel = dispatch.kv("cpu", "prerope")

@@ -22,8 +22,9 @@ from compress import plugins
 from compress.calib.kv import calibrate
 from compress.errors import RecipeError
 from compress.kv import attention, generation, hooks
-from compress.kv.cache import CachePath, KVCache, build, make_cache
+from compress.kv.cache import make_cache
 from compress.kv.codec import Spec
+from compress.kv.layer import CachePath, KVCache, build
 from compress.kv.settings import KINDS, cache_settings
 
 QUERIES, HEADS, WIDTH = 4, 2, 16

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from compress.allocate.problem import KL_ONE_AT_A_TIME, Choice, Entry, Problem, Unit
+from compress.allocate.problem import KL_ONE_AT_A_TIME, Choice, Problem, Unit, UnitEntry
 
 BITS = (2, 3, 4, 5)
 KINDS = {"qkv": 3, "o": 1, "gate_up": 5, "down": 3}  # weights, in 1024
@@ -55,7 +55,7 @@ class Landscape:
         for index in range(len(alone)):
             block, (kind, size) = index // len(KINDS), list(KINDS.items())[index % len(KINDS)]
             entries = tuple(
-                Entry(
+                UnitEntry(
                     f"int{b}",
                     128 * size * b,
                     b,

@@ -151,7 +151,7 @@ def cli(*words: str, prepare: str = "", cwd: Path | None = None) -> Result:
 PARENT = """
 import contextlib, gc, io, json, os, signal, sys, tempfile, traceback
 from pathlib import Path
-import compress.cli.app, compress.cli.tables, compress.evaluate
+import compress.__main__, compress.cli.app, compress.cli.tables, compress.evaluate
 import llvmlite.binding, llvmlite.ir, pico, runs, torch
 from transformers.utils import logging
 
@@ -174,7 +174,7 @@ def run(asked):
     exec(asked["prepare"], {})
     sys.argv = ["compress", *asked["words"]]
     try:
-        compress.cli.app.main()
+        compress.__main__.main()
     except SystemExit as end:
         code = end.code or 0
     except BaseException:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import problems
 from compress import formats, plugins
+from compress.formats import codebook
 from compress.types import PackedWeight, Stored
 
 METHODS = plugins.names("quant")
@@ -19,17 +20,30 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "kquant": [{"type": "q2_k"}, {"type": "q3_k"}, {"type": "q6_k", "sweeps": 0}],
     "e8p": [{"bits": 3}, {"bits": 4, "row_scales": True}],
     "structured": [{"rows": 0.5}, {"columns": 0.3, "dtype": "float16"}, {"rows": 0.5, "columns": 0.5}],
-    "glvq": [{"bits": 3, "compand": True, "row_scales": False}],
+    "glvq": [{"bits": 3}],
     "pvq": [{"bpw": 1.5, "vector_dim": 16}],
     "lord": [{"bits": 8}, {"bits": 4, "group_size": 32, "dtype": "float16"}, {"ratio": 2.0, "metric": "sizes"}],
-    "nf": [{"bits": 3, "scale_bits": 3, "block_size": 16, "scale_dtype": "bfloat16"}, {"bits": 2, "scale_bits": 2}],
+    "nf": [{"bits": 3, "scale_bits": 3, "block_size": 16}, {"bits": 2, "scale_bits": 2}],
     "trellis": [{"bits": 3, "state_bits": 6, "row_scales": True}, {"code": "hyb", "state_bits": 8}],
-    "gptvq": [
-        {"bits": 4, "vector_dim": 2, "group_weights": 256, "scale_columns": 16, "codebook_dtype": "float16"},
-        {"bits": 3, "vector_dim": 1, "group_weights": 256, "svd_rank": 2},
-    ],
-    "vptq": [{"bits": 5, "residual_bits": 3, "norm": "columns", "bias": True, "outliers": 0.1, "group_columns": 32}],
+    "gptvq": [{"bits": 4, "vector_dim": 2, "group_weights": 256}, {"bits": 3, "vector_dim": 1, "permute": False}],
+    "vptq": [{"bits": 5, "outliers": 0.1}],
 }
+
+
+def former_codebooks(shape: tuple[int, int]) -> list[PackedWeight]:
+    """Codebooks of two stages, with scales, and of a rank: layouts of earlier versions that no method writes now."""
+    columns = shape[1]
+    params = [
+        codebook.Params(
+            (5, 3), 4, codebook.tile_words((5, 3), columns), axis="out", group_columns=32, norm="columns", bias=True,
+            outliers=3,
+        ),
+        codebook.Params(
+            (4,), 2, codebook.tile_words((4,), -(-columns // 2)), codebook_dtype="float16", scale_columns=16,
+        ),
+        codebook.Params((3,), 1, codebook.tile_words((3,), columns), group_rows=4, svd_rank=2),
+    ]  # fmt: skip
+    return [random_weight("codebook", each, shape) for each in params]
 
 
 def random_weight(format: str, params: Any, shape: tuple[int, int], seed: int = 0) -> PackedWeight:
@@ -71,6 +85,7 @@ def samples(name: str, shape: tuple[int, int]) -> list[PackedWeight]:
     writers = {key: method for key, method in methods.items() if name == method.FORMAT}
     if writers:
         asked = [(method, settings) for key, method in writers.items() for settings in ({}, *VARIANTS.get(key, ()))]
-        return [method.quantize(weight, stats, method.Config(**settings)).weight for method, settings in asked]
+        former = former_codebooks(shape) if name == "codebook" else []
+        return [method.quantize(weight, stats, method.Config(**settings)).weight for method, settings in asked] + former
     module = plugins.load("formats", name)
     return [PackedWeight(Stored(name, module.Params()), module.pack(weight, module.Params()), shape)]

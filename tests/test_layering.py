@@ -13,7 +13,7 @@ import pytest
 from compress import plugins
 
 ROOT = Path(__file__).parents[1]
-HEAVY = {"scipy", "datasets", "pyarrow", "transformers", "triton", "llvmlite"}
+HEAVY = {"scipy", "datasets", "pyarrow", "transformers", "triton", "llvmlite", "numba"}
 LOOSE = 10  # modules beside the packages
 OPENERS = {"from_pretrained", "from_config", "torch_load", "load_state_dict_from_url"}
 REFUSED = {"trust_remote_code": False, "allow_pickle": False, "weights_only": True, "use_safetensors": True}
@@ -34,7 +34,9 @@ ORDER = [
 # Packages with plugins -> what these may import of ours beside what their package shares; never another plugin.
 BASE = {"compress.errors", "compress.types", "compress.numerics"}
 PLUGINS: dict[str, set[str]] = {
-    "quant": BASE | {"compress.formats", "compress.kernels.llvm", "compress.lowrank.factors"},
+    "quant": BASE
+    | {"compress.formats", "compress.papers.formats", "compress.kernels.llvm", "compress.kernels.loops"}
+    | {"compress.lowrank.correct"},
     "allocate": BASE | {"compress.allocate"},
     "importers": {"compress.errors", "compress.numerics", "compress.storage"},
     "export": BASE | {"compress.formats", "compress.storage", "compress.export"},
@@ -265,8 +267,8 @@ def test_light_modules_import_nothing_heavy() -> None:
 # The third asks only where the user keeps caches: what it finds there saves time and changes no number.
 # The fourth asks whether files are to be compared with their hashes.
 READS_ENVIRONMENT = (
-    *("compress.autoload", "compress.cli.app", "compress.kernels.object_cache", "compress.storage.manifest"),
-    *("compress.ranks", "compress.ranks.connected"),  # what torchrun says
+    *("compress.autoload", "compress.__main__", "compress.kernels.llvm", "compress.storage.manifest"),
+    *("compress.ranks", "compress.ranks.connected", "compress.ranks.shares"),  # what torchrun says
     "compress.ranks.children",  # what new processes inherit
 )
 
@@ -317,7 +319,7 @@ def test_check_of_the_order() -> None:
 
 
 def test_check_of_plugins() -> None:
-    for module in ("quant.feedback", "formats.int", "types", "lowrank.factors"):
+    for module in ("quant.feedback", "formats.int", "types", "lowrank.correct"):
         assert beyond("compress.quant.gptq", {f"compress.{module}"}) == set()
     for module in ("quant.rtn", "calib.stats", "model.graph", "run.job"):
         assert beyond("compress.quant.gptq", {f"compress.{module}"}) == {f"compress.{module}"}

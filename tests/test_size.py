@@ -31,8 +31,9 @@ def long_functions(tree: ast.Module) -> dict[str, int]:
 
 
 def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether it runs on a GPU, where an argument is a pointer, a size or a constant."""
-    return any(ast.unparse(decorator).startswith("triton.jit") for decorator in function.decorator_list)
+    """Whether it is compiled: an argument is a pointer, a size or a constant."""
+    decorators = {ast.unparse(decorator).partition("(")[0] for decorator in function.decorator_list}
+    return bool(decorators & {"triton.jit", "loop", "inlined"})
 
 
 def many_arguments(tree: ast.Module) -> dict[str, int]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from compress import plugins
-from compress.allocate import choices, kv_share, metrics
-from compress.allocate.problem import JOINT, Allocated, Problem
+from compress.allocate import cache_share, cache_store, metrics
+from compress.allocate.problem import JOINT, KL_ONE_AT_A_TIME, Allocated, Problem
 from compress.allocate.sensitivity import Measurements
 from compress.allocate.table import SensitivityTable
 from compress.errors import BudgetError, CheckpointError
@@ -23,23 +23,25 @@ from compress.storage.checkpoint import read_json, write_text
 from compress.storage.json_text import INTEGER, OBJECT, TEXT
 from compress.storage.workdir import writing
 
-BISECTIONS = 12  # of the budget, for a bound on the divergence
+BUDGET_BISECTIONS = 12
 
 
-def decision(store: Measurements, allocation: Allocation, target: Target) -> dict[str, Any]:
+def decide_target(store: Measurements, allocation: Allocation, target: Target) -> dict[str, Any]:
     """Return what is allocated, as JSON values; kept in the folder, so that a resumed run does not search again."""
-    decided = dataclasses.replace(store.opened.asked.recipe, allocate=dataclasses.replace(allocation, target=target))
-    name = hashlib.sha256(json.dumps([fingerprint(decided), store.opened.asked.seed]).encode()).hexdigest()[:16]
+    decided = dataclasses.replace(store.opened.job.recipe, allocate=dataclasses.replace(allocation, target=target))
+    name = hashlib.sha256(json.dumps([fingerprint(decided), store.opened.job.seed]).encode()).hexdigest()[:16]
     path = store.database.folder / f"choice-{name}.json"
     if path.is_file():
-        return _stored(path, allocation)
+        return _read(path, allocation)
     started = time.monotonic()
-    cache = None
-    weights = target
+    cache, room = None, None
     if allocation.context is not None:
-        cache, weights = kv_share.beside(store, allocation, target)
-    table, problem, result = solve(store, allocation, weights)
-    facts = described(store, allocation, target, table, result)
+        opened, tokens, folder = store.opened, store.calibration.tokens, store.database.folder
+        offer = cache_store.offer(opened.job, allocation, opened.prepared, tokens, folder, store.progress)
+        weights = metrics.table(store, frozenset({KL_ONE_AT_A_TIME}))
+        cache, room = cache_share.divide(offer, weights, target, allocation.cache_estimator)
+    table, problem, result = solve(store, allocation, target, room)
+    facts = describe(store, allocation, target, table, result)
     if cache is not None:
         facts |= {"cache": cache, "nbytes": facts["nbytes"] + cache["nbytes"]}
     facts["budget"] = problem.budget
@@ -48,7 +50,7 @@ def decision(store: Measurements, allocation: Allocation, target: Target) -> dic
     return facts
 
 
-def _stored(path: Path, allocation: Allocation) -> dict[str, Any]:
+def _read(path: Path, allocation: Allocation) -> dict[str, Any]:
     """Return what was allocated before; CheckpointError for a file that does not say it."""
     facts = read_json(path)
     layout = {"choices": {str: INTEGER}, "units": {str: TEXT}, "notes": [TEXT]}
@@ -59,22 +61,27 @@ def _stored(path: Path, allocation: Allocation) -> dict[str, Any]:
     return facts
 
 
-def solve(store: Measurements, allocation: Allocation, target: Target) -> tuple[SensitivityTable, Problem, Allocated]:
-    """Let the allocator choose. Raises BudgetError."""
+def solve(
+    store: Measurements, allocation: Allocation, target: Target, room: int | None = None
+) -> tuple[SensitivityTable, Problem, Allocated]:
+    """Let the allocator choose; room: bytes of all units, where a cache takes a part of the target. Raises BudgetError.
+
+    Where the target is a divergence, the bytes are the fewest within it.
+    """
     module = plugins.load("allocate", allocation.method)
     needs = module.needs(allocation.config)
     table = metrics.table(store, needs)
     bound = target.value if target.unit == "kl" else None
     if bound is not None:
-        target = _within(store, allocation, bound)
-    problem = table.problem(target)
-    evaluator = choices.evaluator(store, table) if JOINT in needs else None
+        room = _smallest_room_within_kl(store, allocation, bound)
+    problem = table.problem(target) if room is None else table.problem_within(room)
+    evaluator = metrics.evaluator(store, table) if JOINT in needs else None
     with writing(store.database.folder, "--measurements"):
         result: Allocated = module.allocate(problem, allocation.config, evaluator)
     if problem.nbytes(result.choice) > problem.budget:
         raise AssertionError(f"{allocation.method} went over its budget")
     if bound is not None:
-        evaluator = choices.evaluator(store, table)
+        evaluator = metrics.evaluator(store, table)
         if (kl := evaluator.divergence([result.choice], range(evaluator.samples))[0]) > bound:
             raise BudgetError(
                 f"{allocation.method} leaves a divergence of {kl:.4g} nats a token where the knapsack stays within "
@@ -83,15 +90,17 @@ def solve(store: Measurements, allocation: Allocation, target: Target) -> tuple[
     return table, problem, result
 
 
-def _within(store: Measurements, allocation: Allocation, bound: float) -> Target:
-    """Return the smallest budget, to 1 / 2^BISECTIONS of the range, whose choice stays within a divergence."""
+def _smallest_room_within_kl(store: Measurements, allocation: Allocation, bound: float) -> int:
+    """Return the fewest bytes of all units whose choice stays within a divergence.
+
+    They are found to 1 / 2^BUDGET_BISECTIONS of the range.
+    """
     module, config = plugins.load("allocate", allocation.method), allocation.config
     if JOINT in module.needs(config):  # a search from the knapsack's answer ends no worse than that
-        module = plugins.load("allocate", "knapsack")
-        is_knapsack = allocation.method == "knapsack"
-        config = dataclasses.replace(config, rounds=0) if is_knapsack else module.Config(estimator=config.estimator)
+        plain = without_search(allocation)
+        module, config = plugins.load("allocate", plain.method), plain.config
     table = metrics.table(store, module.needs(config))
-    evaluator = choices.evaluator(store, table)
+    evaluator = metrics.evaluator(store, table)
     empty = Problem(table.units, 0)
     everything = list(range(evaluator.samples))
 
@@ -110,13 +119,22 @@ def _within(store: Measurements, allocation: Allocation, bound: float) -> Target
         )
     if kl(low) <= bound:
         high = low
-    for _ in range(BISECTIONS):
+    for _ in range(BUDGET_BISECTIONS):
         middle = (low + high) // 2
         low, high = (low, middle) if kl(middle) <= bound else (middle, high)
-    return Target(f"{high + table.fixed_nbytes + table.other_nbytes}B")
+    return high
 
 
-def described(
+def without_search(allocation: Allocation) -> Allocation:
+    """Return the allocation by a knapsack alone, which measures no choices."""
+    if allocation.method == "knapsack":
+        config = dataclasses.replace(allocation.config, rounds=0)
+    else:
+        config = plugins.load("allocate", "knapsack").Config(estimator=allocation.config.estimator)
+    return dataclasses.replace(allocation, method="knapsack", config=config)
+
+
+def describe(
     store: Measurements, allocation: Allocation, target: Target, table: SensitivityTable, result: Allocated
 ) -> dict[str, Any]:
     """Return the facts of an allocation, and the choices, as JSON values."""

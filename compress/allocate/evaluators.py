@@ -14,7 +14,7 @@ from compress.allocate import joint_kl, kl_shares, memory_split, prepare_options
 from compress.allocate.joint_kl import JointKL, Resources
 from compress.allocate.memory_split import MemorySplit
 from compress.allocate.prepare_options import Options
-from compress.allocate.variant_source import build
+from compress.allocate.variant_source import open_variants
 from compress.calib.data import Calibration, token_windows
 from compress.errors import BudgetError, CalibrationError
 from compress.model import load
@@ -30,10 +30,10 @@ FLOAT32 = 4  # bytes of a number, as variants are compared
 
 def check_memory(opened: Options) -> None:
     """Raise BudgetError if variants cannot be compared within the job's memory, before anything is measured."""
-    if (limit := opened.asked.max_memory) is None:
+    if (limit := opened.job.max_memory) is None:
         return
     program = max(process_memory.resident(), opened.prepared.arrangement.program_nbytes)
-    least = opened.asked.processes * (program + GROWTH + _sizes(opened).least)
+    least = opened.job.processes * (program + GROWTH + _sizes(opened).least)
     if least > limit:
         raise BudgetError(
             f"this run needs at least {-(-least >> 20)} MiB, to compare variants of the model, more than --max-memory "
@@ -41,12 +41,12 @@ def check_memory(opened: Options) -> None:
         )
 
 
-def _left(opened: Options, limit: int) -> int:
+def _room_beside_programs(opened: Options, limit: int) -> int:
     """Return the bytes that a limit leaves beside the programs: each process has it in memory."""
-    return max(0, limit - opened.asked.processes * (process_memory.resident() + GROWTH))
+    return max(0, limit - opened.job.processes * (process_memory.resident() + GROWTH))
 
 
-def _sizes(opened: Options) -> memory_split.Sizes:
+def _sizes(opened: Options) -> memory_split.ComparisonSizes:
     prepared = opened.prepared
     return memory_split.sizes(prepared.skeleton, prepared.seq_len, Resources().top_k, FLOAT32, _largest_table(opened))
 
@@ -58,30 +58,30 @@ def _largest_table(opened: Options) -> int:
 
 def _predicted_peak(opened: Options, samples: int, allowed: int) -> int:
     """Return the peak of trying every unit at every option on so many samples, of all processes together."""
-    needed, processes, skeleton = _sizes(opened), opened.asked.processes, opened.prepared.skeleton
+    needed, processes, skeleton = _sizes(opened), opened.job.processes, opened.prepared.skeleton
     split = MemorySplit.within(needed, allowed // processes)
     linears = [layer for options in opened.levels.values() for layer in options.values()]
     paths = [0] * len(skeleton.blocks)
     for group in table.open_groups(opened):
-        paths[group.members[0].block] += len(prepare_options.offered(opened, group.members))
+        paths[group.members[0].block] += len(prepare_options.options_of(opened, group.members))
     stream = samples * opened.prepared.seq_len * skeleton.config.get_text_config().hidden_size * FLOAT32
     decoded = min(split.decoded, FLOAT32 * sum(layer.spec.numel for layer in linears))
     states = min(split.states, max(paths) * stream) + (stream if stream <= split.states // 2 else 0)
     program = process_memory.resident() + GROWTH
-    return processes * (program + (needed.kept if split.keeps else needed.least) + decoded + states)
+    return processes * (program + (needed.all_loaded if split.keeps else needed.least) + decoded + states)
 
 
 class Evaluators:
-    """The joint KL evaluators of one folder; each is made when it is first asked for."""
+    """The joint KL evaluators of one folder; each is made when it is first needed."""
 
     def __init__(self, opened: Options, folder: Path, calibration: Calibration, progress: Progress) -> None:
         self.opened, self.folder, self.calibration, self.progress = opened, folder, calibration, progress
-        self.source = functools.partial(build, source.of(opened.asked), opened.asked, folder)
+        self.source = functools.partial(open_variants, source.of(opened.job), opened.job, folder)
         self._open: dict[str, JointKL] = {}  # by the text that they are on
         self.predicted_peak = 0  # bytes, of those that were made
 
-    def led(self, work: Callable[[], T]) -> T:
-        """Return what the main process makes by `work`; meanwhile the others take part in its comparisons."""
+    def run_with_peers(self, work: Callable[[], T]) -> T:
+        """Return what `work` gives in the main process; meanwhile the others take part in its comparisons."""
         if ranks.current().is_main:
             return joint_kl.end_of_tasks(work())
         result: T = joint_kl.serve(self.source)
@@ -102,7 +102,7 @@ class Evaluators:
         """Return linear -> its share of an assignment's KL on the first `samples` calibration sequences."""
         process_memory.trim()
         tokens = self.calibration.tokens[:samples]
-        return kl_shares.shares(self.source, tokens, self.folder, assignment, self.opened.asked.device)
+        return kl_shares.shares(self.source, tokens, self.folder, assignment, self.opened.job.device)
 
     def on_text(self, text: str, tokens: int) -> JointKL:
         """Return an evaluator on the first `tokens` tokens of a text other than the calibration's.
@@ -112,7 +112,7 @@ class Evaluators:
         skeleton, seq_len = self.opened.prepared.skeleton, self.opened.prepared.seq_len
         vocabulary = skeleton.config.get_text_config().vocab_size
         tokenizer = load.load_tokenizer(skeleton.checkpoint.directory)
-        bos = self.opened.asked.recipe.calibration.bos
+        bos = self.opened.job.recipe.calibration.bos
         windows, available = token_windows(text, tokenizer, seq_len, vocabulary, max(tokens, seq_len), bos)
         if not len(windows):
             raise CalibrationError(f"{text} has only {available} tokens, one window needs {seq_len}; give more text")
@@ -124,12 +124,12 @@ class Evaluators:
 
     def _on(self, tokens: Tensor, folder: Path) -> JointKL:
         """Return an evaluator on tokens [samples, seq_len]; the reference log-probabilities are kept in the folder."""
-        job = self.opened.asked
+        job = self.opened.job
         process_memory.trim()
         limit = job.max_memory
         allowed = int(0.8 * process_memory.available() / ranks.current().local)
-        if limit is not None:  # the least was found to fit before anything was measured
-            allowed = max(_left(self.opened, limit), job.processes * _sizes(self.opened).least)
+        if limit is not None:  # the least was checked before anything was measured
+            allowed = max(_room_beside_programs(self.opened, limit), job.processes * _sizes(self.opened).least)
         self.predicted_peak = max(self.predicted_peak, _predicted_peak(self.opened, len(tokens), allowed))
         resources = Resources(job.device, job.processes, max_memory=allowed, table=_largest_table(self.opened))
         return JointKL(self.source, tokens, folder, resources, lambda text: self.progress(text, 0, 0))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compress import plugins
-from compress.allocate import decide, estimator_cost, prepare_options, quantizing_time, table
+from compress.allocate import cost, decide, prepare_options, table
 from compress.allocate.problem import JOINT
 from compress.errors import NotMeasuredError
 from compress.progress import Progress
@@ -35,22 +35,22 @@ class Unmeasured:
     table_options: int = 0  # of each of them
 
 
-def decided(asked: Job, progress: Progress) -> Job | Unmeasured:
+def forecast(job: Job, progress: Progress) -> Job | Unmeasured:
     """Return the job with its allocation made, as decide.py does, or what is missing for that; measure nothing.
 
     Raises RecipeError without a target, BudgetError for one that no choice can meet.
     """
-    asked = dataclasses.replace(asked, measures=False)
+    job = dataclasses.replace(job, measures=False)
     try:
-        return decide.decided(asked, progress)
+        return decide.decide(job, progress)
     except NotMeasuredError:
         pass
-    allocation = asked.recipe.allocate
+    allocation = job.recipe.allocate
     assert allocation is not None and allocation.target is not None, "the recipe was checked"
-    if not asked.recipe.packs:
-        prepared = prepare.prepare_all(asked, [asked.recipe], every=True)[0]
+    if not job.recipe.packs:
+        prepared = prepare.prepare_all(job, [job.recipe], every=True)[0]
         return Unmeasured(0, 0, prepared.samples * prepared.seq_len, "quantize", allocation.target.text)
-    opened = prepare_options.options(asked)
+    opened = prepare_options.options(job)
     tokens = opened.prepared.samples * opened.prepared.seq_len
     sizes = table.assemble(opened, {}, {}, tokens, {})
     module = plugins.load("allocate", allocation.method)
@@ -60,10 +60,9 @@ def decided(asked: Job, progress: Progress) -> Job | Unmeasured:
         problem = sizes.problem(allocation.target)
         if not needs:
             numbers = sizes.option_numbers(module.allocate(problem, allocation.config, None).choice)
-            return dataclasses.replace(asked, recipe=prepare_options.chosen(asked.recipe, numbers, opened.tables))
+            return dataclasses.replace(job, recipe=prepare_options.apply_choice(job.recipe, numbers, opened.tables))
     progress("timing one block", 0, 0)
-    known = quantizing_time.predict(opened)
-    seconds, refused = known.seconds(opened.prepared.samples), quantizing_time.refusal(opened, known)
+    seconds, estimator = cost.forecast(opened)
     return Unmeasured(
         len(opened.names),
         sum(len(unit.members) for unit in sizes.units if not unit.is_table),
@@ -71,7 +70,7 @@ def decided(asked: Job, progress: Progress) -> Job | Unmeasured:
         "measure" if is_plain and JOINT not in needs else "allocate",
         allocation.target.text,
         seconds,
-        f"refused: {refused}" if refused else estimator_cost.forecast(opened, seconds),
+        estimator,
         tuple(
             {"option": name, "bpw": sizes.bpw(choice), "nbytes": sizes.nbytes(choice)}
             for name in sizes.options

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-ROOMS = 64  # at which the filling is tried, at most
-WORK = 4_000_000  # entries looked at in all those trials, about
-EXCHANGES = 50  # at most in one filling
-EXCHANGE_ENTRIES = 20_000  # above, the bound is so close that exchanges are not worth their sorting
+MAX_ROOMS_TRIED = 64
+ENTRIES_TRIED = 4_000_000  # about, in all rooms together
+MAX_EXCHANGES = 50
+MAX_ENTRIES_TO_EXCHANGE = 20_000  # larger tables have a bound so close that exchanges are not worth their sorting
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class EntryTable:
         """Return the damage of a choice."""
         return float(self.damage[self.rows, at].sum())
 
-    def undominated(self) -> EntryTable:
+    def drop_dominated(self) -> EntryTable:
         """Keep only entries with less damage than all that take as many bytes or fewer; damage falls strictly."""
         before = np.full_like(self.damage, np.inf)
         before[:, 1:] = np.minimum.accumulate(self.damage, 1)[:, :-1]
@@ -70,8 +70,8 @@ class Segments:
     nbytes: Ints  # more than before the step
     rate: Floats  # damage taken away a byte
 
-    def __getitem__(self, part: NDArray[np.bool_] | Ints | slice) -> Segments:
-        return Segments(self.unit[part], self.to[part], self.nbytes[part], self.rate[part])
+    def __getitem__(self, selected: NDArray[np.bool_] | Ints | slice) -> Segments:
+        return Segments(self.unit[selected], self.to[selected], self.nbytes[selected], self.rate[selected])
 
 
 def greedy(table: EntryTable, budget: int) -> tuple[Ints, float]:
@@ -89,7 +89,7 @@ def greedy(table: EntryTable, budget: int) -> tuple[Ints, float]:
         return at, table.loss(at)
     left = room - (int(spent[count - 1]) if count else 0)
     bound = table.loss(at) - float(segments.rate[count]) * left
-    at = _filled(table, segments[count:], at, left)
+    at = _fill(table, segments[count:], at, left)
     return at, min(bound, table.loss(at))
 
 
@@ -98,7 +98,7 @@ def hulls(table: EntryTable) -> Segments:
     units, entries = table.nbytes.shape
     at = np.zeros(units, np.int64)
     before = np.full(units, np.inf)
-    found = []
+    steps = []
     for step in range(entries - 1):
         more, gain = _upgrades(table, at)
         rate = np.where(gain > 0, gain / np.maximum(more, 1), 0.0)
@@ -108,12 +108,12 @@ def hulls(table: EntryTable) -> Segments:
         on = np.flatnonzero(best > 0)
         if not len(on):
             break
-        found.append((on, to[on], more[on, to[on]], best[on], np.full(len(on), step)))
+        steps.append((on, to[on], more[on, to[on]], best[on], np.full(len(on), step)))
         at[on], before[on] = to[on], best[on]
-    if not found:
+    if not steps:
         none = np.zeros(0, np.int64)
         return Segments(none, none, none, np.zeros(0))
-    unit, column, nbytes, rates, number = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    unit, column, nbytes, rates, number = (np.concatenate(parts) for parts in zip(*steps, strict=True))
     return Segments(unit, column, nbytes, rates)[np.lexsort((number, unit, -rates))]
 
 
@@ -123,7 +123,7 @@ def _upgrades(table: EntryTable, at: Ints) -> tuple[Ints, Floats]:
     return table.nbytes - table.nbytes[here][:, None], table.damage[here][:, None] - table.damage
 
 
-def _filled(table: EntryTable, segments: Segments, base: Ints, room: int) -> Ints:
+def _fill(table: EntryTable, segments: Segments, base: Ints, room: int) -> Ints:
     """Return the best choice found with at most `room` bytes more than `base`, a prefix followed by `segments`.
 
     Never worse with more room: the rooms tried depend on the base alone, and between them upgrades come in an order
@@ -134,16 +134,16 @@ def _filled(table: EntryTable, segments: Segments, base: Ints, room: int) -> Int
         if tried > room:
             break
         budget = start + int(tried)
-        state = _grown(table, state, budget)
-        other = _exchanged(table, _bought(table, segments, base, budget), budget)
+        state = _grow(table, state, budget)
+        other = _exchange(table, _buy(table, segments, base, budget), budget)
         if table.loss(other) < table.loss(state):
             state = other
-    return _grown(table, state, start + room)
+    return _grow(table, state, start + room)
 
 
 def _rooms(table: EntryTable, base: Ints, width: int) -> Ints:
     """Return ascending numbers of bytes below `width`: those of single upgrades of the base, and even steps."""
-    count = int(np.clip(WORK // table.damage.size, 4, ROOMS)) // 2
+    count = int(np.clip(ENTRIES_TRIED // table.damage.size, 4, MAX_ROOMS_TRIED)) // 2
     more, gain = _upgrades(table, base)
     takes = np.unique(more[(gain > 0) & (more < width)])
     if len(takes) > count:
@@ -151,7 +151,7 @@ def _rooms(table: EntryTable, base: Ints, width: int) -> Ints:
     return np.unique(np.concatenate([takes, np.arange(1, count) * width // count]))
 
 
-def _grown(table: EntryTable, at: Ints, budget: int) -> Ints:
+def _grow(table: EntryTable, at: Ints, budget: int) -> Ints:
     """Take the cheapest upgrade of all, whatever it gains, again and again while it fits."""
     at, room = at.copy(), budget - table.cost(at)
 
@@ -173,22 +173,22 @@ def _grown(table: EntryTable, at: Ints, budget: int) -> Ints:
     return at
 
 
-def _bought(table: EntryTable, segments: Segments, base: Ints, budget: int) -> Ints:
+def _buy(table: EntryTable, segments: Segments, base: Ints, budget: int) -> Ints:
     """Take segments that fit, in their order, then whatever other upgrades fit."""
     at = base.copy()
     _take(at, segments, budget - table.cost(at))
-    return upgraded(table, at, budget)
+    return upgrade(table, at, budget)
 
 
-def upgraded(table: EntryTable, at: Ints, budget: int) -> Ints:
+def upgrade(table: EntryTable, at: Ints, budget: int) -> Ints:
     """Upgrade to any entry that fits, those first that take away most damage a byte, until none fits."""
     at = at.copy()
     while True:
         room = budget - table.cost(at)
-        found = offers(table, at, room)
-        if not len(found.unit):
+        upgrades = offers(table, at, room)
+        if not len(upgrades.unit):
             return at
-        _take(at, found[np.sort(np.unique(found.unit, return_index=True)[1])], room)  # of each unit the best
+        _take(at, upgrades[np.sort(np.unique(upgrades.unit, return_index=True)[1])], room)  # of each unit the best
 
 
 def offers(table: EntryTable, at: Ints, room: int) -> Segments:
@@ -196,7 +196,7 @@ def offers(table: EntryTable, at: Ints, room: int) -> Segments:
     more, gain = _upgrades(table, at)
     unit, column = np.nonzero((gain > 0) & (more <= room))
     takes = more[unit, column]
-    rate = gain[unit, column] / np.maximum(takes, 1)  # a better entry that takes no more is there only for exact.py
+    rate = gain[unit, column] / np.maximum(takes, 1)  # 0 bytes more: in tables of the 0/1 program
     return Segments(unit, column, takes, rate)[np.lexsort((column, unit, -rate))]
 
 
@@ -204,11 +204,11 @@ def _take(at: Ints, segments: Segments, room: int) -> None:
     """Move `at` along segments in order while they fit; the first of a unit that does not fit ends that unit."""
     last = len(segments.unit)
     while len(segments.unit):
-        place = np.arange(len(segments.unit))
-        misfits = place[segments.nbytes > room][::-1]
+        position = np.arange(len(segments.unit))
+        misfits = position[segments.nbytes > room][::-1]
         end = np.full(len(at), last)
         end[segments.unit[misfits]] = misfits  # the first of each unit, being the last that is written
-        segments = segments[place < end[segments.unit]]
+        segments = segments[position < end[segments.unit]]
         spent = np.cumsum(segments.nbytes)
         count = int(np.searchsorted(spent, room, side="right"))
         at[segments.unit[:count]] = segments.to[:count]
@@ -216,11 +216,11 @@ def _take(at: Ints, segments: Segments, room: int) -> None:
         segments = segments[count:]
 
 
-def _exchanged(table: EntryTable, at: Ints, budget: int) -> Ints:
+def _exchange(table: EntryTable, at: Ints, budget: int) -> Ints:
     """Move one unit up and another down, the pair that lowers damage most, again and again; then upgrade what fits."""
-    if table.damage.size > EXCHANGE_ENTRIES:
+    if table.damage.size > MAX_ENTRIES_TO_EXCHANGE:
         return at
-    for _ in range(EXCHANGES):
+    for _ in range(MAX_EXCHANGES):
         more, gain = _upgrades(table, at)
         up, down = np.nonzero(gain > 0), np.nonzero((gain < 0) & (gain > -np.inf))
         if not len(up[0]) or not len(down[0]):
@@ -241,5 +241,5 @@ def _exchanged(table: EntryTable, at: Ints, budget: int) -> Ints:
             return at
         at = at.copy()
         at[up[0][best]], at[down[0][partner[best]]] = up[1][best], down[1][partner[best]]
-        at = upgraded(table, at, budget)
+        at = upgrade(table, at, budget)
     return at

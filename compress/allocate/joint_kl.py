@@ -27,13 +27,14 @@ import itertools
 import math
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -42,8 +43,13 @@ from compress import process_memory, ranks
 from compress.allocate import prefix_tree
 from compress.allocate.prefix_tree import ModelSource, PathEvaluator, Resources, Variant, VariantPath
 from compress.calib import reference_logprobs
+from compress.calib.reference_logprobs import divergence, predictions
 from compress.errors import BudgetError
+from compress.model import blockwise, lm_head
+from compress.model.skeleton import Skeleton
+from compress.numerics import kl
 from compress.ranks import children
+from compress.storage.checkpoint import Checkpoint
 
 Assignment = Mapping[str, Variant]
 T = TypeVar("T")
@@ -156,7 +162,7 @@ class JointKL:
         ranks.current().share(task)
         with one_thread():
             assert self.reference is not None, "_tasks has made it"
-            done = ranks.current().gather(task.own(self.evaluator, self.reference))
+            done = ranks.current().gather(task.compute_own_share(self.evaluator, self.reference))
         yield from (part for parts in done for part in parts)
 
 
@@ -170,7 +176,7 @@ class _SharedTask:
     paths: list[VariantPath]
     samples: list[int]
 
-    def own(
+    def compute_own_share(
         self, evaluator: PathEvaluator, reference: reference_logprobs.ReferenceLogprobs
     ) -> list[tuple[slice, slice, list[list[float]]]]:
         """Return (paths, samples, their divergences) of the parts that are this process's."""
@@ -206,10 +212,10 @@ def serve(source: ModelSource) -> Any:
                     )
                     evaluator = PathEvaluator(source, task.tokens, folder, task.resources)
                     opened.callback(evaluator.close)
-                    place = (task.folder, task.resources.top_k, task.resources.device)
-                    reference = reference_logprobs.load(evaluator.skeleton, task.tokens, *place)
+                    settings = (task.folder, task.resources.top_k, task.resources.device)
+                    reference = reference_logprobs.load(evaluator.skeleton, task.tokens, *settings)
                     former = task
-                ranks.current().gather(task.own(evaluator, reference))
+                ranks.current().gather(task.compute_own_share(evaluator, reference))
     return task.result
 
 
@@ -244,6 +250,56 @@ def _cut(count: int, parts: int) -> list[slice]:
     """Cut 0 .. count into contiguous parts of about one size."""
     ends = [count * part // parts for part in range(parts + 1)]
     return [slice(start, end) for start, end in itertools.pairwise(ends)]
+
+
+class TokenPasses(NamedTuple):
+    """What a measurement computes, in tokens: through one block, on average, and through the output head."""
+
+    block_tokens: float
+    head_tokens: float
+
+
+class TokenSeconds(NamedTuple):
+    """Seconds of one token: through one block, and through the output head."""
+
+    block: float
+    head: float
+
+    def seconds(self, work: TokenPasses, processes: int = 1) -> float:
+        """Return the seconds of so much work, shared out among processes."""
+        return (self.block * work.block_tokens + self.head * work.head_tokens) / processes
+
+
+@torch.no_grad()
+def time_passes(checkpoint: Checkpoint, seq_len: int, seed: int, device_name: str) -> TokenSeconds:
+    """Time the first block and the head, in float32 on one thread, on one sample of random tokens."""
+    skeleton, device = Skeleton(checkpoint), torch.device(device_name)
+    end = blockwise.computing_in(skeleton, torch.float32)
+    stream = blockwise.HiddenStates(1, None)
+    tokens = torch.randint(skeleton.vocab_size, (1, seq_len), generator=torch.Generator().manual_seed(seed))
+    try:
+        with one_thread():
+            calls = blockwise.record_inputs(skeleton, tokens, 1, stream, device)
+            block, hidden = skeleton.load_block(0, device), stream.read(0, 1).to(device)
+            forward = _seconds_of(lambda: blockwise.run_block(block, calls[0][1], hidden, "the first block"))
+            skeleton.free()
+            positions = kl.slices(seq_len, skeleton.vocab_size)[0]
+            lm_head.load(skeleton, device)
+            rows = hidden[:, positions]
+            reference = predictions(lm_head.logits(skeleton, rows)[0], reference_logprobs.TOP_K)
+            head = _seconds_of(lambda: divergence(reference, slice(None), lm_head.logits(skeleton, rows)[0]))
+            return TokenSeconds(forward / seq_len, head / rows.shape[1])
+    finally:
+        stream.close()
+        end()
+
+
+def _seconds_of(call: Callable[[], object]) -> float:
+    """Return the seconds of the second of two calls: the first one also makes what is kept."""
+    call()
+    started = time.monotonic()
+    call()
+    return time.monotonic() - started
 
 
 _setup: dict[str, Any] = {}  # of a worker process

@@ -17,7 +17,7 @@ NORMS = 12  # times the hidden states: residual stream, normed and rotated
 DECODING = 3  # times a float32 weight that decoding one takes: itself, codes, scales
 
 
-class Sizes(NamedTuple):
+class ComparisonSizes(NamedTuple):
     """Bytes of what comparing variants of a model takes at a time."""
 
     whole: int  # all weights
@@ -34,12 +34,12 @@ class Sizes(NamedTuple):
         return max(self.block + max(self.loading, self.passing), self.rest + max(self.loading, self.comparing))
 
     @property
-    def kept(self) -> int:
+    def all_loaded(self) -> int:
         """Return the bytes with everything loaded."""
         return self.whole + max(self.loading, self.passing, self.comparing)
 
 
-def sizes(skeleton: Skeleton, seq_len: int, top_k: int, item: int, table: int = 0) -> Sizes:
+def sizes(skeleton: Skeleton, seq_len: int, top_k: int, item: int, table: int = 0) -> ComparisonSizes:
     """Return the sizes for samples of seq_len tokens and `item` bytes a weight.
 
     table: weights of the largest table outside of the blocks that has variants.
@@ -57,7 +57,7 @@ def sizes(skeleton: Skeleton, seq_len: int, top_k: int, item: int, table: int = 
     token = max(map(_widest, skeleton.blocks)) + NORMS * config.hidden_size
     largest = max((p.numel() for block in skeleton.blocks for p in block.parameters()), default=0)
     positions = min(seq_len, kl.rows_at_a_time(config.vocab_size))
-    return Sizes(
+    return ComparisonSizes(
         whole=sum(whole.values()),
         block=max(blocks),
         rest=sum(whole.values()) - sum(blocks),
@@ -88,7 +88,7 @@ class MemorySplit:
     states: int  # hidden states in memory; what does not fit is in a file; half as much again for the embedded text
 
     @classmethod
-    def within(cls, needed: Sizes, allowed: int) -> MemorySplit:
+    def within(cls, needed: ComparisonSizes, allowed: int) -> MemorySplit:
         """Keep everything where that leaves as much again for the rest; else set the least aside first.
 
         Raises BudgetError if that is more than what is allowed.
@@ -99,6 +99,6 @@ class MemorySplit:
                 f"program, more than the {process_memory.show(allowed)} there are; raise --max-memory, or use shorter "
                 "calibration samples"
             )
-        keeps = needed.kept + needed.whole <= allowed
-        rest = allowed - (needed.kept if keeps else needed.least)
+        keeps = needed.all_loaded + needed.whole <= allowed
+        rest = allowed - (needed.all_loaded if keeps else needed.least)
         return cls(keeps, rest // 2, rest // 3)

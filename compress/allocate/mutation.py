@@ -1,7 +1,7 @@
 """Change a choice at random and keep it within the budget, by the order and the bytes of entries alone.
 
-`switched` and `traded` are the level switches of EvoPress (arXiv 2410.14649), `rounded_down` is its start; `guided` is
-ours. Each returns a new choice, or None where chance has led to none.
+`switch_levels` and `trade` are the level switches of EvoPress (arXiv 2410.14649), `round_down` is its start;
+`mutate_guided` is ours. Each returns a new choice, or None where chance has led to none.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from compress.allocate.problem import Choice, Problem
-from compress.allocate.surrogate import UnitValues
+from compress.allocate.search_state import UnitValues
 
-MOST_FLIPS = 3  # of one mutation
-MOST_CHANGES = 10  # of one mutation between units of different moves
-LEAST_USE = 0.8  # of the bytes that such a mutation frees, the share that it must use
+MAX_FLIPS = 3
+MAX_CHANGES = 10  # a mutation between units of different moves has no more
+MIN_SHARE_USED = 0.8  # such a mutation uses at least this share of the bytes that it frees
 TOURNAMENTS = (1, 4, 16)  # moves: the best of so many random changes is made; 1 is chance alone
 
 
@@ -47,19 +47,19 @@ class Moves:
 
 def flips(rng: Random) -> int:
     """Draw the number of switches of one mutation: few, mostly."""
-    return min(rng.randint(1, MOST_FLIPS), rng.randint(1, MOST_FLIPS))
+    return min(rng.randint(1, MAX_FLIPS), rng.randint(1, MAX_FLIPS))
 
 
 def groups(problem: Problem, rule: str) -> list[list[int]]:
     """Group the units that may trade: of equal bytes ("size"), of one kind, or all ("none")."""
-    found: dict[object, list[int]] = {}
+    grouped: dict[object, list[int]] = {}
     for index, unit in enumerate(problem.units):
         key: object = tuple(entry.nbytes for entry in unit.entries) if rule == "size" else unit.kind
-        found.setdefault(None if rule == "none" else key, []).append(index)
-    return list(found.values())
+        grouped.setdefault(None if rule == "none" else key, []).append(index)
+    return list(grouped.values())
 
 
-def switched(moves: Moves, parent: Choice, among: Sequence[Sequence[int]], rng: Random) -> Choice | None:
+def switch_levels(moves: Moves, parent: Choice, among: Sequence[Sequence[int]], rng: Random) -> Choice | None:
     """Move one unit of a random group an entry down and another up: exactly equal bytes; large groups are likelier."""
     choice = list(parent)
     for _ in range(flips(rng)):
@@ -78,7 +78,7 @@ def switched(moves: Moves, parent: Choice, among: Sequence[Sequence[int]], rng: 
     return _new(choice, parent)
 
 
-def traded(moves: Moves, parent: Choice, rng: Random) -> Choice | None:
+def trade(moves: Moves, parent: Choice, rng: Random) -> Choice | None:
     """Move random units an entry up, then random ones down until the budget is met, whatever their bytes."""
     choice, units = list(parent), range(len(parent))
     added = freed = changes = 0
@@ -96,12 +96,12 @@ def traded(moves: Moves, parent: Choice, rng: Random) -> Choice | None:
         choice[giver] -= 1
         step = moves.step(giver, choice[giver], choice[giver] + 1)
         over, freed, changes = over - step, freed + step, changes + 1
-        if changes > MOST_CHANGES:
+        if changes > MAX_CHANGES:
             return None
-    return None if freed and added / freed < LEAST_USE else _new(choice, parent)
+    return None if freed and added / freed < MIN_SHARE_USED else _new(choice, parent)
 
 
-def rounded_down(moves: Moves, rng: Random) -> Choice:
+def round_down(moves: Moves, rng: Random) -> Choice:
     """Take the smallest entry (the same index for all units) that fills the budget; move units down until it is met."""
     last = max(len(row) for row in moves.bytes) - 1
     uniform = [[min(index, len(row) - 1) for row in moves.bytes] for index in range(last + 1)]
@@ -114,7 +114,7 @@ def rounded_down(moves: Moves, rng: Random) -> Choice:
     return tuple(choice)
 
 
-def guided(moves: Moves, parent: Choice, values: UnitValues, rng: Random) -> Choice | None:
+def mutate_guided(moves: Moves, parent: Choice, values: UnitValues, rng: Random) -> Choice | None:
     """Move units up to any entry, others down until the budget is met, then up again while there is room.
 
     What looks best by `values` (of each unit, a value of each entry, less is better) wins tournaments of random size.
@@ -123,9 +123,9 @@ def guided(moves: Moves, parent: Choice, values: UnitValues, rng: Random) -> Cho
     room = moves.budget - moves.of(choice)
     for _ in range(flips(rng)):
         room -= _move(moves, choice, values, (rng, size, moves.larger))
-    for _ in range(MOST_CHANGES):
+    for _ in range(MAX_CHANGES):
         if room >= 0:
-            return _new(filled(moves, choice, values), parent)
+            return _new(fill(moves, choice, values), parent)
         room -= _move(moves, choice, values, (rng, size, moves.smaller))
     return None
 
@@ -153,7 +153,7 @@ def _move(moves: Moves, choice: list[int], values: UnitValues, how: tuple[Random
     return step
 
 
-def filled(moves: Moves, choice: Sequence[int], values: UnitValues) -> Choice:
+def fill(moves: Moves, choice: Sequence[int], values: UnitValues) -> Choice:
     """Return the choice with upgrades until none can be afforded; what gains most by `values` comes first."""
     upgraded = list(choice)
     room = moves.budget - moves.of(upgraded)

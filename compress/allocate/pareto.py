@@ -8,7 +8,6 @@ there, too: more bytes never cost quality.
 from __future__ import annotations
 
 import base64
-import dataclasses
 import html
 import io
 import math
@@ -18,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from compress import plugins
-from compress.allocate import choices as evaluators
 from compress.allocate import metrics
-from compress.allocate.decision import decision
+from compress.allocate.decision import decide_target, without_search
 from compress.allocate.problem import JOINT, Choice, Problem
 from compress.allocate.sensitivity import Measurements
-from compress.allocate.session import led
+from compress.allocate.session import run_on_measurements
 from compress.allocate.table import SensitivityTable
 from compress.errors import BudgetError, RecipeError
 from compress.progress import Progress
@@ -35,28 +33,28 @@ from compress.storage.workdir import writing
 SCORED = 16384  # tokens of a text that is given
 
 
-def measure(asked: Job, text: str | None, points: int, progress: Progress) -> dict[str, Any]:
+def measure(job: Job, text: str | None, points: int, progress: Progress) -> dict[str, Any]:
     """Return the Pareto front, as JSON values; with a target also what is allocated for it, under "chosen"."""
-    wanted = asked.recipe.allocate
+    wanted = job.recipe.allocate
     if wanted is not None and wanted.target is None and wanted.context is not None:
         raise RecipeError("allocate: a context needs a target; give --target, a size for the weights and the cache")
 
-    def scored(store: Measurements) -> dict[str, Any]:
-        return _scored(store, text, points)
+    def score(store: Measurements) -> dict[str, Any]:
+        return _score_front(store, text, points)
 
-    return led(asked, progress, scored)
+    return run_on_measurements(job, progress, score)
 
 
-def _scored(store: Measurements, text: str | None, points: int) -> dict[str, Any]:
+def _score_front(store: Measurements, text: str | None, points: int) -> dict[str, Any]:
     """Compare the choices at several budgets, those of a target, and uniform ones."""
-    asked = store.opened.asked
+    job = store.opened.job
     settings = store.opened.allocation
     target = settings.target
-    chosen = decision(store, settings, target) if target is not None else None
+    chosen = decide_target(store, settings, target) if target is not None else None
     searches = JOINT in plugins.load("allocate", settings.method).needs(settings.config)
-    plain = _knapsack(settings) if searches else settings
+    plain = without_search(settings) if searches else settings
     table = metrics.table(store, plugins.load("allocate", plain.method).needs(plain.config))
-    evaluator = evaluators.evaluator(store, table, text, SCORED)
+    evaluator = metrics.evaluator(store, table, text, SCORED)
     choices = _choices(table, plain, points)
     uniform = {name: choice for name in table.options if (choice := table.uniform(name)) is not None}
     for_target = [_choice(table, chosen["choices"])] if chosen is not None else []
@@ -72,8 +70,8 @@ def _scored(store: Measurements, text: str | None, points: int) -> dict[str, Any
         chosen = {**chosen, **rows[-1], "nbytes": nbytes, "weights_nbytes": rows[-1]["nbytes"]}
         del chosen["choices"]
     return {
-        "model": asked.model_name,
-        "recipe": asked.recipe.name,
+        "model": job.model_name,
+        "recipe": job.recipe.name,
         "method": plain.method,
         "folder": str(store.database.folder),
         "text": text or "the calibration text",
@@ -83,15 +81,6 @@ def _scored(store: Measurements, text: str | None, points: int) -> dict[str, Any
         "allocated": allocated,
         "chosen": chosen,
     }
-
-
-def _knapsack(settings: Any) -> Any:
-    """Return settings without a search, which would take too long for every point."""
-    if settings.method == "knapsack":
-        config = dataclasses.replace(settings.config, rounds=0)
-    else:
-        config = plugins.load("allocate", "knapsack").Config(estimator=settings.config.estimator)
-    return dataclasses.replace(settings, method="knapsack", config=config)
 
 
 def _choices(table: SensitivityTable, settings: Any, points: int) -> list[Choice]:

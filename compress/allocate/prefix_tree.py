@@ -80,8 +80,8 @@ def _stages(skeleton: Skeleton, name: str) -> list[int]:
     ends = {0: skeleton.model.get_input_embeddings(), -1: skeleton.model.get_output_embeddings()}
     with suppress(AttributeError):  # there is no such module, or it has no weight
         weight = skeleton.model.get_submodule(name).weight
-        if found := [stage for stage, module in ends.items() if getattr(module, "weight", None) is weight]:
-            return found
+        if stages := [stage for stage, module in ends.items() if getattr(module, "weight", None) is weight]:
+            return stages
     raise ValueError(f"{name} is no linear of the blocks {skeleton.blocks_name}, and no table outside of them")
 
 
@@ -92,7 +92,7 @@ def passes(paths: Sequence[VariantPath]) -> int:
 
 
 @dataclass
-class _Node:
+class _PathNode:
     """Paths that are the same so far."""
 
     slot: int  # of its states; below 0: the embedded tokens, -1 those of the first embeddings
@@ -241,7 +241,7 @@ class PathEvaluator:
 
             def change() -> None:
                 module = self.skeleton.model.get_input_embeddings()
-                changed.enter_context(self._changed([(module, *variant) for variant in variants]))
+                changed.enter_context(self._with_variants([(module, *variant) for variant in variants]))
 
             calls = blockwise.record_inputs(self.skeleton, self.tokens, 1, stream, self.device, change)
             if not variants:
@@ -270,7 +270,7 @@ class PathEvaluator:
         states = _States(len(paths), len(samples), len(samples) * self._sample_nbytes(), self.memory.states, file)
         try:
             roots = [(-1 - n, [i for i, one in enumerate(paths) if one[0] == v]) for n, v in enumerate(self.embedded)]
-            nodes = [_Node(slot, members) for slot, members in roots if members]
+            nodes = [_PathNode(slot, members) for slot, members in roots if members]
             for index in range(len(self.skeleton.blocks)):
                 nodes = self._through(index, nodes, paths, samples, states)
             kls: dict[int, list[float]] = {}
@@ -282,10 +282,10 @@ class PathEvaluator:
         return (kls[number] for number in range(len(paths)))
 
     def _through(
-        self, index: int, nodes: list[_Node], paths: Sequence[VariantPath], samples: Sequence[int], states: _States
-    ) -> list[_Node]:
+        self, index: int, nodes: list[_PathNode], paths: Sequence[VariantPath], samples: Sequence[int], states: _States
+    ) -> list[_PathNode]:
         """Return the children of these nodes, behind the block."""
-        parents: dict[BlockVariants, list[tuple[_Node, list[int]]]] = {}  # so that equal weights follow each other
+        parents: dict[BlockVariants, list[tuple[_PathNode, list[int]]]] = {}  # so that equal weights follow each other
         for node in nodes:
             children: dict[BlockVariants, list[int]] = {}
             for member in node.members:
@@ -296,11 +296,11 @@ class PathEvaluator:
         made = []
         with self._block(index) as block:
             for variants, pairs in parents.items():
-                with self._changed([(self.skeleton.linear(block, name), name, at) for name, at in variants]):
+                with self._with_variants([(self.skeleton.linear(block, name), name, at) for name, at in variants]):
                     for parent, members in pairs:
                         parent.waiting -= 1
                         is_last = parent.waiting == 0 and parent.slot >= 0
-                        child = _Node(parent.slot if is_last else states.new(), members)
+                        child = _PathNode(parent.slot if is_last else states.new(), members)
                         self._run(index, block, (parent.slot, child.slot), samples, states)
                         made.append(child)
         return made
@@ -359,7 +359,7 @@ class PathEvaluator:
                 self.skeleton.free()
 
     @contextmanager
-    def _changed(self, variants: Sequence[tuple[nn.Module, str, Variant]]) -> Iterator[None]:
+    def _with_variants(self, variants: Sequence[tuple[nn.Module, str, Variant]]) -> Iterator[None]:
         """Give these loaded modules, each with its name, the weights of their variants while active."""
         before: list[tuple[nn.Parameter, Tensor]] = []
         try:
@@ -384,5 +384,5 @@ class PathEvaluator:
                 lm_head.load(self.skeleton, self.device)
                 self.has_head = self.memory.keeps
             head = self.skeleton.model.get_output_embeddings()
-            stack.enter_context(self._changed([(head, name, variant) for name, variant in variants]))
+            stack.enter_context(self._with_variants([(head, name, variant) for name, variant in variants]))
             yield lambda hidden: lm_head.logits(self.skeleton, hidden)[0]

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from compress.allocate.variants import FIXED
+from compress import plugins
+from compress.allocate.variants import FIXED, recipe_fingerprint
 from compress.calib.data import Calibration
 from compress.errors import RecipeError, shown
 from compress.model import positions
 from compress.model.skeleton import Skeleton
 from compress.progress import note
-from compress.recipe import fingerprint
 from compress.recipe.schema import KEEP, Allocation, Recipe, Rule, option_names
-from compress.run import plan, prepare, source
-from compress.run.identity import identity
-from compress.run.job import Job, Prepared
-from compress.run.table_plan import TableOptions
-from compress.storage import paths
+from compress.run import plan, prepare
+from compress.run.job import Job, Prepared, identity
+from compress.run.outside_plan import TableOptions
 from compress.types import LayerPlan, LinearSpec
 
 PlannedOptions = dict[str, LayerPlan]  # "<option number>" or "fixed" -> how a linear is stored at it
 
 KEPT = (KEEP, f"table {KEEP}")  # names of the options of linears and of tables that leave a weight as it is
-NAME_LENGTH = 150  # characters of the model's and the recipe's name in that of a folder
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The model, prepared for the recipe at every option."""
 
-    asked: Job  # its recipe with one option for all, and without an allocation
+    job: Job  # its recipe with one option for all, and without an allocation
     allocation: Allocation
     prepared: Prepared
     names: list[str]  # of all options
@@ -43,6 +36,17 @@ class Options:
     dense_nbytes: dict[str, int]  # linear -> bytes as it is stored now
     tables: tuple[TableOptions, ...] = ()  # outside of the blocks, that the allocation decides on
     notes: tuple[str, ...] = ()  # why a table is none of them
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Names of the damages and scores that the allocator asks for."""
+        needs: frozenset[str] = plugins.load("allocate", self.allocation.method).needs(self.allocation.config)
+        return needs
+
+    @property
+    def transform_scopes(self) -> set[str]:
+        """What the recipe's transforms work on: "block", "model"."""
+        return {plugins.load("transform", step.method).SCOPE for step in self.job.recipe.transform}
 
     @property
     def table_names(self) -> list[str]:
@@ -59,9 +63,9 @@ class Options:
         }
 
 
-def options(asked: Job) -> Options:
+def options(job: Job) -> Options:
     """Open the model and plan every option. Raises RecipeError for a recipe without an allocation."""
-    recipe, allocation = asked.recipe, asked.recipe.allocate
+    recipe, allocation = job.recipe, job.recipe.allocate
     if allocation is None:
         raise RecipeError(
             f"recipe {shown(recipe.name)} has nothing to allocate; give it an allocate section, or --target 3.25bpw"
@@ -77,7 +81,7 @@ def options(asked: Job) -> Options:
         dataclasses.replace(recipe, quantize=option, calibration=calibration, allocate=None, tune=())
         for option in quantizing.values()
     ]
-    plain = dataclasses.replace(asked, recipe=recipes[0])
+    plain = dataclasses.replace(job, recipe=recipes[0])
     prepared, plans = prepare.prepare_all(plain, recipes, every=True, tables=allocation.tables)
     if allocation.context is not None and (remark := positions.beyond(prepared.skeleton.config, allocation.context)):
         note(remark)
@@ -107,37 +111,13 @@ def _stored_nbytes(skeleton: Skeleton, spec: LinearSpec) -> int:
 
 def measurement_identity(opened: Options, calibration: Calibration) -> dict[str, Any]:
     """Return what the measurements depend on: everything but the target and the allocator."""
-    decisive = identity(opened.asked, opened.prepared.skeleton.checkpoint, calibration)
+    decisive = identity(opened.job, opened.prepared.skeleton.checkpoint, calibration)
     del decisive["command"]
-    return {
-        **decisive,
-        "recipe": _fingerprint(opened.asked.recipe, opened.allocation),
-        "units": opened.allocation.units,
-    }
+    recipe = recipe_fingerprint(opened.job.recipe, opened.allocation)
+    return {**decisive, "recipe": recipe, "units": opened.allocation.units}
 
 
-def _fingerprint(recipe: Recipe, allocation: Allocation | None) -> str:
-    """Return the fingerprint of a recipe as far as it is measured: without target, allocator, cache and pruning."""
-    if allocation is not None:
-        former: Any = "swap"  # as folders that were measured before its renaming spell the default cache_estimator
-        allocation = Allocation(
-            "",
-            _Nothing(),
-            allocation.options,
-            units=allocation.units,
-            samples=0,
-            cache_estimator=former,
-            tables=allocation.tables,
-        )
-    return fingerprint(dataclasses.replace(recipe, experts=None, kv_cache=None, allocate=allocation))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Nothing:
-    """The settings of no allocator."""
-
-
-def offered(opened: Options, members: Sequence[LinearSpec]) -> list[int]:
+def options_of(opened: Options, members: Sequence[LinearSpec]) -> list[int]:
     """Return the numbers of the options that all members of a unit have; keeping it is always one."""
     by_member = [opened.levels[member.name] for member in members]
     return [i for i, name in enumerate(opened.names) if name == KEEP or all(str(i) in levels for levels in by_member)]
@@ -150,7 +130,7 @@ def nbytes(opened: Options, members: Sequence[LinearSpec], option: int) -> int:
     return sum(level.nbytes if level is not None else kept for level, kept in zip(levels, dense, strict=True))
 
 
-def chosen(recipe: Recipe, choices: dict[str, int], tables: Sequence[TableOptions]) -> Recipe:
+def apply_choice(recipe: Recipe, choices: dict[str, int], tables: Sequence[TableOptions]) -> Recipe:
     """Return the recipe with choices, linear or table -> number of its option: nothing is left to allocate.
 
     Those of linears become rules, those of tables the sections `embeddings` and `head`; `head` alone for a tied table.
@@ -173,17 +153,3 @@ def chosen(recipe: Recipe, choices: dict[str, int], tables: Sequence[TableOption
         embeddings=sections.get("embeddings", recipe.embeddings),
         head=sections.get("head", recipe.head),
     )
-
-
-def folder_of(asked: Job) -> Path:
-    """Return where measurements are kept by default: beside the output, one folder for all targets.
-
-    Its name tells the model, and what else is measured: options, calibration and seed.
-    """
-    paths.check_name(asked.out)
-    recipe, allocation = asked.recipe, asked.recipe.allocate
-    known = [*source.given(asked), asked.calib, asked.seed, _fingerprint(recipe, allocation)]
-    digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
-    name = Path(asked.model.rstrip("/")).name or "model"
-    name = re.sub(r"[^\w.-]+", "-", f"{name}-{recipe.name}")[:NAME_LENGTH]
-    return asked.out.with_name(f"{name}-{digest}.measured")

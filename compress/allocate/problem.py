@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
-from compress.errors import BudgetError
+from compress.errors import BudgetError, RecipeError, shown
 
 Choice = tuple[int, ...]  # of each unit, the index of an entry
 JOINT: Final = "joint"  # among what an allocator needs: it measures choices
 KL_ONE_AT_A_TIME: Final = "kl_one_at_a_time"
 FROM_BASE: Final = "kl_one_at_a_time_from_base"
 KL_SHARES: Final = "kl_shares"
-AUTO: Final = "auto"  # in the place of an estimator: the best that fits into the time (estimator_cost.py)
+AUTO: Final = "auto"  # stands for the best estimator that fits into the time (cost.py)
 BEST_FIRST: Final = (KL_ONE_AT_A_TIME, KL_SHARES, "gradient", "hessian")  # what auto stands for
 WholeModel = Literal["fisher", "gradient", "kl_one_at_a_time", "kl_one_at_a_time_from_base", "kl_shares", "noise"]
 Estimator = Literal["auto", "hessian", "output", "weight", WholeModel]
@@ -28,7 +28,7 @@ BlockScale = Literal["none", WholeModel]
 
 
 @dataclass(frozen=True)
-class Entry:
+class UnitEntry:
     """One way to store a unit."""
 
     option: str  # as the recipe's list of options names it
@@ -45,7 +45,7 @@ class Unit:
     members: tuple[str, ...]  # full names
     block: int  # of a table: one behind the last
     numel: int  # weights
-    entries: tuple[Entry, ...]  # ascending in bytes
+    entries: tuple[UnitEntry, ...]  # ascending in bytes
     is_expert: bool = False
     scores: Mapping[str, float] = field(default_factory=dict)  # of the unit, whatever the entry (lim, zd, share ...)
     is_table: bool = False
@@ -124,3 +124,41 @@ class Allocated:
     notes: tuple[str, ...] = ()  # for the report, each one sentence
     trace: tuple[Mapping[str, float], ...] = ()  # of a search: one row a step (what it names, in its own words)
     facts: Mapping[str, float | str] = field(default_factory=dict)  # bound, seconds, token-forwards ...
+
+
+# ---------------------------------------------------------------- options of a whole model, by name
+
+
+def rank_options(units: Sequence[Unit]) -> list[str]:
+    """Rank all options by the bytes that they take a weight where they are offered, ascending; ties by name."""
+    nbytes: dict[str, int] = {}
+    numel: dict[str, int] = {}
+    for unit in units:
+        for entry in unit.entries:
+            nbytes[entry.option] = nbytes.get(entry.option, 0) + entry.nbytes
+            numel[entry.option] = numel.get(entry.option, 0) + unit.numel
+    return sorted(nbytes, key=lambda option: (nbytes[option] / numel[option], option))
+
+
+def option_named(units: Sequence[Unit], key: str, option: str | None, default: int) -> str:
+    """Return the option that the setting `key` names; None: the one at `default` of the ranking. Raises RecipeError."""
+    known = rank_options(units)
+    if option is None:
+        return known[default]
+    if option not in known:
+        raise RecipeError(f"allocate: {key} {shown(option)} is none of the options, which are {', '.join(known)}")
+    return option
+
+
+def entries_at(units: Sequence[Unit], option: str) -> list[int]:
+    """Return of each unit the index of the entry of this option.
+
+    Where it is not offered, the largest of no higher rank is taken, else the smallest.
+    """
+    rank = {name: number for number, name in enumerate(rank_options(units))}
+    chosen = []
+    for unit in units:
+        ranks = [rank[entry.option] for entry in unit.entries]
+        allowed = [number for number in ranks if number <= rank[option]] or [min(ranks)]
+        chosen.append(ranks.index(max(allowed)))
+    return chosen

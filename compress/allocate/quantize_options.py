@@ -10,21 +10,20 @@ is in compress/allocate/sensitivity.py. A killed run goes on after the last fini
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from compress import ranks
-from compress.allocate.expert_options import ExpertDamage
+from compress.allocate import expert_options
 from compress.allocate.prepare_options import Options
 from compress.allocate.variants import Database
 from compress.errors import NotMeasuredError
-from compress.progress import Progress
-from compress.run import memory_plan, report, tables
-from compress.run.block_loop import BlockLoop
-from compress.run.calibration_stream import CalibrationStream
+from compress.progress import Progress, silent
+from compress.run import demands, memory_plan, report, tables
+from compress.run.loop import BlockLoop
 from compress.run.quantize_linear import LinearTask
 from compress.types import PackedWeight, Quantized
 
@@ -39,15 +38,15 @@ def quantize_all(opened: Options, database: Database, tokens: Tensor, progress: 
     finished = ranks.by_main(database.finished)
     if finished >= len(opened.prepared.skeleton.blocks) + bool(layers):
         return False
-    if not opened.asked.measures:
+    if not opened.job.measures:
         raise NotMeasuredError(f"{database.folder} is not complete")
-    job, planned = opened.asked, opened.prepared.arrangement
-    with memory_plan.resumed(planned, lambda _: dict(database.arrangement), job.max_memory) as arrangement:
+    job, planned = opened.job, opened.prepared.arrangement
+    with memory_plan.keep_arrangement(planned, lambda _: dict(database.arrangement), job.max_memory) as arrangement:
         prepared = dataclasses.replace(opened.prepared, arrangement=arrangement)
         opened = dataclasses.replace(opened, prepared=prepared)
         loop = BlockLoop(job, prepared, opened.levels, tokens, database.folder, progress, every=True)
         loop.reads_head = tables.read_head(layers.values())
-        loop.run(_MeasuredBlocks(opened, database, loop.stream, finished))
+        loop.run(_MeasuredBlocks(opened, database, loop, finished))
         if layers and loop.stream.ranks.is_main:
             _quantize_tables(opened, database, loop)
     return True
@@ -56,7 +55,7 @@ def quantize_all(opened: Options, database: Database, tokens: Tensor, progress: 
 def _quantize_tables(opened: Options, database: Database, loop: BlockLoop) -> None:
     """Store the tables outside of the blocks at all options, as a block behind the last one."""
     layers, skeleton = opened.table_layers, opened.prepared.skeleton
-    made = tables.quantize_each(opened.asked, skeleton, list(layers.values()), loop.head, loop.meter.say)
+    made = tables.quantize_each(opened.job, skeleton, list(layers.values()), loop.head, loop.meter.say)
     packed, measured = dict[str, PackedWeight](), dict[str, dict[str, Any]]()
     for key, (weight, row) in zip(layers, made, strict=True):
         packed[key] = weight
@@ -68,11 +67,10 @@ def _quantize_tables(opened: Options, database: Database, loop: BlockLoop) -> No
 class _MeasuredBlocks:
     """The blocks of a model at all options (`BlockConsumer`); the original goes on."""
 
-    def __init__(self, opened: Options, database: Database, stream: CalibrationStream, finished: int) -> None:
-        self.opened, self.database, self.stream = opened, database, stream
+    def __init__(self, opened: Options, database: Database, loop: BlockLoop, finished: int) -> None:
+        self.opened, self.database, self.stream = opened, database, loop.stream
         self.finished = min(finished, len(opened.prepared.skeleton.blocks))
-        self.tokens = stream.states.samples * opened.prepared.seq_len
-        self.experts = ExpertDamage(opened, database)
+        self.tokens = loop.stream.states.samples * opened.prepared.seq_len
         self.packed: dict[str, PackedWeight] = {}  # "<linear>@<option>" -> weight, of the present block
         self.measured: dict[str, Any] = {}  # linear -> what was measured of it, by option
 
@@ -115,8 +113,8 @@ class _MeasuredBlocks:
 
     def _store(self, index: int, block: nn.Module) -> None:
         self.stream.meter.say("measuring experts")
-        self.measured |= self.experts.measure(index, block, partial(self.stream.batches, index), self.packed)
-        self.experts.keep(index, self.measured, self.tokens)
+        batches = partial(self.stream.batches, index)
+        self.measured |= expert_options.measure(self.opened, index, block, batches, self.packed)
         self.database.add(index, self.packed, self.measured)
 
     def restore(self, index: int, block: nn.Module) -> nn.Module:
@@ -125,7 +123,67 @@ class _MeasuredBlocks:
         return block
 
 
-def linears(opened: Options, database: Database) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what was measured of every linear."""
-    for index in range(len(opened.prepared.skeleton.blocks)):
-        yield from database.measured(index).items()
+# ---------------------------------------------------------------- the time that it takes
+
+
+class QuantizingTime(NamedTuple):
+    """Seconds of all blocks at all options."""
+
+    first: float  # with one batch of calibration text
+    batch: float  # that each further batch takes
+    samples: int  # of a batch
+
+    def seconds(self, samples: int) -> float:
+        """Return the seconds with so much calibration text."""
+        return self.first + (-(-samples // self.samples) - 1) * self.batch
+
+    def most_samples(self, seconds: float) -> int:
+        """Return the most samples that take at most `seconds`; 0 where a batch takes longer."""
+        if seconds < self.first:
+            return 0
+        return self.samples * (1 + int((seconds - self.first) / max(self.batch, 1e-9)))
+
+
+def time_quantizing(opened: Options) -> QuantizingTime:
+    """Time the largest block at all options, with one batch of random tokens.
+
+    Tables outside of the blocks are taken to cost what as many weights of the blocks do.
+    """
+    prepared = opened.prepared
+    batch = min(prepared.arrangement.batch, prepared.samples)
+    arrangement = dataclasses.replace(prepared.arrangement, spill=False)
+    trial = dataclasses.replace(prepared, samples=batch, arrangement=arrangement)
+    tokens = demands.random_tokens(opened.job, trial)
+    folder = opened.job.measurements or opened.job.out
+    loop = BlockLoop(opened.job, trial, opened.levels, tokens, folder, silent, every=True)
+    inner = sum(layer.spec.numel for options in opened.levels.values() for layer in options.values())
+    outer = sum(layer.spec.numel for layer in opened.table_layers.values())
+    first = loop.predict_seconds(_TimedBlocks(), 1) * (1 + outer / inner)
+    return QuantizingTime(first, len(prepared.skeleton.blocks) * loop.stream.seconds, batch)
+
+
+class _TimedBlocks:
+    """Blocks that are quantized to time it (`BlockConsumer`)."""
+
+    finished = 0
+
+    def start(self, notes: list[str]) -> None:
+        """Leave the notes."""
+
+    def begin(self, index: int, block: nn.Module) -> None:
+        """Leave the block as it is."""
+
+    def weights(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the weights as they are."""
+        return own
+
+    def add(self, task: LinearTask, result: Quantized, seconds: float) -> None:
+        """Measure a linear at an option."""
+        report.errors(task.weight, result.weight, task.statistics.stats)
+
+    def finish(self, index: int, block: nn.Module, notes: list[str]) -> None:
+        """Store nothing."""
+
+    def restore(self, index: int, block: nn.Module) -> nn.Module:
+        """Return the block: none was finished before."""
+        return block

@@ -24,13 +24,13 @@ from compress.storage.checkpoint import write_text
 from compress.storage.files import read_text
 from compress.storage.json_text import NUMBER
 
-MOST = 4.0  # factor by which a round changes a damage, at most, either way: one gradient is not taken at its word
-LEAST_SHARE = 1e-3  # of the mean share: what a unit counts whose share is nothing or negative
+MAX_FACTOR = 4.0  # a round changes a damage by no more, either way: one gradient is not taken at its word
+MIN_SHARE_OF_MEAN = 1e-3  # a unit counts so much whose share is nothing or negative
 
 Damages = list[list[float]]
 
 
-def improved(
+def improve(
     problem: Problem, damages: Damages, rounds: int, solve: Callable[[Damages], Allocated], evaluator: ShareEvaluator
 ) -> Allocated:
     """Return the best of the choices of `rounds` rounds and of the first one, by measured KL on all sequences."""
@@ -46,10 +46,10 @@ def improved(
         kls.append(store.kl(solution.choice))
         if number < rounds:
             evaluator.say(f"sharing out the divergence of round {number} of {rounds}")
-            damages = scaled(damages, solution.choice, store.shares(solution.choice))
+            damages = rescale(damages, solution.choice, store.shares(solution.choice))
     best = kls.index(min(kls))
-    said = ", ".join(f"{kl:.5f}" for kl in kls)
-    note = f"KL on all sequences by rounds of measuring damages anew: {said}; that of round {best} is kept."
+    listed = ", ".join(f"{kl:.5f}" for kl in kls)
+    note = f"KL on all sequences by rounds of measuring damages anew: {listed}; that of round {best} is kept."
     return Allocated(
         solutions[best].choice,
         (*solutions[best].notes, note),
@@ -75,13 +75,13 @@ class _Store:
     def kl(self, choice: Choice) -> float:
         """Return KL(original || choice) on all sequences."""
         everything = range(self.evaluator.samples)
-        return self._measured("kl", choice, lambda: self.evaluator.divergence([choice], everything))[0]
+        return self._measure("kl", choice, lambda: self.evaluator.divergence([choice], everything))[0]
 
     def shares(self, choice: Choice) -> list[float]:
         """Return each unit's share of it."""
-        return self._measured("shares", choice, lambda: self.evaluator.shares(choice))
+        return self._measure("shares", choice, lambda: self.evaluator.shares(choice))
 
-    def _measured(self, what: str, choice: Choice, measure: Callable[[], list[float]]) -> list[float]:
+    def _measure(self, what: str, choice: Choice, measure: Callable[[], list[float]]) -> list[float]:
         key = f"{what} {','.join(map(str, choice))}"
         if key not in self.known:
             self.known[key] = measure()
@@ -89,17 +89,17 @@ class _Store:
         return self.known[key]
 
 
-def scaled(damages: Damages, choice: Choice, shares: Sequence[float]) -> Damages:
-    """Multiply each unit's damages by one factor, so that the chosen one becomes its share, within `MOST` either way.
+def rescale(damages: Damages, choice: Choice, shares: Sequence[float]) -> Damages:
+    """Multiply each unit's damages by one factor, so that the chosen one becomes its share, within MAX_FACTOR.
 
     The factors are relative: damages as a whole are first brought to the size of the shares.
     """
-    least = LEAST_SHARE * sum(max(0.0, share) for share in shares) / len(shares)
+    least = MIN_SHARE_OF_MEAN * sum(max(0.0, share) for share in shares) / len(shares)
     wanted = [max(share, least) for share in shares]
     chosen = [row[at] for row, at in zip(damages, choice, strict=True)]
     size = sum(wanted) / sum(chosen) if sum(chosen) > 0 else 1.0
     rows = []
     for row, damage, share in zip(damages, chosen, wanted, strict=True):
         factor = share / (size * damage) if size * damage > 0 else 1.0
-        rows.append([size * max(1 / MOST, min(factor, MOST)) * value for value in row])
+        rows.append([size * max(1 / MAX_FACTOR, min(factor, MAX_FACTOR)) * value for value in row])
     return rows

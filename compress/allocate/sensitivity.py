@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.allocate import prepare_options, quantize_options, table
+from compress.allocate import expert_options, prepare_options, table
 from compress.allocate.evaluators import Evaluators
-from compress.allocate.groups import LinearGroup
+from compress.allocate.table import UnitLinears
 from compress.allocate.variants import Database
 from compress.errors import CheckpointError
 from compress.model.skeleton import Skeleton
@@ -31,7 +31,7 @@ from compress.storage.json_text import NUMBER
 from compress.types import LinearSpec
 
 WITH_OPTIONS = ("weight", "relative", "hessian", "output")  # measured as the options are made
-MEASURED: dict[str, Any] = {  # in a file: by name and unit
+MEASURED_LAYOUT: dict[str, Any] = {  # a file: by name and unit
     **{"damages": {str: {str: [NUMBER]}}, "scores": {str: {str: NUMBER}}, "slopes": {str: [NUMBER]}},
     "forwards": NUMBER,
     "options": NUMBER,  # that are measured, of a metric that goes option by option
@@ -55,11 +55,14 @@ class Measurements:
         return self.evaluators.source()[0]
 
     def read(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return damages (name -> unit -> by option) and scores (name -> unit -> score) of all finished files."""
-        damages: dict[str, dict[str, list[float]]] = {}
-        scores: dict[str, dict[str, float]] = {}
+        """Return damages (name -> unit -> by option) and scores (name -> unit -> score) of all that is finished.
+
+        Those that every linear is measured by as its options are made are not among them (`WITH_OPTIONS`).
+        """
+        tokens = self.calibration.tokens.numel()
+        damages, scores = expert_options.damages_and_scores(self.opened, self._rows(), tokens)
         for path in sorted(self.database.folder.glob("measured-*.json")):
-            content = _checked(path)
+            content = _read_measurements(path)
             if content.get("samples", self.samples) == self.samples and content.get("complete"):
                 damages |= {
                     RENAMED_ESTIMATORS.get(name, name): rows for name, rows in content.get("damages", {}).items()
@@ -72,17 +75,17 @@ class Measurements:
         path = self.database.folder / f"measured-{name}.json"
         write_text(path, json.dumps({"complete": complete, **content}, indent=1) + "\n")
 
-    def kept(self, name: str) -> dict[str, Any]:
+    def read_unfinished(self, name: str) -> dict[str, Any]:
         """Return an unfinished file of measurements on as many samples, {} without one."""
         path = self.database.folder / f"measured-{name}.json"
-        content = _checked(path) if path.is_file() else {}
+        content = _read_measurements(path) if path.is_file() else {}
         return content if content.get("samples") == self.samples else {}
 
-    def options(self, group: LinearGroup) -> list[int]:
+    def options(self, group: UnitLinears) -> list[int]:
         """Return the numbers of the options that all members of a unit have; a kept one always is among them."""
-        return prepare_options.offered(self.opened, group.members)
+        return prepare_options.options_of(self.opened, group.members)
 
-    def assignment(self, group: LinearGroup, option: int) -> dict[str, str]:
+    def assignment(self, group: UnitLinears, option: int) -> dict[str, str]:
         """Return linear -> variant with only this unit changed."""
         return {} if self.opened.names[option] == KEEP else {member.name: str(option) for member in group.members}
 
@@ -119,8 +122,9 @@ class Measurements:
         return table.assemble(self.opened, damages, scores, self.calibration.tokens.numel(), facts)
 
     def _rows(self) -> dict[str, dict[str, Any]]:
-        """Return linear -> option number -> the errors measured when the options were made."""
-        return dict(quantize_options.linears(self.opened, self.database))
+        """Return linear -> option number -> the errors measured when the options were made; experts module -> units."""
+        blocks = range(len(self.opened.prepared.skeleton.blocks))
+        return {name: row for index in blocks for name, row in self.database.measurements_of(index).items()}
 
 
 def _relative(rows: Sequence[Mapping[str, float] | None]) -> float:
@@ -133,9 +137,9 @@ def _relative(rows: Sequence[Mapping[str, float] | None]) -> float:
     return sum(row["weight"] for row in measured) / total if total > 0 else 0.0
 
 
-def _checked(path: Path) -> dict[str, Any]:
+def _read_measurements(path: Path) -> dict[str, Any]:
     """Return a file of measurements; CheckpointError unless it is one."""
     content = read_json(path)
-    if wrong := json_text.mismatch({**NOTHING, **content}, MEASURED):
+    if wrong := json_text.mismatch({**NOTHING, **content}, MEASURED_LAYOUT):
         raise CheckpointError(f"{path} is damaged, or of another version ({wrong}); remove it to measure anew")
     return content

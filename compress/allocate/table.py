@@ -1,22 +1,33 @@
-"""Assemble the table that allocators choose from, keep it as sensitivity.json, and turn targets into bytes of it."""
+"""Assemble the table that allocators choose from, keep it as sensitivity.json, and turn targets into bytes of it.
+
+Linears are grouped into units that get one option together: those that an engine fuses or that share a stored tensor.
+Tables outside of the blocks (token embeddings, output head, or one for both) are units with options of their own
+(`allocate.tables` of a recipe), numbered behind those of linears. Their damage is the KL of the whole model with this
+table alone at the option, in nats a token, whatever the damages of linears are measured by. The recipe allows only
+estimators in that unit (compress/recipe/table_options.py).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
-from compress.allocate import groups, prepare_options, table_units
-from compress.allocate.problem import Choice, Entry, Problem, Unit
+from compress.allocate import prepare_options
+from compress.allocate.problem import Choice, Problem, Unit, UnitEntry
 from compress.allocate.variants import FIXED, TABLE
 from compress.errors import BudgetError, CheckpointError
-from compress.process_memory import UNITS, show
-from compress.progress import note
-from compress.recipe.schema import Target
+from compress.model.skeleton import Skeleton
+from compress.process_memory import show
+from compress.recipe.schema import Target, Units
+from compress.run.outside_plan import TableOptions
 from compress.storage.checkpoint import read_json, write_text
+from compress.types import LinearSpec
+
+TABLE_KL: Final = "table_kl"  # name of the damage of tables; they have it under the names of all others, too
 
 
 @dataclass(frozen=True)
@@ -37,30 +48,30 @@ class SensitivityTable:
         """Return the number of weights of all units, tables among them, and of those that rules decide."""
         return sum(unit.numel for unit in self.units) + self.fixed_numel
 
-    def budget(self, target: Target) -> int:
+    def room(self, target: Target) -> int:
         """Return the bytes that a target leaves for the units, tables among them."""
         if target.unit == "bpw":
-            total = int(target.value * self.numel / 8)
-        else:
-            total = int(target.value * UNITS[target.unit.upper()]) - self.other_nbytes
-        return total - self.fixed_nbytes
+            return int(target.value * self.numel / 8) - self.fixed_nbytes
+        return target.nbytes - self.other_nbytes - self.fixed_nbytes
+
+    def problem_within(self, room: int) -> Problem:
+        """Return the allocation of so many bytes of units, at most of what the largest entries take."""
+        return Problem(self.units, min(room, Problem(self.units, 0).most))
 
     def problem(self, target: Target) -> Problem:
-        """Return the allocation of a target's bytes, at most of what the largest entries take.
-
-        Raises BudgetError for a target that no choice reaches.
-        """
-        problem = Problem(self.units, min(self.budget(target), Problem(self.units, 0).most))
+        """Return the allocation of a target's bytes; BudgetError for one that no choice reaches."""
+        problem = self.problem_within(self.room(target))
         if problem.budget < problem.least:
             least = problem.least + self.fixed_nbytes
             raise BudgetError(
                 f"the target {target.text} is below the least that the options allow: {8 * least / self.numel:.3f} bpw "
-                f"for {self.counted}, {show(least + self.other_nbytes)} in all; raise it, or offer smaller options"
+                f"for {self.counted_weights}, {show(least + self.other_nbytes)} in all; raise it, or offer smaller "
+                "options"
             )
         return problem
 
     @property
-    def counted(self) -> str:
+    def counted_weights(self) -> str:
         """What the bits of a target are those of, in words."""
         return "linears and tables" if any(unit.is_table for unit in self.units) else "the linears"
 
@@ -93,37 +104,72 @@ class SensitivityTable:
         """
         choice: list[int] = []
         for unit in self.units:
-            found = [i for i, entry in enumerate(unit.entries) if entry.option == option]
-            if not (found or unit.is_table):
+            places = [i for i, entry in enumerate(unit.entries) if entry.option == option]
+            if not (places or unit.is_table):
                 return None
-            choice.append(len(unit.entries) - 1 if unit.is_table else found[0])
+            choice.append(len(unit.entries) - 1 if unit.is_table else places[0])
         return tuple(choice)
 
 
-def check_target(opened: prepare_options.Options, target: Target) -> None:
-    """Answer a target by the sizes of the options alone, before anything is measured.
+class UnitLinears(NamedTuple):
+    """The linears of a unit of an allocation."""
 
-    One that no choice reaches is a BudgetError, one that is more than enough a note. What only measuring tells is left
-    open: the divergence of a target in KL, and the bytes of a cache beside the weights.
+    name: str  # model.layers.0.self_attn.{q_proj,k_proj,v_proj}
+    members: tuple[LinearSpec, ...]
+
+
+def group_linears(skeleton: Skeleton, specs: Sequence[LinearSpec], units: Units) -> list[UnitLinears]:
+    """Return the linears in groups, in model order.
+
+    fused: linears of one module that read the same input (q, k, v; gate, up), and all experts of a module. expert: the
+    same, but each expert by itself, its inputs and its output together. linear: each by itself. block: all of a block.
+    Linears that are made of the same stored tensor are always together (but for experts, which share theirs).
     """
-    if target.unit == "kl":
-        return
-    sizes = assemble(opened, {}, {}, 0, {})
-    problem = sizes.problem(target)
-    if sizes.budget(target) > problem.most and opened.allocation.context is None:
-        bits = 8 * (problem.most + sizes.fixed_nbytes) / sizes.numel
-        nbytes = show(sizes.most_nbytes)
-        note(
-            f"target {target.text} is above the largest options ({bits:.3f} bpw, {nbytes} in all); every linear"
-            f"{' and table' if opened.tables else ''} gets its largest"
-        )
+
+    def read_together(spec: LinearSpec) -> str:
+        return f"{_module_above(spec.name)} {spec.input_key}"
+
+    keys: dict[Units, Callable[[LinearSpec], str]] = {
+        "linear": lambda spec: spec.name,
+        "fused": lambda spec: _module_above(spec.name, 2) if spec.is_expert else read_together(spec),
+        "expert": lambda spec: _module_above(spec.name) if spec.is_expert else read_together(spec),
+        "block": lambda spec: str(spec.block),
+    }
+    by_key: dict[str, list[LinearSpec]] = {}
+    shared: dict[str, str] = {}  # stored tensor -> the key of the first linear that is made of it
+    for spec in specs:
+        key = keys[units](spec)
+        if not spec.is_expert:
+            for stored in skeleton.weight_sources(spec):
+                key = shared.setdefault(stored.name, key)
+        by_key.setdefault(key, []).append(spec)
+    return [UnitLinears(_common_name([spec.name for spec in members]), tuple(members)) for members in by_key.values()]
 
 
-def open_groups(opened: prepare_options.Options) -> list[groups.LinearGroup]:
+def _module_above(name: str, steps: int = 1) -> str:
+    """Return the name of the module that holds a linear, or of one further up."""
+    return name.rsplit(".", steps)[0]
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """Return one name for all: their common path, and what differs in braces where that stays short."""
+    if len(names) == 1:
+        return names[0]
+    parts = [name.split(".") for name in names]
+    common = 0
+    while all(len(part) > common and part[common] == parts[0][common] for part in parts):
+        common += 1
+    path = ".".join(parts[0][:common])
+    leaves = list(dict.fromkeys(part[-1] for part in parts))
+    depth = {len(part) - common for part in parts}
+    return f"{path}.{{{','.join(leaves)}}}" if depth == {1} else path
+
+
+def open_groups(opened: prepare_options.Options) -> list[UnitLinears]:
     """Group the linears that an allocation decides on, those without a fixed option, into units."""
     plans = [plan for plan in opened.levels.values() if FIXED not in plan]
     specs = [next(iter(by_option.values())).spec for by_option in plans]
-    return groups.groups(opened.prepared.skeleton, specs, opened.allocation.units)
+    return group_linears(opened.prepared.skeleton, specs, opened.allocation.units)
 
 
 def assemble(
@@ -141,16 +187,16 @@ def assemble(
     for group in open_groups(opened):
         numel = sum(member.numel for member in group.members)
         entries = []
-        for option in prepare_options.offered(opened, group.members):
+        for option in prepare_options.options_of(opened, group.members):
             nbytes = prepare_options.nbytes(opened, group.members, option)
             damage = {name: units[group.name][option] for name, units in damages.items() if group.name in units}
-            entries.append(Entry(opened.names[option], nbytes, 8 * nbytes / numel, damage))
+            entries.append(UnitEntry(opened.names[option], nbytes, 8 * nbytes / numel, damage))
         entries.sort(key=lambda entry: entry.nbytes)
         first, names = group.members[0], tuple(member.name for member in group.members)
         known = {name: units[group.name] for name, units in scores.items() if group.name in units}
         made.append(Unit(group.name, names, first.block, numel, tuple(entries), first.is_expert, known))
-    estimators = [name for name in damages if name != table_units.TABLE_KL]
-    made += table_units.units(opened, damages.get(table_units.TABLE_KL, {}), estimators)
+    estimators = [name for name in damages if name != TABLE_KL]
+    made += _table_units(opened, damages.get(TABLE_KL, {}), estimators)
     plan, counted = opened.prepared.plan, {name for table in opened.tables for name in table.sources}
     fixed = [by_option[FIXED] for by_option in opened.levels.values() if FIXED in by_option]
     return SensitivityTable(
@@ -164,6 +210,30 @@ def assemble(
         tokens,
         facts,
     )
+
+
+def _table_units(
+    opened: prepare_options.Options, kls: Mapping[str, Sequence[float]], estimators: Iterable[str]
+) -> list[Unit]:
+    """Return a unit for each open table; kls: table -> by option of tables, {} where nothing is measured."""
+    estimators, block = [*estimators, TABLE_KL], len(opened.prepared.skeleton.blocks)
+    made = []
+    for table in opened.tables:
+        entries = []
+        for number, nbytes in table_sizes(opened, table).items():
+            damage = dict.fromkeys(estimators, kls[table.spec.name][number]) if table.spec.name in kls else {}
+            entries.append(UnitEntry(opened.table_names[number], nbytes, 8 * nbytes / table.spec.numel, damage))
+        entries.sort(key=lambda entry: entry.nbytes)
+        name = table.spec.name
+        made.append(Unit(name, (name,), block, table.spec.numel, tuple(entries), is_table=True))
+    return made
+
+
+def table_sizes(opened: prepare_options.Options, table: TableOptions) -> dict[int, int]:
+    """Return number of an option of tables -> exact bytes of this table, at those that it can have."""
+    offered = {number: layer.nbytes for number, layer in table.layers.items()}
+    kept = [number for number, option in enumerate(opened.allocation.tables) if option is None]
+    return offered | dict.fromkeys(kept, sum(table.sources.values()))
 
 
 def save(table: SensitivityTable, folder: Path) -> None:
@@ -180,7 +250,7 @@ def load(folder: Path) -> SensitivityTable:
                 **{
                     **unit,
                     "members": tuple(unit["members"]),
-                    "entries": tuple(Entry(**entry) for entry in unit["entries"]),
+                    "entries": tuple(UnitEntry(**entry) for entry in unit["entries"]),
                 }
             )
             for unit in values.pop("units")

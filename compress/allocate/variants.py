@@ -1,4 +1,4 @@
-"""Keep every linear at every option, packed on disk, and decode one at a time.
+"""Keep every linear at every option in a folder, packed, and decode one at a time.
 
     DIR/run.json             what it was made of (model, options, calibration, seed) and how the first run was arranged
     DIR/levels/00003.safetensors   all linears of block 3: <linear>@<option>.<tensor>
@@ -13,7 +13,10 @@ An option is given by its number, or is "fixed": what a rule of the recipe decid
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,9 +25,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compress import formats
+from compress import formats, recipe
 from compress.errors import CheckpointError, OutputError
 from compress.formats import stored
+from compress.recipe.schema import Allocation, Recipe
+from compress.run import source
+from compress.run.job import Job
+from compress.storage import paths
 from compress.storage.checkpoint import StoredTensor, read_header, write_shard, write_text
 from compress.storage.files import make_folder
 from compress.storage.json_text import OBJECT
@@ -34,6 +41,7 @@ from compress.types import PackedWeight
 FIXED = "fixed"
 TABLE = "sensitivity.json"
 VERSION = 1
+MAX_NAME_CHARACTERS = 150  # the model's and the recipe's name in that of a folder
 
 
 class Database(WorkDirectory):
@@ -51,7 +59,7 @@ class Database(WorkDirectory):
         self._tensors: dict[int, dict[str, StoredTensor]] = {}
 
     @contextmanager
-    def opened(self, identity: Mapping[str, Any], arrangement: Mapping[str, Any]) -> Iterator[Database]:
+    def hold(self, identity: Mapping[str, Any], arrangement: Mapping[str, Any]) -> Iterator[Database]:
         """Create it, or go on with one of this identity; held by one process at a time. Raises OutputError."""
         busy = f"{self.folder} is in use by another run; wait, or give another folder"
         with writing(self.folder, self.option), self._take_lock(busy):
@@ -117,7 +125,7 @@ class Database(WorkDirectory):
                     raise CheckpointError(f"{path}: the block has no {name} of shape {tensor.shape}; measure again")
                 parameters[name].data.copy_(tensor.read())
 
-    def measured(self, block: int) -> dict[str, Any]:
+    def measurements_of(self, block: int) -> dict[str, Any]:
         """Return what was measured of a finished block."""
         return dict(self._record(block)["measured"])
 
@@ -145,3 +153,40 @@ class Database(WorkDirectory):
         if block not in self._contents:
             self._contents[block] = self._read(self._block(block), {"stored": OBJECT, "measured": OBJECT})
         return self._contents[block]
+
+
+# ---------------------------------------------------------------- the folder
+
+
+def folder_of(job: Job) -> Path:
+    """Return where measurements are kept by default: beside the output, one folder for all targets.
+
+    Its name tells the model, and what else is measured: options, calibration and seed.
+    """
+    paths.check_name(job.out)
+    known = [*source.locate(job), job.calib, job.seed, recipe_fingerprint(job.recipe, job.recipe.allocate)]
+    digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
+    name = Path(job.model.rstrip("/")).name or "model"
+    name = re.sub(r"[^\w.-]+", "-", f"{name}-{job.recipe.name}")[:MAX_NAME_CHARACTERS]
+    return job.out.with_name(f"{name}-{digest}.measured")
+
+
+def recipe_fingerprint(whole: Recipe, allocation: Allocation | None) -> str:
+    """Return the fingerprint of a recipe as far as it is measured: without target, allocator, cache and pruning."""
+    if allocation is not None:
+        former: Any = "swap"  # as folders that were measured before its renaming spell the default cache_estimator
+        allocation = Allocation(
+            "",
+            _Nothing(),
+            allocation.options,
+            units=allocation.units,
+            samples=0,
+            cache_estimator=former,
+            tables=allocation.tables,
+        )
+    return recipe.fingerprint(dataclasses.replace(whole, experts=None, kv_cache=None, allocate=allocation))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Nothing:
+    """The settings of no allocator."""

@@ -36,11 +36,11 @@ def measure(options: RunOptions, as_json: AsJson = False, out: FormerOut = None)
     with errors(RESUME):
         measurements = renamed(options.measurements, out, "--measurements")
         job = dataclasses.replace(options, measurements=measurements).job(writes="measurements")
-        from compress.allocate import session
+        from compress.allocate import decide
         from compress.cli import tables
 
         with tables.progress_bar() as progress:
-            folder, facts = session.measured(job, progress)
+            folder, facts = decide.measure(job, progress)
         if as_json:
             print(json.dumps(facts))
             return

@@ -7,8 +7,6 @@ SIGTERM), 141 nobody reads the output.
 from __future__ import annotations
 
 import json
-import os
-import sys
 from typing import Annotated
 
 import typer
@@ -30,34 +28,9 @@ from compress.cli import (  # noqa: F401  (they add their commands)
     streams,
     study,
 )
-from compress.cli.options import AsJson, Directory, NotePrinter, app, errors, note
-from compress.progress import NOTES
+from compress.cli.options import AsJson, Directory, app, errors, note
 from compress.storage import paths
 from compress.version import __version__
-
-
-def main() -> None:
-    """Entry point of `compress`."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no warning when a process forks
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("PYTHONSAFEPATH", "1")  # what libraries start imports nothing from the working directory
-    streams.open_all()
-    if ranks.given()[0] > 0:
-        streams.mute()
-    try:
-        interruption.install()
-        NOTES.addHandler(NotePrinter())
-        try:
-            app()
-        except SystemExit as end:
-            code = end.code
-        interruption.finish()
-    except KeyboardInterrupt:  # where no command answers it: before it has begun, and behind its end
-        interruption.finish()
-        code = interruption.exit_code()
-    if code and interruption.is_unsaid():
-        note("interrupted")
-    sys.exit(streams.flush() or (code and (interruption.exit_code() or code)))
 
 
 def _print_version(asked: bool) -> None:

@@ -325,7 +325,7 @@ def check_base(model: str, base: str | None) -> None:
     """Raise the error for a base that is not there; print a note where it seems to be exchanged with the model."""
     if base is not None:
         check_model(base)
-        note(paths.exchanged(model, base))
+        note(paths.exchange_note(model, base))
 
 
 def check_adapter(adapter: Path | None) -> None:

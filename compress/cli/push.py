@@ -46,8 +46,8 @@ def push(
                 print(f"{nbytes:>14,}  {name}")
             for name in upload.left:
                 print(f"{'stays here':>14}  {name}")
-            print(f"deleted from {repo}: {', '.join(pushing.STALE)} at its top that are not listed above")
-        address = None if dry_run else pushing.push(directory, pushing.Target(repo, revision, private), upload)
+            print(f"deleted from {repo}: {', '.join(pushing.STALE_PATTERNS)} at its top that are not listed above")
+        address = None if dry_run else pushing.push(directory, pushing.PushTarget(repo, revision, private), upload)
         if as_json:
             print(json.dumps({"repo": repo, "files": upload.files, "left": upload.left, "commit": address}))
             return

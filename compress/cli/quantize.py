@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,8 +31,13 @@ def quantize(
         job = options.job(writes=None if dry_run else "checkpoint")
         if dry_run:
             _plan(job, as_json, _words(job, options))
-        else:
-            _run(job, as_json)
+            return
+        from compress import api
+        from compress.cli import tables
+
+        with tables.progress_bar() as progress:
+            report = api.quantize(job, progress, tables.print_plan)
+        _print_report(report, job, as_json)
 
 
 @command(
@@ -63,7 +67,13 @@ def transform(options: RunOptions, as_json: AsJson = False) -> None:
     Operations that a transform leaves to run time (`online`) are left out: plain checkpoints have no place for them.
     """
     with errors(RESUME):
-        _run(options.job(pack=False), as_json)
+        job = options.job(pack=False)
+        from compress import api
+        from compress.cli import tables
+
+        with tables.progress_bar() as progress:
+            report = api.quantize(job, progress, tables.print_plan)
+        _print_report(report, job, as_json)
 
 
 @command(
@@ -91,29 +101,27 @@ def merge(options: RunOptions, as_json: AsJson = False) -> None:
         from compress.storage import manifest
 
         recipe = options.recipe or str(directory / manifest.RECIPE)
-        _run(dataclasses.replace(options, recipe=recipe).job(), as_json, directory)
+        job = dataclasses.replace(options, recipe=recipe).job()
+        from compress import api
+        from compress.cli import tables
+
+        with tables.progress_bar() as progress:
+            report = api.merge(directory, job, progress, tables.print_plan)
+        _print_report(report, job, as_json)
 
 
-def _run(job: Job, as_json: bool, merged_into: Path | None = None) -> None:
-    """Run a job and print its report; merged_into: the packed checkpoint that the job's adapter is merged into."""
-    from rich.text import Text
-
-    from compress import api
+def _print_report(report: dict[str, Any], job: Job, as_json: bool) -> None:
+    """Print what came of a job, as lines or as JSON."""
     from compress.cli import tables
 
-    run = api.quantize if merged_into is None else partial(api.merge, merged_into)
-    with tables.progress_bar() as progress:
-        report = run(job, progress, lambda prepared: tables.err.print(Text(tables.plan_line(prepared)), soft_wrap=True))
-    if as_json:
-        print(json.dumps(report))
-        return
-    for line in tables.result_lines(report, str(job.out)):
+    for line in [json.dumps(report)] if as_json else tables.result_lines(report, str(job.out)):
         print(line)
 
 
 def _words(job: Job, options: RunOptions) -> list[str]:
     """The options of a command line that measures for this job, into the folder where it is looked for."""
-    from compress.allocate import prepare_options
+
+    from compress.allocate import variants
 
     words = [job.model, "--recipe", options.recipe]
     words += [word for override in options.recipe_overrides for word in ("--set", override)]
@@ -129,7 +137,7 @@ def _words(job: Job, options: RunOptions) -> list[str]:
     words += [word for name, given in said.items() if given is not None for word in (name, str(given))]
     words += ["--allow-partial"] if job.allow_partial else []
     if job.recipe.allocate is not None:
-        words += ["--measurements", str(job.measurements or prepare_options.folder_of(job))]
+        words += ["--measurements", str(job.measurements or variants.folder_of(job))]
     return words
 
 
@@ -138,7 +146,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     from compress import api
     from compress.cli import tables
     from compress.progress import duration
-    from compress.run.plan import groups
+    from compress.run.plan_summary import groups
     from compress.run.report import packed_nbytes, whole
 
     with tables.progress_bar() as progress:
@@ -157,7 +165,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
         "whole": whole(layers),
         "predicted_peak": prepared.arrangement.peak_nbytes,
         "predicted_seconds": round(predicted, 1),
-        "kept": layers.kept,
+        "kept": layers.kept_reasons,
         "base": base or None,
     }
     cache = (job.allocation or {}).get("cache")
@@ -174,25 +182,25 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     print(f"predicted peak memory {peak}, time {duration(predicted)}")
     if base:
         print(f"base: {base}")
-    for line in prepared.says:
+    for line in prepared.messages:
         print(line)
     if nbytes is not None:
         print(tables.cache_bytes_line(nbytes))
     if cache is not None:
         print(tables.cache_line(cache))
-    for name, reason in list(layers.kept.items())[:10]:
+    for name, reason in list(layers.kept_reasons.items())[:10]:
         print(f"kept as it is: {name} ({reason})")
 
 
 def _cache_bytes(job: Job, prepared: Prepared) -> dict[str, Any] | None:
     """Return what the recipe's cache takes; None without one, and for one that is still to be calibrated."""
-    from compress.run import cache_bytes
+    from compress.run import kv_cache
 
     settings = job.recipe.kv_cache
     if settings is None or settings.needs() or (job.recipe.packs and not job.pack):
         return None
     skeleton = prepared.skeleton
-    return cache_bytes.at_context(skeleton.config, settings, {}, skeleton.dtype).plain()
+    return kv_cache.bytes_at_context(skeleton.config, settings, {}, skeleton.dtype).plain()
 
 
 def _print_unmeasured(found: Unmeasured, as_json: bool, words: list[str]) -> None:

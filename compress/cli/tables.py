@@ -138,6 +138,13 @@ def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, so
     return table
 
 
+def print_plan(prepared: Prepared) -> None:
+    """Print on stderr, in one line, what a run is about to do."""
+    from rich.text import Text
+
+    err.print(Text(plan_line(prepared)), soft_wrap=True)
+
+
 def plan_line(prepared: Prepared) -> str:
     """Say in one line what a run is about to do."""
     from compress.run import report
@@ -151,7 +158,7 @@ def plan_line(prepared: Prepared) -> str:
         f"{_source(prepared.skeleton.checkpoint.nbytes, prepared.skeleton.checkpoint.base)}; predicted peak memory "
         f"{size(arrangement.peak_nbytes)}"
     )
-    line = "; ".join((line, *prepared.says))
+    line = "; ".join((line, *prepared.messages))
     if prepared.samples:
         where = "on disk" if arrangement.spill else "in memory"
         line += f"; {prepared.samples} samples of {prepared.seq_len} tokens, {arrangement.batch} at a time, "

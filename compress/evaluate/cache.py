@@ -48,7 +48,7 @@ from compress.kv.evict.kept_tokens import prompt_of
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
 from compress.model.positions import max_positions
-from compress.progress import Progress, silent
+from compress.progress import Progress, make_counter, silent
 
 CONTEXTS = (512, 2048, 8192)
 BATCH_TOKENS = 8192  # of the windows that go through a model at a time
@@ -189,7 +189,7 @@ def compared(
 ) -> Comparison:
     """Return the scores of a model through a cache, beside `base` through the exact one, on windows of a text."""
     windows, seq_len = cut.tokens, cut.tokens.shape[1]
-    say = counter(progress, f"scoring {text}", len(windows))
+    say = make_counter(progress, f"scoring {text}", len(windows))
     positions = compare(model, windows, [candidate], _batch(model, [candidate], seq_len), say, base)
     first = max(prompt_of(seq_len, some_evict([candidate])), cut.prefix.unscored)
     found = scores.summary(positions[0][:, :, first:], text, seq_len, cut.prefix.text)
@@ -224,7 +224,7 @@ def _needles(
     planted = cache_needles.contexts(cut.tokens, encode, count, found, model.config, len(cut.prefix.tokens))
     if not planted:
         return [None] * len(found)
-    say = counter(progress, f"asking for needles at {cut.tokens.shape[1]} tokens", len(planted))
+    say = make_counter(progress, f"asking for needles at {cut.tokens.shape[1]} tokens", len(planted))
     return cache_needles.measure(model, planted, found, say)
 
 
@@ -254,7 +254,7 @@ def _context(
     """Return the rows of one context length."""
     windows, (count, length) = cut.tokens, cut.tokens.shape
     batch = _batch(model, found, length)
-    say = counter(progress, f"scoring at {length} tokens", count)
+    say = make_counter(progress, f"scoring at {length} tokens", count)
     positions = compare(model, windows, found, batch, say)
     makes = [lambda c=candidate: c.cache(model.config) for candidate in found]
     errors = output_errors(model, windows[:ERROR_WINDOWS], makes, max(1, min(4, BATCH_TOKENS // length)))
@@ -298,13 +298,3 @@ def _batch(model: Any, found: Sequence[Candidate], length: int) -> int:
     vocabulary = model.config.get_text_config().vocab_size
     window = longest * vocabulary * model.dtype.itemsize * (1 + len(found))
     return max(1, min(BATCH_TOKENS // length, scores.BATCH_NBYTES // window))
-
-
-def counter(progress: Progress, text: str, total: int) -> Any:
-    done = [0]
-
-    def say(count: int) -> None:
-        done[0] += count
-        progress(text, done[0], total)
-
-    return say

@@ -20,8 +20,8 @@ from transformers import Cache, DynamicCache
 from compress.errors import UnsupportedModelError
 from compress.evaluate.feed import fed
 from compress.kv import attention
-from compress.kv.cache import KVCache
 from compress.kv.evict import queries
+from compress.kv.layer import KVCache
 
 QUERIES = 32  # of each window, at its end
 
@@ -93,7 +93,7 @@ class _reading:
         self.config, self.own = model.config, model.config._attn_implementation
         self.needed = attention.NAME if cache.path == "fused" else self.own
         if cache.path == "decode" and queries.evicts(cache):
-            self.needed = queries.registered(self.own)
+            self.needed = queries.register_watched(self.own)
 
     def __enter__(self) -> None:
         self.config._attn_implementation = self.needed

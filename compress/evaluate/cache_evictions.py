@@ -22,9 +22,10 @@ from compress.evaluate.cache_error import attentions, output_errors
 from compress.evaluate.cache_scores import Say
 from compress.evaluate.feed import fed
 from compress.evaluate.scores import score
-from compress.kv.cache import CodedLayer, KVCache, layer_types, make_cache
+from compress.kv.cache import layer_types, make_cache
 from compress.kv.evict.kept_tokens import prompt_of
 from compress.kv.evict.settings import Eviction
+from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import CacheSettings, exact
 
 

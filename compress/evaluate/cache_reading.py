@@ -9,16 +9,16 @@ import torch
 
 from compress.errors import RecipeError
 from compress.evaluate.cache_scores import Candidate
-from compress.kv import generation, reading
-from compress.kv.reading import Reading
+from compress.kv import fused, generation
+from compress.kv.fused import CacheReads
 
 
 @dataclass(frozen=True)
 class Readings:
     """How one cache is read."""
 
-    scored: Reading  # in chunks of text, where it is scored
-    generated: Reading  # token by token, in `generate`
+    scored: CacheReads  # in chunks of text, where it is scored
+    generated: CacheReads  # token by token, in `generate`
 
     @property
     def text(self) -> str:
@@ -44,8 +44,8 @@ def readings(model: Any, candidate: Candidate) -> Readings:
         return Readings(scored, scored)
 
 
-def _read(model: Any, candidate: Candidate) -> Reading:
+def _read(model: Any, candidate: Candidate) -> CacheReads:
     cache = candidate.cache(model.config)
     tokens = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     model(input_ids=tokens, past_key_values=cache, use_cache=True)
-    return reading.of(cache, model.device)
+    return fused.reads_of_cache(cache, model.device)

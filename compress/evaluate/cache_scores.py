@@ -26,8 +26,9 @@ from transformers import DynamicCache
 from compress.errors import NumericalError, RecipeError
 from compress.evaluate.feed import read_on
 from compress.evaluate.scores import score
-from compress.kv.cache import CachePath, KVCache, make_cache
+from compress.kv.cache import make_cache
 from compress.kv.evict.kept_tokens import prompt_of
+from compress.kv.layer import CachePath, KVCache
 from compress.kv.settings import EXACT, CacheSettings, Coding, Codings, Policy, exact
 
 NEEDLE = 32  # tokens

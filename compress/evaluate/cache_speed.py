@@ -24,7 +24,7 @@ from compress.evaluate.cache_scores import Candidate, Say
 from compress.evaluate.feed import fed
 from compress.evaluate.speed import now
 from compress.kv import generation
-from compress.kv.cache import CodedLayer, KVCache
+from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import KINDS
 from compress.kv.token_store import Store
 

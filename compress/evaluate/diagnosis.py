@@ -27,7 +27,7 @@ from compress.evaluate import diagnosis_tail, feature_order
 from compress.evaluate.diagnosis_tail import Tail
 from compress.evaluate.feature_order import LIKE, correlations
 from compress.model.block_calls import BlockArgs, record
-from compress.model.block_lists import find_blocks
+from compress.model.text_path import find_blocks
 from compress.runtime import experts, linears
 from compress.runtime.expert_layouts import SORTED
 from compress.runtime.linear import PackedLinear

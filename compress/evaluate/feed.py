@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.kv.handed import drops_cache
+from compress.kv.hooks import drops_cache
 
 LAST = "logits_to_keep"  # the argument of forward passes that says of how many last tokens logits are asked
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from compress.calib import prefix
 from compress.errors import CalibrationError, shown
-from compress.kv import reading
-from compress.kv.reading import Reading
+from compress.kv import fused
+from compress.kv.fused import CacheReads
 from compress.model import load as lm
 from compress.model import writing
 
@@ -24,7 +24,7 @@ class Written(NamedTuple):
     """What a model has written."""
 
     text: str
-    cache: Reading | None  # how its compressed cache was read; None without one
+    cache: CacheReads | None  # how its compressed cache was read; None without one
 
 
 def generate(
@@ -80,7 +80,7 @@ def continued(
     draw = writing.Draw(directory.name, temperature, torch.Generator().manual_seed(seed))
     found = writing.write(model, torch.tensor([ids]), max_new_tokens, draw, stop=writing.end_tokens(model))[0].tolist()
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    return Written(text_behind(decode, found, len(ids)), reading.of_model(model))
+    return Written(text_behind(decode, found, len(ids)), fused.reads_of_model(model))
 
 
 def text_behind(decode: Callable[[Sequence[int]], Any], tokens: Sequence[int], count: int) -> str:

@@ -16,7 +16,7 @@ from compress.storage.manifest import PAGE, RECIPE
 
 def write(directory: Path) -> Path:
     """Write the page of a checkpoint and return its path. Raises CheckpointError for damaged facts."""
-    found, scores = report.load(directory, report.PAGE), record.load(directory)
+    found, scores = report.load(directory, report.PAGE_KEYS), record.load(directory)
     recipe = directory / RECIPE
     settings = read_text(recipe, errors="replace") if recipe.is_file() else ""
     path = directory / PAGE

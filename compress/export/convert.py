@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from compress import plugins
 from compress.errors import ExportError, RecipeError
-from compress.export.place import Place
-from compress.export.source import Source, open_source
-from compress.export.weights import EMBEDDINGS, HEAD, Packed
+from compress.export.place import ExportPlace
+from compress.export.source import PackedSource, open_source
+from compress.export.weights import EMBEDDINGS, HEAD, StoredWeight
 from compress.importers.source import Decoded
 from compress.process_memory import show
 from compress.progress import Progress, silent
@@ -38,9 +38,9 @@ TIED = "tie_word_embeddings"
 class Export:
     """What a target is to write."""
 
-    source: Source
-    held: tuple[Packed, ...]  # the weights that the target holds as they are stored, in the order of the model
-    tables: tuple[Packed, ...]  # packed tables that become plain numbers
+    source: PackedSource
+    held: tuple[StoredWeight, ...]  # the weights that the target holds as they are stored, in the order of the model
+    tables: tuple[StoredWeight, ...]  # packed tables that become plain numbers
     dtype: torch.dtype  # of these, and of the model that is written
     is_chosen: bool = False  # the user has named that type, which all plain numbers are to have
     notes: list[str] = field(default_factory=list)  # for the user, a line each
@@ -52,10 +52,10 @@ class Export:
         tensors = dict(self.source.plain)
         for table in self.tables:
             for role, name in self.places(table).items():
-                tensors[f"{name}.weight"] = dense(table, f"{name}.weight", self.dtype, role)
+                tensors[f"{name}.weight"] = dense_tensor(table, f"{name}.weight", self.dtype, role)
         return tensors
 
-    def places(self, table: Packed) -> dict[str, str]:
+    def places(self, table: StoredWeight) -> dict[str, str]:
         """Return role -> module under whose name a table is written: one for both where the rows are the same."""
         if table.tied and not table.is_one_table:
             return {EMBEDDINGS: table.name, HEAD: table.tied}
@@ -79,7 +79,7 @@ class Export:
 
     def config(self) -> dict[str, Any]:
         """Return config.json without how the weights are packed, and with what has changed of the rest."""
-        changes: dict[str, Any] = {} if self.dtype == self.source.dtype else {"dtype": word(self.dtype)}
+        changes: dict[str, Any] = {} if self.dtype == self.source.dtype else {"dtype": dtype_name(self.dtype)}
         if any(len(self.places(table)) > 1 for table in self.tables):
             changes[TIED] = False
         config = self.source.config
@@ -92,7 +92,7 @@ class Export:
 
 
 @dataclass(frozen=True)
-class Result:
+class ExportResult:
     """What has been written."""
 
     nbytes: int  # of all files
@@ -114,7 +114,7 @@ def target_names() -> list[str]:
     return [name.replace("_", "-") for name in plugins.names(KIND)]
 
 
-def prepare(source: Source, name: str, dtype: torch.dtype | None = None, int8_inputs: bool = False) -> Export:
+def prepare(source: PackedSource, name: str, dtype: torch.dtype | None = None, int8_inputs: bool = False) -> Export:
     """Return what a target is to write; ExportError for linears that it cannot hold, with the first of them.
 
     dtype: of all plain numbers; None: as they are stored, and decoded tables in the type of the model.
@@ -137,7 +137,9 @@ def prepare(source: Source, name: str, dtype: torch.dtype | None = None, int8_in
     for table in [table for table in tables if reasons[table.name]]:
         plain = sum(tensor.nbytes for name, tensor in export.plain().items() if name not in source.plain)
         cost = f"{show(plain)} in place of {show(table.nbytes)}"
-        export.notes.append(f"{table.name} is written as plain {word(export.dtype)}, {cost}: {reasons[table.name]}")
+        export.notes.append(
+            f"{table.name} is written as plain {dtype_name(export.dtype)}, {cost}: {reasons[table.name]}"
+        )
     return export
 
 
@@ -149,7 +151,7 @@ def export(
     overwrite: bool = False,
     progress: Progress = silent,
     int8_inputs: bool = False,
-) -> Result:
+) -> ExportResult:
     """Write a checkpoint of ours at `out` in the format of a target; nothing is left behind if that fails.
 
     dtype, int8_inputs: as `prepare` has them.
@@ -158,19 +160,19 @@ def export(
     target = target_named(name)
     if not target.SUFFIX:
         paths.check_apart(out, directory)
-    with Place(out, target.SUFFIX, overwrite) as place:
+    with ExportPlace(out, target.SUFFIX, overwrite) as place:
         prepared = prepare(open_source(directory), name, dtype, int8_inputs)
         prepared.progress = progress
-        check_space(out.parent, _written(prepared, target))
+        check_space(out.parent, _written_nbytes(prepared, target))
         target.write(prepared, place.new)
         place.publish()
     files = [out] if target.SUFFIX else [path for path in out.rglob("*") if path.is_file()]
     nbytes = sum(os.path.getsize(path) for path in files)
     is_packed = bool(prepared.held or prepared.tables)
-    return Result(nbytes, prepared.source.nbytes, is_packed, tuple(prepared.notes))
+    return ExportResult(nbytes, prepared.source.nbytes, is_packed, tuple(prepared.notes))
 
 
-def _written(export: Export, target: ModuleType) -> int:
+def _written_nbytes(export: Export, target: ModuleType) -> int:
     """Return about how many bytes a target will write: packed weights in their own size, unless it says otherwise."""
     held = sum(target.nbytes(export, each) if hasattr(target, "nbytes") else each.nbytes for each in export.held)
     return held + sum(
@@ -179,7 +181,7 @@ def _written(export: Export, target: ModuleType) -> int:
     )
 
 
-def dense(weight: Packed, name: str, dtype: torch.dtype, role: str = "") -> Decoded:
+def dense_tensor(weight: StoredWeight, name: str, dtype: torch.dtype, role: str = "") -> Decoded:
     """Return a packed weight as a tensor that is decoded when it is read, turned as published checkpoints have it."""
 
     def make() -> Tensor:
@@ -189,7 +191,7 @@ def dense(weight: Packed, name: str, dtype: torch.dtype, role: str = "") -> Deco
         return matrix.T.contiguous() if weight.is_turned else matrix
 
     shape = weight.shape[::-1] if weight.is_turned else weight.shape
-    return lazy(name, dtype, shape, make, weight)
+    return lazy_tensor(name, dtype, shape, make, weight)
 
 
 def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -201,10 +203,14 @@ def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _out_of_range(name: str, dtype: torch.dtype) -> ExportError:
-    return ExportError(f"{name} has values outside of the range of {word(dtype)}; set --dtype bfloat16 or float32")
+    return ExportError(
+        f"{name} has values outside of the range of {dtype_name(dtype)}; set --dtype bfloat16 or float32"
+    )
 
 
-def lazy(name: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], Tensor], weight: Packed) -> Decoded:
+def lazy_tensor(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], Tensor], weight: StoredWeight
+) -> Decoded:
     """Return a tensor of one weight that is made, whole, when it is read."""
     sources: tuple[StoredTensor, ...] = tuple(s for tensor in (weight.tensors or {}).values() for s in tensor.sources)
     return Decoded(name, dtype, shape, sources, partial(_rows, make), max(1, shape[0]))
@@ -214,6 +220,6 @@ def _rows(make: Callable[[], Tensor], start: int, stop: int) -> Tensor:
     return make()[start:stop]
 
 
-def word(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a type as configurations have it."""
     return str(dtype).removeprefix("torch.")

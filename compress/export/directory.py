@@ -17,9 +17,9 @@ from transformers.core_model_loading import build_glob_alternation
 
 from compress.export.convert import Export, cast
 from compress.export.place import RECORD
-from compress.export.weights import Packed
+from compress.export.weights import StoredWeight
 from compress.importers.source import Decoded
-from compress.run import write_checkpoint
+from compress.run import companion_files
 from compress.storage.checkpoint import CONFIG, SINGLE, Readable, write_shard, write_text
 from compress.version import __version__
 
@@ -45,10 +45,11 @@ def write(
     plain = {name: stored for name, stored in export.plain().items() if name not in left_out}
     in_float32 = kept_in_float32(export, plain)
     if export.is_chosen:
-        plain = {n: stored if n in in_float32 else typed(stored, export.dtype) for n, stored in plain.items()}
+        plain = {n: stored if n in in_float32 else as_dtype(stored, export.dtype) for n, stored in plain.items()}
     elif export.dtype != export.source.dtype:  # readers turn into that type what is stored in others
         plain = {
-            n: stored if n in in_float32 else typed(stored, export.dtype, is_kept=True) for n, stored in plain.items()
+            n: stored if n in in_float32 else as_dtype(stored, export.dtype, is_kept=True)
+            for n, stored in plain.items()
         }
     write_shards(out, chain(plain.items(), tensors), metadata or {})
     finish(export, out, config)
@@ -56,13 +57,13 @@ def write(
 
 def finish(export: Export, out: Path, config: Mapping[str, Any]) -> None:
     """Write all files of a directory that hold no weights; config: what is laid over config.json."""
-    write_checkpoint.copy_files(export.source.directory, out)
+    companion_files.copy_files(export.source.directory, out)
     write_text(out / CONFIG, json.dumps({**export.config(), **config}, indent=2) + "\n")
     record = {"version": __version__, "source": export.source.directory.name, "notes": export.notes}
     write_text(out / RECORD, json.dumps(record, indent=1) + "\n")
 
 
-def held(export: Export, tensors: Callable[[Packed], Mapping[str, Tensor]]) -> Iterator[Named]:
+def held_tensors(export: Export, tensors: Callable[[StoredWeight], Mapping[str, Tensor]]) -> Iterator[Named]:
     """Yield what a target stores for the held weights: `tensors(weight)` gives it by last names, such as qweight."""
     for number, weight in enumerate(export.held):
         export.progress(f"writing {weight.name}", number, len(export.held))
@@ -79,7 +80,7 @@ def kept_in_float32(export: Export, names: Iterable[str]) -> set[str]:
     return {name for name in names if search.search(name)}
 
 
-def typed(stored: Readable, dtype: torch.dtype, is_kept: bool = False) -> Readable:
+def as_dtype(stored: Readable, dtype: torch.dtype, is_kept: bool = False) -> Readable:
     """Return a floating tensor in another type, any other as it is.
 
     is_kept: the tensor keeps its type, and is only checked. Reading raises ExportError where a finite value would
@@ -111,4 +112,4 @@ def write_shards(out: Path, tensors: Iterable[Named], metadata: Mapping[str, str
     count += 1
     write_shard(out / (SINGLE if count == 1 else f"model-{count:05}.safetensors"), gathered, metadata=metadata)
     if count > 1:
-        write_checkpoint.write_index(out)
+        companion_files.write_index(out)

@@ -42,25 +42,18 @@ from torch import Tensor, nn
 from compress.errors import CheckpointError, OutputError, shown
 from compress.formats import lowrank, transforms
 from compress.model.skeleton import Skeleton
-from compress.run import write_checkpoint
+from compress.run import companion_files
 from compress.runtime import hf
 from compress.runtime.linear import PackedLinear
-from compress.storage import files, json_text, notice
-from compress.storage.checkpoint import (
-    CONFIG,
-    open_checkpoint,
-    read_header,
-    read_json,
-    write_shard,
-    write_text,
-)
+from compress.storage import config_json, files, json_text
+from compress.storage.checkpoint import CONFIG, open_checkpoint, read_header, read_json, write_shard, write_text
 from compress.storage.files import open_regular
 from compress.storage.manifest import RECIPE
 from compress.types import PackedWeight, WeightTransforms
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 FINGERPRINT = "compress_base"  # key in the header of the weights
-PREFIX = "base_model.model."  # of names in the weights
+ADAPTED_PREFIX = "base_model.model."
 SAMPLED = 1 << 16  # bytes at the start and the end of each tensor that the fingerprint is over
 REFUSED = {"use_dora": False, "bias": "none", "fan_in_fan_out": False}  # what we can load has these values
 
@@ -82,7 +75,7 @@ class Adapted(nn.Module):
         return self.base_layer(x) + added.to(x.dtype)
 
 
-def adapted(model: nn.Module) -> dict[str, Adapted]:
+def adapted_linears(model: nn.Module) -> dict[str, Adapted]:
     """Return the linears that have an adapter, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
 
@@ -90,7 +83,7 @@ def adapted(model: nn.Module) -> dict[str, Adapted]:
 def parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return A and B of all adapters, float32, to be trained, and freeze everything else of the model."""
     model.requires_grad_(False)
-    trained = [factor for module in adapted(model).values() for factor in (module.lora_a, module.lora_b)]
+    trained = [factor for module in adapted_linears(model).values() for factor in (module.lora_a, module.lora_b)]
     for factor in trained:
         factor.requires_grad_()
     return trained
@@ -98,7 +91,7 @@ def parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def separate(model: nn.Module) -> int:
     """Make an adapter of the low-rank part of every packed linear, in place; returns their number."""
-    corrected = {name: layer for name, layer in _packed(model).items() if layer.lowrank is not None}
+    corrected = {name: layer for name, layer in _packed_targets(model).items() if layer.lowrank is not None}
     for name, layer in corrected.items():
         weight = layer.packed()
         bare = PackedLinear.from_packed(_without_part(weight), layer.bias)
@@ -112,7 +105,7 @@ def attach(model: nn.Module, rank: int, match: str = "*", seed: int = 0) -> int:
     A is random with entries of variance 1 / (3 in), B zero, as LoRA starts: the function stays what it is.
     """
     generator, count = torch.Generator().manual_seed(seed), 0
-    for name, layer in _packed(model).items():
+    for name, layer in _packed_targets(model).items():
         if fnmatchcase(name, match):
             bound = layer.in_features**-0.5
             a = (2 * torch.rand(rank, layer.in_features, generator=generator) - 1) * bound
@@ -135,7 +128,7 @@ def factors(weight: PackedWeight) -> Factors:
 
 def save(model: nn.Module, directory: Path, base: str) -> None:
     """Write the adapters of a model; `base`: the directory or name that the base is loaded from."""
-    adapters = adapted(model)
+    adapters = adapted_linears(model)
     if not adapters:
         raise CheckpointError("the model has no adapters to save; attach some, or separate its low-rank parts")
     pairs = {name: (module.lora_a.detach(), module.lora_b.detach()) for name, module in adapters.items()}
@@ -150,7 +143,7 @@ def load(model: nn.Module, directory: Path) -> int:
     pairs, base = _read(directory)
     if base is not None and base != fingerprint(model):
         raise CheckpointError(f"{directory} was trained on another base; load the packed model it was made for")
-    layers = _packed(model)
+    layers = _packed_targets(model)
     for name, (a, b) in pairs.items():
         layer = layers.get(name)
         if layer is None:
@@ -167,8 +160,8 @@ def load(model: nn.Module, directory: Path) -> int:
 
 def fingerprint(model: nn.Module) -> str:
     """Return a sha256 of how a model's packed linears are stored and of samples of their bytes, without adapters."""
-    inner = {name: module.base_layer for name, module in adapted(model).items()}
-    layers = {**_packed(model), **inner}
+    inner = {name: module.base_layer for name, module in adapted_linears(model).items()}
+    layers = {**_packed_targets(model), **inner}
     return _digest((name, layer.packed()) for name, layer in sorted(layers.items()))
 
 
@@ -195,12 +188,12 @@ def export(checkpoint: Path, out: Path, adapter: Path) -> int:
         kept = {name: tensor for name, tensor in read_header(file).items() if name not in taken}
         if kept:
             write_shard(out / file.name, kept)
-    write_checkpoint.write_index(out)
-    write_checkpoint.copy_files(source.directory, out)
+    companion_files.write_index(out)
+    companion_files.copy_files(source.directory, out)
     if (checkpoint / RECIPE).is_file():
         files.copy(checkpoint / RECIPE, out / RECIPE)
     bare = hf.build_config({name: dataclasses.replace(form, lowrank=None) for name, form in stored.items()})
-    written = notice.added({**source.config, "quantization_config": bare.to_dict()})
+    written = config_json.add_notice({**source.config, "quantization_config": bare.to_dict()})
     write_text(out / CONFIG, json.dumps(written, indent=2) + "\n")
 
     pairs, seen = {}, []
@@ -223,9 +216,9 @@ def _stored_weights(checkpoint: Path) -> Iterator[tuple[str, PackedWeight]]:
         skeleton.free()
 
 
-def _packed(model: nn.Module) -> dict[str, PackedLinear]:
+def _packed_targets(model: nn.Module) -> dict[str, PackedLinear]:
     """Return the packed linears that have no adapter, by name."""
-    inner = {id(module.base_layer) for module in adapted(model).values()}
+    inner = {id(module.base_layer) for module in adapted_linears(model).values()}
     named = model.named_modules()
     return {name: module for name, module in named if isinstance(module, PackedLinear) and id(module) not in inner}
 
@@ -269,8 +262,8 @@ def _write(directory: Path, pairs: Mapping[str, Factors], base: str, base_finger
     }
     tensors: dict[str, Tensor] = {}
     for name, (a, b) in pairs.items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = a.cpu().contiguous()
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = b.cpu().contiguous()
+        tensors[f"{ADAPTED_PREFIX}{name}.lora_A.weight"] = a.cpu().contiguous()
+        tensors[f"{ADAPTED_PREFIX}{name}.lora_B.weight"] = b.cpu().contiguous()
     directory.mkdir(parents=True, exist_ok=True)
     write_shard(directory / WEIGHTS_FILE, tensors, metadata={FINGERPRINT: base_fingerprint})
     write_text(directory / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
@@ -290,7 +283,7 @@ def _read(directory: Path) -> tuple[dict[str, Factors], str | None]:
         with safe_open(directory / WEIGHTS_FILE, "pt") as file:
             base = (file.metadata() or {}).get(FINGERPRINT)
             for key in file.keys():  # noqa: SIM118 (not a dict)
-                tensors[key.removeprefix(PREFIX)] = file.get_tensor(key).float()
+                tensors[key.removeprefix(ADAPTED_PREFIX)] = file.get_tensor(key).float()
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{directory / WEIGHTS_FILE} cannot be read; save the adapter again") from error
     names = {key.rsplit(".lora_", 1)[0] for key in tensors}

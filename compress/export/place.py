@@ -24,7 +24,7 @@ MARK = {"compress.version": __version__}  # the same in the header of a GGUF fil
 NAMES = {"lock", "new", "old"}
 
 
-def unfinished(out: Path) -> Path:
+def unfinished_path(out: Path) -> Path:
     """Return where an export to `out` is made."""
     return out.with_name(f"{out.name}.exporting")
 
@@ -58,7 +58,7 @@ def _is_marked(file: Path) -> bool:
         return False
 
 
-class Place(WorkDirectory):
+class ExportPlace(WorkDirectory):
     """The place where one export is made; a context manager that holds the lock, and leaves nothing behind."""
 
     option = "--out"
@@ -67,12 +67,12 @@ class Place(WorkDirectory):
     keep = "another --out"
 
     def __init__(self, out: Path, suffix: str, overwrite: bool) -> None:
-        super().__init__(unfinished(out), "none")
+        super().__init__(unfinished_path(out), "none")
         self.out, self.suffix, self.overwrite = out, suffix, overwrite
         self.new, self.old = self.folder / "new", self.folder / "old"
         self._lock: ExitStack | None = None
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> ExportPlace:
         """Raise OutputError if `out` must not be replaced, or another export is writing it."""
         check(self.out, self.suffix, self.overwrite)
         with writing(self.folder):

@@ -22,7 +22,10 @@ from compress.storage.checkpoint import CONFIG, MANIFEST
 from compress.storage.manifest import Manifest
 
 NAMED = 8  # files in an error
-STALE = ("*.safetensors", "*.safetensors.index.json")  # of a repository, where they are not uploaded
+STALE_PATTERNS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+)  # files that a repository loses where they are not uploaded
 
 
 class Upload(NamedTuple):
@@ -37,7 +40,7 @@ class Upload(NamedTuple):
         return sum(self.files.values())
 
 
-class Target(NamedTuple):
+class PushTarget(NamedTuple):
     """Where it goes."""
 
     repo: str  # owner/name
@@ -92,11 +95,13 @@ def stale(names: list[str], upload: Upload) -> list[str]:
     return [
         glob.escape(name)
         for name in names
-        if "/" not in name and name not in upload.files and any(fnmatch.fnmatch(name, pattern) for pattern in STALE)
+        if "/" not in name
+        and name not in upload.files
+        and any(fnmatch.fnmatch(name, pattern) for pattern in STALE_PATTERNS)
     ]
 
 
-def push(directory: Path, target: Target, upload: Upload, endpoint: str | None = None) -> str:
+def push(directory: Path, target: PushTarget, upload: Upload, endpoint: str | None = None) -> str:
     """Upload files of a checkpoint that `check` has returned, as one commit; return its address.
 
     The commit deletes `stale` weights of the repository.
@@ -126,9 +131,9 @@ def push(directory: Path, target: Target, upload: Upload, endpoint: str | None =
     except OfflineModeIsEnabled as error:
         raise OutputError("HF_HUB_OFFLINE is set; unset it to push, or look with --dry-run") from error
     except HfHubHTTPError as error:
-        said = first_line(error)[:150]
+        reason = first_line(error)[:150]
         raise OutputError(
-            f"the hub refuses {target.repo} ({said}); check its name, and the rights of your token"
+            f"the hub refuses {target.repo} ({reason}); check its name, and the rights of your token"
         ) from error
     except (HFValidationError, LocalTokenNotFoundError) as error:
         raise OutputError(f"{target.repo}: {first_line(error)}; give owner/name and a token that may write") from error

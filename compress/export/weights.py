@@ -19,7 +19,7 @@ EMBEDDINGS, HEAD = "embeddings", "head"  # roles of a table
 
 
 @dataclass(frozen=True)
-class Weight:
+class ExportWeight:
     """What is known of a weight before it is read, or before it is quantized."""
 
     name: str  # of its module, as published checkpoints of the architecture call it
@@ -96,7 +96,7 @@ class IntWeight:
 
 
 @dataclass(frozen=True)
-class Packed(Weight):
+class StoredWeight(ExportWeight):
     """A packed weight of a checkpoint; nothing is read before it is asked for."""
 
     module: str = ""  # path in the model of transformers, with experts one by one

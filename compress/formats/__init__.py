@@ -9,7 +9,11 @@ A format file has
   an order of columns or a number of bits: ValueError, which begins with the tensor's name. Where every pattern of bits
   decodes to a weight, there is nothing to check;
 - `decode_rows(tensors, params, shape, rows, dtype) -> Tensor [n, in_features]` and `join_rows(parts) -> tensors`, only
-  where rows lie apart: a table of embeddings needs them.
+  where rows lie apart: a table of embeddings needs them;
+- `cut(tensors, params, shape, rows, columns) -> (Params, tensors)`, for tensor parallelism: exactly what decoding and
+  slicing would give. rows and columns are ranges of a weight [out, in], of step 1 and not empty. What is returned may
+  have other parameters than the whole. ValueError says why a cut is not possible: what is stored may be shared by
+  weights on both sides of it.
 
 Transforms around the stored matrix (compress/formats/transforms.py) and a low-rank part beside it (formats/lowrank.py)
 are no business of a format: the functions here add them to what `Stored` (compress/types.py) says.
@@ -17,6 +21,7 @@ are no business of a format: the functions here add them to what `Stored` (compr
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
@@ -141,3 +146,49 @@ def join_rows(parts: Sequence[PackedWeight]) -> dict[str, Tensor]:
 def decode_stored(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Return the matrix in the format itself [out, in], with nothing around or beside it."""
     return get(weight.format).decode(weight.tensors, weight.params, weight.shape, dtype)
+
+
+def cut(weight: PackedWeight, rows: range, columns: range) -> PackedWeight:
+    """Return some rows and columns of a weight; ValueError with the reason where that is not possible.
+
+    Around the matrix may lie transforms, which can be cut along a side where they are diagonal: all others need every
+    input, or every output. Quantized inputs whose scale is that of the whole token cannot be cut along the inputs.
+    """
+    stored, shape = weight.stored, weight.shape
+    if (len(rows), len(columns)) == shape:
+        return weight
+    format: Any = get(stored.format)
+    if not hasattr(format, "cut"):
+        raise ValueError(f"format {stored.format} cannot be cut")
+    if len(columns) < shape[1] and stored.activations is not None and stored.activations.scale == "token":
+        raise ValueError("inputs are quantized with the scale of a whole token")
+    matrix = {name: weight.tensors[name] for name in format.specs(stored.params, shape)}
+    tensors = _cut_transforms(weight, "out", stored.ops.output, rows, shape[0])
+    tensors |= _cut_transforms(weight, "in", stored.ops.input, columns, shape[1])
+    params, of_format = format.cut(matrix, stored.params, shape, rows, columns)
+    tensors = {**of_format, **tensors}
+    factors_stored = stored.lowrank
+    if factors_stored is not None:
+        factors_stored, factors = lowrank.cut_part(weight.tensors, factors_stored, shape, rows, columns)
+        tensors |= factors
+    if stored.has_in_scale:
+        tensors[IN_SCALE] = weight.tensors[IN_SCALE]
+    chosen = dataclasses.replace(stored, params=params, lowrank=factors_stored)
+    size = (len(rows), len(columns))
+    tensors = {name: _detach_storage(tensors[name]) for name in specs(chosen, size)}  # ValueError as `specs`
+    return PackedWeight(chosen, tensors, size)
+
+
+def _detach_storage(tensor: Tensor) -> Tensor:
+    """Return a tensor that does not keep a larger one in memory."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+def _cut_transforms(
+    weight: PackedWeight, side: str, names: tuple[str, ...], channels: range, size: int
+) -> dict[str, Tensor]:
+    """Return the stored tensors of the transforms `in` or `out` of a matrix, for some `channels` of `size`."""
+    stored = {f"{side}_{name}": weight.tensors.get(f"{side}_{name}") for name in names}
+    if len(channels) == size:
+        return {key: tensor for key, tensor in stored.items() if tensor is not None}
+    return {key: transforms.cut(key.removeprefix(f"{side}_"), tensor, channels) for key, tensor in stored.items()}

@@ -237,7 +237,7 @@ def pack(parts: Parts, params: Params, shape: tuple[int, int]) -> dict[str, Tens
 def cut(
     tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
 ) -> tuple[Params, dict[str, Tensor]]:
-    """Return some rows and columns of a weight, packed anew; compress/formats/cuts.py has the contract."""
+    """Return some rows and columns of a weight, packed anew; compress/formats/__init__.py has the contract."""
     if params.permuted and len(columns) < shape[1]:
         raise ValueError("columns are stored in an order of their own")
     if rows.start % max(params.height, params.group_rows):

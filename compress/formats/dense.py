@@ -39,5 +39,5 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
 def cut(
     tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
 ) -> tuple[Params, dict[str, Tensor]]:
-    """Return some rows and columns of a weight; compress/formats/cuts.py has the contract."""
+    """Return some rows and columns of a weight; compress/formats/__init__.py has the contract."""
     return params, pack(tensors["values"][rows.start : rows.stop, columns.start : columns.stop], params)

@@ -152,7 +152,7 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
 def cut(
     tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
 ) -> tuple[Params, dict[str, Tensor]]:
-    """Return some rows and columns of a weight; compress/formats/cuts.py has the contract."""
+    """Return some rows and columns of a weight; compress/formats/__init__.py has the contract."""
     if columns.start % DIM:
         raise ValueError(f"column {columns.start} lies within a code of {DIM} columns")
     blocks = slice(columns.start // DIM, -(-columns.stop // DIM))

@@ -232,7 +232,7 @@ def join_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def cut(
     tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
 ) -> tuple[Params, dict[str, Tensor]]:
-    """Return some rows and columns of a weight, packed anew; compress/formats/cuts.py has the contract.
+    """Return some rows and columns of a weight, packed anew; compress/formats/__init__.py has the contract.
 
     Where the columns do not begin with a group, groups become smaller, down to LEAST_GROUP columns.
     """

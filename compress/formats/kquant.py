@@ -155,7 +155,7 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
 def cut(
     tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
 ) -> tuple[Params, dict[str, Tensor]]:
-    """Return some rows and columns of a weight, packed anew; compress/formats/cuts.py has the contract."""
+    """Return some rows and columns of a weight, packed anew; compress/formats/__init__.py has the contract."""
     if columns.start % SUPER_BLOCK:
         raise ValueError(f"column {columns.start} lies within a super-block of {SUPER_BLOCK} columns")
     codes, scales = unpack(tensors, params, shape)

@@ -105,7 +105,7 @@ def fits_float16(a: Tensor, b: Tensor) -> bool:
 def cut(
     tensors: Mapping[str, Tensor], params: LowRank, shape: tuple[int, int], rows: range, columns: range
 ) -> tuple[LowRank, dict[str, Tensor]]:
-    """Return some rows and columns of a product; compress/formats/cuts.py has the contract.
+    """Return some rows and columns of a product; compress/formats/__init__.py has the contract.
 
     A takes the columns and B the rows. Integers are cut at groups.
     """

@@ -187,7 +187,7 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
 def cut(
     tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
 ) -> tuple[Params, dict[str, Tensor]]:
-    """Return some rows and columns of a weight; compress/formats/cuts.py has the contract."""
+    """Return some rows and columns of a weight; compress/formats/__init__.py has the contract."""
     tile = params.tile_rows
     if rows.start % tile or (rows.stop % tile and rows.stop != shape[0]):
         raise ValueError(f"rows {rows.start} to {rows.stop} are not whole tiles of {tile} rows")

@@ -7,40 +7,47 @@ it. Such a file defines
     describe(source) -> str     how the weights are stored, in words; CheckpointError for options it cannot read
     tensors(source) -> dict     name -> tensor, for every weight that is stored in another way than as itself
 
-It takes from the `Source` what it reads, and what serves the other tool only. What it leaves is read as it is. Nothing
-is read but headers, until somebody asks a tensor for its values. The values are those that the tool's own reader gives:
-the same products, in the same order and type.
+It takes from the `CheckpointSource` what it reads, and what serves the other tool only. What it leaves is read as it
+is. Nothing is read but headers, until a tensor's values are needed. The values are those that the tool's own reader
+gives: the same products, in the same order and type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from compress import plugins
 from compress.errors import CheckpointError, shown
-from compress.importers import companions, gguf, lora, options, wrapped
-from compress.importers.source import Source
+from compress.importers import companions, gguf, lora, options
+from compress.importers.source import CheckpointSource
 from compress.storage import checkpoint as storage
 from compress.storage import paths
 from compress.storage.checkpoint import CONFIG, Checkpoint, Readable
 
 KEYS = ("quantization_config", "compression_config")  # the second is of older versions of one tool
+LEADING_WRAPPERS = re.compile(r"(?:(?:module|_orig_mod|_fsdp_wrapped_module|_forward_module|base_model\.model)\.)+")
+INNER_WRAPPERS = re.compile(
+    r"(?<=\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)  # around parts of a model
+ADAPTER = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|base_layer|modules_to_save)\.")
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
     """List the tensors of a checkpoint directory, decoded and merged with an adapter when they are read.
 
     They are those of a GGUF file where the directory has its map (compress/importers/gguf.py). The adapter is in the
-    folder `lora.FOLDER`, if that is there. Raises CheckpointError.
+    folder `lora.ADAPTER_FOLDER`, if that is there. Raises CheckpointError.
     """
-    checkpoint = gguf.open_checkpoint(directory) if (directory / gguf.MAP).is_file() else _decoded(directory)
-    adapter = directory / lora.FOLDER
-    return lora.merged(checkpoint, adapter) if adapter.is_dir() else checkpoint
+    checkpoint = gguf.open_checkpoint(directory) if (directory / gguf.MAP).is_file() else _open_decoded(directory)
+    adapter = directory / lora.ADAPTER_FOLDER
+    return lora.merge_adapter(checkpoint, adapter) if adapter.is_dir() else checkpoint
 
 
-def _decoded(directory: Path) -> Checkpoint:
+def _open_decoded(directory: Path) -> Checkpoint:
     """List the tensors of a checkpoint directory; those that another tool has quantized are decoded when they are read.
 
     The configuration of the result does not speak of quantization, unless the checkpoint is one that compress packed.
@@ -53,12 +60,12 @@ def _decoded(directory: Path) -> Checkpoint:
     settings = _settings(directory, checkpoint.config)
     if settings is not None and settings["quant_method"] == paths.METHOD:
         return checkpoint
-    checkpoint = wrapped.unwrapped(checkpoint)
+    checkpoint = strip_wrappers(checkpoint)
     if settings is None:
         return checkpoint
     importer = plugins.load("importers", _importer(directory, settings["quant_method"]))
     stored = {source.name: source for tensor in checkpoint.tensors.values() for source in tensor.sources}
-    source = Source(directory, checkpoint.config, settings, stored)
+    source = CheckpointSource(directory, checkpoint.config, settings, stored)
     base = importer.describe(source)
     options.check(source, importer.OPTIONS, settings)
     decoded: dict[str, Readable] = importer.tensors(source)
@@ -78,16 +85,16 @@ def _settings(directory: Path, config: Mapping[str, Any]) -> dict[str, Any] | No
 
     They stand in config.json, in older checkpoints in a file beside it.
     """
-    sections = [config, *(part for part in (config.get("text_config"),) if isinstance(part, dict))]
-    found = next((section[key] for section in sections for key in KEYS if section.get(key)), None)
-    found = companions.settings(directory) if found is None else found
-    if found is None:
+    sections = [config, *(section for section in (config.get("text_config"),) if isinstance(section, dict))]
+    settings = next((section[key] for section in sections for key in KEYS if section.get(key)), None)
+    settings = companions.settings(directory) if settings is None else settings
+    if settings is None:
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("quant_method"), str):
+    if not isinstance(settings, dict) or not isinstance(settings.get("quant_method"), str):
         raise CheckpointError(
-            f"{directory / CONFIG}: quantization_config {shown(found)} names no quant_method; download it again"
+            f"{directory / CONFIG}: quantization_config {shown(settings)} names no quant_method; download it again"
         )
-    return found
+    return settings
 
 
 def _importer(directory: Path, method: str) -> str:
@@ -109,3 +116,39 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if key not in KEYS
     }
+
+
+def strip_wrappers(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the names that its tensors have in the model itself.
+
+    Raises CheckpointError for one that holds an adapter which is not merged.
+    """
+    if adapted := sorted(filter(ADAPTER.search, checkpoint.tensors)):
+        raise CheckpointError(
+            f"{checkpoint.directory} holds {len(adapted)} tensors of an adapter that is not merged, first "
+            f"{shown(adapted[0])}; merge it with PEFT (merge_and_unload) and save the result, or give the base model, "
+            "and the adapter as --adapter"
+        )
+    names = plain_names(checkpoint.tensors)
+    if all(name == plain for name, plain in names.items()):
+        return checkpoint
+    tensors: Mapping[str, Readable] = {
+        plain: checkpoint.tensors[name].renamed(plain) for name, plain in sorted(names.items())
+    }
+    front = _leading_wrappers(names)
+    words = f"names without {front.rstrip('.')} in front" if front else "names without those of wrappers"
+    return dataclasses.replace(checkpoint, tensors=tensors, base=words)
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Return name -> the name without wrappers; all names stay as they are where two would be the same."""
+    names = list(names)
+    front = _leading_wrappers(names)
+    plain = {name: INNER_WRAPPERS.sub("", name[len(front) :]) for name in names}
+    return plain if len(set(plain.values())) == len(plain) else dict(zip(names, names, strict=True))
+
+
+def _leading_wrappers(names: Iterable[str]) -> str:
+    """Return the wrappers that stand in front of all names, "" if there are none."""
+    prefixes = {match[0] if (match := LEADING_WRAPPERS.match(name)) else "" for name in names}
+    return prefixes.pop() if len(prefixes) == 1 else ""

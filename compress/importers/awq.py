@@ -11,20 +11,20 @@ from torch import Tensor
 
 from compress.errors import shown
 from compress.importers import options, scaled
-from compress.importers.source import Decoded, Source, filled, step
+from compress.importers.source import CheckpointSource, Decoded, fill_rows, step
 from compress.storage.checkpoint import CONFIG, Readable
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds output 0, 1, ... of its eight
 LAYOUTS = ("gemm",)
 OPTIONS: options.Options = {
-    **options.MODULES,
+    **options.PLAIN_MODULES,
     **dict.fromkeys(("bits", "w_bit"), (4, None)),
     **dict.fromkeys(("group_size", "q_group_size"), (int, None)),
     **{"zero_point": options.FLAG, "version": options.TEXT},
 }
 
 
-def describe(source: Source) -> str:
+def describe(source: CheckpointSource) -> str:
     """Return how the weights are stored; CheckpointError for a layout that is made for one kind of kernel."""
     layout = str(source.settings.get("version", LAYOUTS[0])).lower()
     if layout not in LAYOUTS:
@@ -39,16 +39,16 @@ def describe(source: Source) -> str:
     return "awq of 4 bits " + (f"in groups of {size}" if size > 0 else "with a scale for each row")
 
 
-def tensors(source: Source) -> dict[str, Readable]:
+def tensors(source: CheckpointSource) -> dict[str, Readable]:
     """Return the weights by name; CheckpointError for one that lacks a part, or has one of another shape."""
     return {f"{module}.weight": _weight(source, module) for module in source.ending(".qweight")}
 
 
-def _group_size(source: Source) -> int:
+def _group_size(source: CheckpointSource) -> int:
     return source.number("group_size" if "group_size" in source.settings else "q_group_size", -1, -1)
 
 
-def _weight(source: Source, module: str) -> Decoded:
+def _weight(source: CheckpointSource, module: str) -> Decoded:
     codes = source.take(f"{module}.qweight", (torch.int32,))
     if len(codes.shape) != 2 or not all(codes.shape):
         raise source.error(f"{codes.name} has the shape {list(codes.shape)}, not [in, out / 8]")
@@ -69,7 +69,7 @@ def _weight(source: Source, module: str) -> Decoded:
             values.sub_(offsets[:, start:stop].t().index_select(1, group))
             return values.mul_(factors[:, start:stop].t().index_select(1, group)).to(scales.dtype)
 
-        return filled((stop - start, inner), scales.dtype, lambda a, b: rows(start + a, start + b), step(shape, 8))
+        return fill_rows((stop - start, inner), scales.dtype, lambda a, b: rows(start + a, start + b), step(shape, 8))
 
     return Decoded(f"{module}.weight", scales.dtype, shape, (codes, zeros, scales), decode, out)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compress.errors import shown
 from compress.importers import options
-from compress.importers.source import Decoded, Source, step
+from compress.importers.source import CheckpointSource, Decoded, step
 from compress.storage import json_text
 from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
 
@@ -34,7 +34,7 @@ BY_127 = 7.874015718698502e-3
 FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def describe(source: Source) -> str:
+def describe(source: CheckpointSource) -> str:
     """Return how the weights are stored."""
     if not source.settings.get("load_in_4bit"):
         return "bitsandbytes of 8 bits"
@@ -45,17 +45,17 @@ def describe(source: Source) -> str:
     return f"bitsandbytes {kind}{twice}"
 
 
-def tensors(source: Source) -> dict[str, Readable]:
+def tensors(source: CheckpointSource) -> dict[str, Readable]:
     """Return the weights by name; CheckpointError for one that lacks a part, or has one of another shape."""
-    found: dict[str, Readable] = {}
+    weights: dict[str, Readable] = {}
     for kind in KINDS:
-        found.update({name: _four(source, name, kind) for name in source.ending(STATE + kind)})
+        weights.update({name: _four(source, name, kind) for name in source.ending(STATE + kind)})
     for module in source.ending(".SCB"):
-        found[f"{module}.weight"] = _eight(source, module)
-    return found
+        weights[f"{module}.weight"] = _eight(source, module)
+    return weights
 
 
-def _state(source: Source, name: str, kind: str) -> dict[str, Any]:
+def _state(source: CheckpointSource, name: str, kind: str) -> dict[str, Any]:
     """Return the JSON of a weight; CheckpointError for what does not describe one."""
     stored = source.take(f"{name}{STATE}{kind}", (torch.uint8,))
     if stored.nbytes > LIMIT:
@@ -72,7 +72,7 @@ def _state(source: Source, name: str, kind: str) -> dict[str, Any]:
     return dict(state)
 
 
-def _four(source: Source, name: str, kind: str) -> Decoded:
+def _four(source: CheckpointSource, name: str, kind: str) -> Decoded:
     """Return a weight of 4 bits."""
     state = _state(source, name, kind)
     shape, block, dtype = tuple(state["shape"]), state["blocksize"], FLOATS[state["dtype"]]
@@ -82,7 +82,7 @@ def _four(source: Source, name: str, kind: str) -> Decoded:
         raise source.error(f"{name} has {stored.nbytes} bytes, too few for the shape {list(shape)}")
     codes = stored._replace(dtype=torch.uint8, shape=(stored.nbytes,))
     largest = source.take(f"{name}.absmax", (torch.float32, torch.uint8), (-(-count // block),))
-    nested = _nested(source, name, state, largest) if largest.dtype == torch.uint8 else ()
+    nested = _nested_scales(source, name, state, largest) if largest.dtype == torch.uint8 else ()
 
     def factors(first: int, last: int) -> Tensor:
         if not nested:
@@ -103,7 +103,9 @@ def _four(source: Source, name: str, kind: str) -> Decoded:
     return Decoded(name, dtype, shape, (stored, table, largest, *nested), decode, step(shape, 2))
 
 
-def _nested(source: Source, name: str, state: dict[str, Any], largest: StoredTensor) -> tuple[StoredTensor, ...]:
+def _nested_scales(
+    source: CheckpointSource, name: str, state: dict[str, Any], largest: StoredTensor
+) -> tuple[StoredTensor, ...]:
     """Return the table and the scales of scales that are quantized themselves."""
     size, offset = state.get("nested_blocksize"), state.get("nested_offset")
     if type(size) is not int or size < 1 or not isinstance(offset, int | float):
@@ -115,7 +117,7 @@ def _nested(source: Source, name: str, state: dict[str, Any], largest: StoredTen
     )
 
 
-def _eight(source: Source, module: str) -> Decoded:
+def _eight(source: CheckpointSource, module: str) -> Decoded:
     """Return a weight of 8 bits."""
     stored = source.take(f"{module}.weight", (torch.int8,))
     if len(stored.shape) != 2:

@@ -80,14 +80,14 @@ def settings(directory: Path) -> dict[str, Any] | None:
 def notes(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield in a line each what lies beside a model and is not used, and what is used in the place of what."""
     directory, used = checkpoint.directory, {file.name for file in checkpoint.files}
-    found: dict[str, list[str]] = {}
+    names_by_use: dict[str, list[str]] = {}
     for path in sorted(directory.iterdir()):
         name = f"{path.name}/" if path.is_dir() else path.name
         words = reason(name)
         is_index = name == INDEX and not (directory / SINGLE).is_file()
         if words is not None and name not in used and not is_index:
-            found.setdefault(words, []).append(name)
-    yield from lines(directory, found)
+            names_by_use.setdefault(words, []).append(name)
+    yield from lines(directory, names_by_use)
     if "auto_map" in checkpoint.config:
         yield f"{CONFIG} names code of its own (auto_map), which is not run; the model is that of transformers"
     tokenizer = read_json(directory / TOKENIZER) if (directory / TOKENIZER).is_file() else {}

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from compress.errors import shown
-from compress.importers import e2m1, options, patterns, scaled
-from compress.importers.bits import unpacked
-from compress.importers.source import Decoded, Source
+from compress.importers import options, scaled
+from compress.importers.codes import unpack_codes, unpack_e2m1
+from compress.importers.source import CheckpointSource, Decoded
 from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
 
 FORMATS = (
@@ -36,10 +36,10 @@ ARGUMENTS: options.Options = {  # options of the weights of a group
     **{"block_structure": options.NAMES, "observer": options.TEXT, "observer_kwargs": (dict, None)},
 }
 SCALES = (*scaled.FLOATS, torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
-UNUSED = (*scaled.AUXILIARY, ".q_scale", ".input_zero_point", ".input_global_scale", ".output_scale")
+UNUSED = (*scaled.RUNTIME_ENDINGS, ".q_scale", ".input_zero_point", ".input_global_scale", ".output_scale")
 
 
-def describe(source: Source) -> str:
+def describe(source: CheckpointSource) -> str:
     """Return how the weights are stored; CheckpointError for a format or an option that cannot be read."""
     groups = _groups(source)
     for name in [source.settings.get("format"), *(group.get("format") for group in groups)]:
@@ -57,19 +57,19 @@ def describe(source: Source) -> str:
     return f"compressed-tensors {' and '.join(words)}"
 
 
-def tensors(source: Source) -> dict[str, Readable]:
+def tensors(source: CheckpointSource) -> dict[str, Readable]:
     """Return the weights by name; CheckpointError for one that lacks a part, or has one of another shape."""
-    found: dict[str, Readable] = {}
+    weights: dict[str, Readable] = {}
     for module in source.ending(".weight_packed"):
-        found[f"{module}.weight"] = _weight(source, module, _packed(source, module))
+        weights[f"{module}.weight"] = _weight(source, module, _packed_codes(source, module))
     for module in source.ending(".weight_scale"):
         stored = source.take(f"{module}.weight", (torch.int8, *scaled.FLOAT8))
-        found[f"{module}.weight"] = _weight(source, module, scaled.plain(stored))
+        weights[f"{module}.weight"] = _weight(source, module, scaled.plain(stored))
     source.drop(*UNUSED)
-    return found
+    return weights
 
 
-def _groups(source: Source) -> list[dict[str, Any]]:
+def _groups(source: CheckpointSource) -> list[dict[str, Any]]:
     """Return the groups of the configuration."""
     groups = source.settings.get("config_groups")
     listed = list(groups.values()) if isinstance(groups, dict) else []
@@ -94,7 +94,7 @@ def _words(weights: Mapping[str, Any]) -> str:
     return f"{kind}{weights.get('num_bits')} {shared.get(str(strategy), 'with one scale')}{order}"
 
 
-def _arguments(source: Source, module: str) -> Mapping[str, Any]:
+def _arguments(source: CheckpointSource, module: str) -> Mapping[str, Any]:
     """Return the settings of a linear's weights: of the group that names it, else of one that names a class."""
     groups = [group for group in _groups(source) if group.get("weights")]
     if len(groups) == 1:
@@ -109,24 +109,24 @@ def _arguments(source: Source, module: str) -> Mapping[str, Any]:
     return dict(classes[0]["weights"])
 
 
-def _is_target(source: Source, target: str, module: str) -> bool:
+def _is_target(source: CheckpointSource, target: str, module: str) -> bool:
     """Return whether a target of a group, a name or `re:` with a pattern, means a module."""
     if not target.startswith("re:"):
         return target == module
     try:
-        return patterns.matches(target.removeprefix("re:"), module)
+        return options.matches(target.removeprefix("re:"), module)
     except ValueError as error:
         raise source.error(f"{CONFIG}: {shown(target)} of config_groups {error}") from error
 
 
-def _packed(source: Source, module: str) -> scaled.Codes:
+def _packed_codes(source: CheckpointSource, module: str) -> scaled.Codes:
     """Take the codes of a linear that are packed."""
     stored, arguments = source.take(f"{module}.weight_packed", (torch.int32, torch.uint8)), _arguments(source, module)
     if len(stored.shape) != 2:
         raise source.error(f"{stored.name} has the shape {list(stored.shape)}, a quantized weight has two dimensions")
     rows, words = stored.shape
     if stored.dtype == torch.uint8:
-        return scaled.Codes(stored, (rows, 2 * words), lambda start, stop: e2m1.unpacked(stored.rows(start, stop)))
+        return scaled.Codes(stored, (rows, 2 * words), lambda start, stop: unpack_e2m1(stored.rows(start, stop)))
     bits = _bits(source, module, arguments)
     sizes = source.take(f"{module}.weight_shape", (torch.int64, torch.int32), (2,)).read().tolist()
     if sizes[0] != rows or -(-sizes[1] * bits // 32) != words:
@@ -135,19 +135,19 @@ def _packed(source: Source, module: str) -> scaled.Codes:
         )
 
     def codes(start: int, stop: int) -> Tensor:
-        return unpacked(stored.rows(start, stop), bits, sizes[1]).float().sub_(1 << (bits - 1))
+        return unpack_codes(stored.rows(start, stop), bits, sizes[1]).float().sub_(1 << (bits - 1))
 
     return scaled.Codes(stored, (rows, sizes[1]), codes)
 
 
-def _bits(source: Source, module: str, arguments: Mapping[str, Any]) -> int:
+def _bits(source: CheckpointSource, module: str, arguments: Mapping[str, Any]) -> int:
     bits = arguments.get("num_bits")
     if type(bits) is not int or not 1 <= bits <= 8:
         raise source.error(f"{CONFIG}: num_bits {shown(bits)} of {module} is no number from 1 to 8")
     return bits
 
 
-def _block(source: Source, module: str, arguments: Mapping[str, Any]) -> scaled.Block | None:
+def _block(source: CheckpointSource, module: str, arguments: Mapping[str, Any]) -> scaled.Block | None:
     """Return the rows and columns that share a scale, None where rows or the whole weight do."""
     strategy = arguments.get("strategy")
     if strategy in ("channel", "tensor", None):
@@ -159,7 +159,7 @@ def _block(source: Source, module: str, arguments: Mapping[str, Any]) -> scaled.
     return sizes[0], sizes[1]
 
 
-def _weight(source: Source, module: str, codes: scaled.Codes) -> Decoded:
+def _weight(source: CheckpointSource, module: str, codes: scaled.Codes) -> Decoded:
     arguments = _arguments(source, module)
     scale = source.take(f"{module}.weight_scale", SCALES)
     is_float = codes.stored.dtype in (torch.uint8, *scaled.FLOAT8)
@@ -180,13 +180,15 @@ def _weight(source: Source, module: str, codes: scaled.Codes) -> Decoded:
         if not arguments.get("symmetric", True):
             zeros, others = _zeros(source, module, codes, point, scale), (point,)
     is_coded = scale.dtype.itemsize == 1 or divisor is not None
-    dtype = torch.bfloat16 if is_coded else scaled.rounded(source, scale)
+    dtype = torch.bfloat16 if is_coded else scaled.decoded_dtype(source, scale)
     return scaled.weight(
-        source, f"{module}.weight", codes, scaled.Scales(scale, block, zeros, index, divisor, others), dtype
+        source, f"{module}.weight", codes, scaled.ScaleGrid(scale, block, zeros, index, divisor, others), dtype
     )
 
 
-def _zeros(source: Source, module: str, codes: scaled.Codes, point: StoredTensor, scale: StoredTensor) -> scaled.Rows:
+def _zeros(
+    source: CheckpointSource, module: str, codes: scaled.Codes, point: StoredTensor, scale: StoredTensor
+) -> scaled.Rows:
     """Return a reader of the rows of zero points [out, groups], of which there are as many groups as of the scales."""
     out, groups = codes.shape[0], scale.shape[1] if len(scale.shape) == 2 else 1
     if point.dtype != torch.int32 or codes.stored.dtype != torch.int32:
@@ -201,6 +203,6 @@ def _zeros(source: Source, module: str, codes: scaled.Codes, point: StoredTensor
         )
 
     def rows(start: int, stop: int) -> Tensor:
-        return unpacked(point.read().t(), bits, out)[:, start:stop].t().float().sub_(1 << (bits - 1))
+        return unpack_codes(point.read().t(), bits, out)[:, start:stop].t().float().sub_(1 << (bits - 1))
 
     return rows

@@ -11,12 +11,12 @@ import torch
 
 from compress.errors import shown
 from compress.importers import options, scaled
-from compress.importers.e2m1 import unpacked
-from compress.importers.source import Source
+from compress.importers.codes import unpack_e2m1
+from compress.importers.source import CheckpointSource
 from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
 
 OPTIONS: options.Options = {
-    **options.MODULES,
+    **options.PLAIN_MODULES,
     **{"fmt": ("e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2", None), "activation_scheme": ("dynamic", "static", None)},
     **{"scale_fmt": ("ue8m0", "float", None), "expert_dtype": ("fp4", "fp8", None), "weight_block_size": (list, None)},
     **{"dequantize": options.FLAG},
@@ -24,16 +24,16 @@ OPTIONS: options.Options = {
 GROUP = 32  # numbers of 4 bits that share a scale
 
 
-def describe(source: Source) -> str:
+def describe(source: CheckpointSource) -> str:
     """Return how the weights are stored; CheckpointError for a block size that is none."""
     block = _block(source)
     experts = " and experts of 4 bits" if source.settings.get("expert_dtype") == "fp4" else ""
     return (f"fp8 in blocks of {block[0]} x {block[1]}" if block is not None else "fp8") + experts
 
 
-def tensors(source: Source) -> dict[str, Readable]:
+def tensors(source: CheckpointSource) -> dict[str, Readable]:
     """Return the weights by name; CheckpointError for one whose scales are missing or do not fit."""
-    block, found = _block(source), dict[str, Readable]()
+    block, weights = _block(source), dict[str, Readable]()
     is_packed = source.settings.get("expert_dtype") == "fp4"
     names = [
         name
@@ -43,15 +43,15 @@ def tensors(source: Source) -> dict[str, Readable]:
     for name in names:
         stored, scale = source.take(name), _scale(source, name)
         if stored.dtype == torch.int8 and stored.shape:
-            codes, scales = _halves(stored), scaled.Scales(scale, (1, GROUP))
+            codes, scales = _halves(stored), scaled.ScaleGrid(scale, (1, GROUP))
         else:
-            codes, scales = scaled.plain(stored), scaled.Scales(scale, block)
-        found[name] = scaled.weight(source, name, codes, scales, source.dtype)
-    source.drop(*scaled.AUXILIARY)
-    return found
+            codes, scales = scaled.plain(stored), scaled.ScaleGrid(scale, block)
+        weights[name] = scaled.weight(source, name, codes, scales, source.dtype)
+    source.drop(*scaled.RUNTIME_ENDINGS)
+    return weights
 
 
-def _block(source: Source) -> scaled.Block | None:
+def _block(source: CheckpointSource) -> scaled.Block | None:
     """Return the rows and columns that share a scale, None where whole rows or weights do."""
     value = source.settings.get("weight_block_size", [128, 128])
     if value is None:
@@ -61,7 +61,7 @@ def _block(source: Source) -> scaled.Block | None:
     return value[0], value[1]
 
 
-def _scale(source: Source, name: str) -> StoredTensor:
+def _scale(source: CheckpointSource, name: str) -> StoredTensor:
     """Take the scales of a weight, which several tools name in ways of their own."""
     module = name.removesuffix("weight")
     names = [f"{name}_scale_inv", f"{name}_scale", f"{module}scale", f"{module}qscale_weight"]
@@ -72,4 +72,4 @@ def _scale(source: Source, name: str) -> StoredTensor:
 def _halves(stored: StoredTensor) -> scaled.Codes:
     """Return the numbers [out, in] that lie in the bytes [out, in / 2]."""
     shape = (*stored.shape[:-1], 2 * stored.shape[-1])
-    return scaled.Codes(stored, shape, lambda start, stop: unpacked(stored.rows(start, stop).view(torch.uint8)))
+    return scaled.Codes(stored, shape, lambda start, stop: unpack_e2m1(stored.rows(start, stop).view(torch.uint8)))

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from compress.errors import CheckpointError, first_line, shown
 from compress.importers import gguf_blocks, gguf_header
-from compress.importers.gguf_header import Entry, Header
-from compress.importers.gguf_settings import BLOCKS, HEADS, KV_HEADS, WIDTHS
+from compress.importers.gguf_header import BLOCKS, HEADS, KV_HEADS, WIDTHS, GgufHeader, GgufTensor
 from compress.importers.source import Decoded, step
-from compress.storage import config_sizes, json_text
+from compress.storage import config_json, json_text
 from compress.storage.checkpoint import CONFIG, Checkpoint, StoredTensor, read_config, read_json
 
 MAP = ".compress_gguf.json"  # hidden: no part of what is made of the model
@@ -58,13 +57,13 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     return Checkpoint(directory, config, {**rest, **weights}, _types(header), {"format": "gguf", **facts})
 
 
-def check_sizes(header: Header, config: Mapping[str, Any], where: Path) -> None:
+def check_sizes(header: GgufHeader, config: Mapping[str, Any], where: Path) -> None:
     """Raise CheckpointError, which names the file `where`, for a size of a configuration that no tensor bears out."""
     largest = max((math.prod(entry.shape) for entry in header.tensors.values()), default=0)
-    config_sizes.check(config, str(where), len(header.tensors), largest)
+    config_json.check_sizes(config, str(where), len(header.tensors), largest)
 
 
-def check_metadata(header: Header, file: Path) -> None:
+def check_metadata(header: GgufHeader, file: Path) -> None:
     """Raise CheckpointError for a size in the metadata that no tensor has, and for heads that do not divide.
 
     Models are built by these sizes, so they are compared before that.
@@ -97,7 +96,7 @@ def check_metadata(header: Header, file: Path) -> None:
         )
 
 
-def _types(header: Header) -> str:
+def _types(header: GgufHeader) -> str:
     """Return how the weights are stored, in words: GGUF and the types, those of most bytes first."""
     sizes: dict[str, int] = {}
     for entry in header.tensors.values():
@@ -109,7 +108,7 @@ def _types(header: Header) -> str:
 class _Builder:
     """What makes weights of the tensors of a file; settings: the model's configuration with all defaults."""
 
-    def __init__(self, header: Header, dtype: torch.dtype, settings: Mapping[str, Any]) -> None:
+    def __init__(self, header: GgufHeader, dtype: torch.dtype, settings: Mapping[str, Any]) -> None:
         from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
         self.entries, self.dtype = header.tensors, dtype
@@ -131,28 +130,30 @@ class _Builder:
         is_table = not names[0].startswith("blk.")  # embeddings, head, last norm: with rows in their order
         if len(entries) == 1 and (self.is_plain or (is_table and len(shape) == 2)) and entries[0].shape == shape:
             return self.plain(name, shape, entries[0])
-        return self._decoded(name, shape, entries, lambda start, stop: self._turned(name, shape, entries)[start:stop])
+        return self._decoded_tensor(
+            name, shape, entries, lambda start, stop: self._turned_rows(name, shape, entries)[start:stop]
+        )
 
-    def plain(self, name: str, shape: tuple[int, ...], entry: Entry) -> Decoded:
+    def plain(self, name: str, shape: tuple[int, ...], entry: GgufTensor) -> Decoded:
         """Return a weight that is one tensor as it is."""
         if len(shape) < 2:
-            return self._decoded(name, shape, [entry], lambda start, stop: values(entry)[start:stop])
-        return self._decoded(name, shape, [entry], lambda start, stop: values(entry, start, stop), step(shape))
+            return self._decoded_tensor(name, shape, [entry], lambda start, stop: values(entry)[start:stop])
+        return self._decoded_tensor(name, shape, [entry], lambda start, stop: values(entry, start, stop), step(shape))
 
-    def _decoded(
+    def _decoded_tensor(
         self,
         name: str,
         shape: tuple[int, ...],
-        entries: list[Entry],
+        entries: list[GgufTensor],
         read: Callable[[int, int], Tensor],
         rows: int | None = None,
     ) -> Decoded:
         dtypes = {gguf_blocks.PLAIN.get(entry.type, self.dtype) for entry in entries}
         dtype = dtypes.pop() if len(dtypes) == 1 else self.dtype
-        sources = tuple(map(_stored, entries))
+        sources = tuple(map(_stored_bytes, entries))
         return Decoded(name, dtype, shape, sources, lambda a, b: read(a, b).to(dtype), rows or shape[0])
 
-    def _turned(self, name: str, shape: tuple[int, ...], entries: list[Entry]) -> Tensor:
+    def _turned_rows(self, name: str, shape: tuple[int, ...], entries: list[GgufTensor]) -> Tensor:
         """Return a whole weight in float32, as transformers makes it of these tensors."""
         made: dict[str, Tensor] = {}
         mapping = {key: name for entry in entries for key in (entry.name, entry.name.removesuffix(".weight"))}
@@ -176,17 +177,19 @@ class _Builder:
         return made[name]
 
 
-def _stored(entry: Entry) -> StoredTensor:
+def _stored_bytes(entry: GgufTensor) -> StoredTensor:
     """Return the bytes of a tensor, uint8 [bytes]."""
     return StoredTensor(entry.name, entry.file, torch.uint8, (entry.nbytes,), entry.offset, entry.nbytes)
 
 
-def values(entry: Entry, start: int = 0, stop: int | None = None) -> Tensor:
+def values(entry: GgufTensor, start: int = 0, stop: int | None = None) -> Tensor:
     """Return the entries start .. stop - 1 of the first dimension of a tensor (None: to the last), in float32."""
     stop = entry.shape[0] if stop is None else stop
     row = entry.nbytes // entry.shape[0]
     raw = (
-        _stored(entry).rows(start * row, stop * row) if row * entry.shape[0] == entry.nbytes else _stored(entry).read()
+        _stored_bytes(entry).rows(start * row, stop * row)
+        if row * entry.shape[0] == entry.nbytes
+        else _stored_bytes(entry).read()
     )
     plain = gguf_blocks.PLAIN.get(entry.type)
     decoded = gguf_blocks.decode(raw, entry.type) if plain is None else raw.view(plain).to(torch.float32)

@@ -21,7 +21,7 @@ from compress.formats.kquant import Scales
 Bytes = NDArray[np.uint8]  # [blocks, bytes of a block], or a part of these columns
 Values = NDArray[np.float32]
 
-LEVELS = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.float32)  # of IQ4
+IQ4_LEVELS = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.float32)
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16, 28: torch.float64}  # types that are no blocks
 
 
@@ -69,7 +69,7 @@ def _fields(raw: Bytes, bits: int, width: int) -> Bytes:
     return codes.reshape(len(raw), -1)
 
 
-def _scaled(scales: Values, codes: NDArray[np.generic], minima: Values | None = None) -> Values:
+def _multiply(scales: Values, codes: NDArray[np.generic], minima: Values | None = None) -> Values:
     """Multiply codes [blocks, elements] by scales [blocks, groups] and subtract minima [blocks, groups]."""
     groups = codes.reshape(*scales.shape, -1).astype(np.float32)
     values: Values = scales[..., None] * groups
@@ -78,12 +78,12 @@ def _scaled(scales: Values, codes: NDArray[np.generic], minima: Values | None = 
     return values.reshape(len(codes), -1)
 
 
-def _signed(codes: Bytes, zero: int) -> NDArray[np.int8]:
+def _as_signed(codes: Bytes, zero: int) -> NDArray[np.int8]:
     return codes.astype(np.int8) - np.int8(zero)
 
 
 def _q4_0(raw: Bytes) -> Values:
-    return _scaled(_half(raw[:, :2]), _signed(_fields(raw[:, 2:], 4, 16), 8))
+    return _multiply(_half(raw[:, :2]), _as_signed(_fields(raw[:, 2:], 4, 16), 8))
 
 
 def _q4_1(raw: Bytes) -> Values:
@@ -97,7 +97,7 @@ def _five_bits(high: Bytes, low: Bytes) -> Bytes:
 
 
 def _q5_0(raw: Bytes) -> Values:
-    return _scaled(_half(raw[:, :2]), _signed(_five_bits(raw[:, 2:6], raw[:, 6:]), 16))
+    return _multiply(_half(raw[:, :2]), _as_signed(_five_bits(raw[:, 2:6], raw[:, 6:]), 16))
 
 
 def _q5_1(raw: Bytes) -> Values:
@@ -107,13 +107,13 @@ def _q5_1(raw: Bytes) -> Values:
 
 
 def _q8_0(raw: Bytes) -> Values:
-    return _scaled(_half(raw[:, :2]), np.ascontiguousarray(raw[:, 2:]).view(np.int8))
+    return _multiply(_half(raw[:, :2]), np.ascontiguousarray(raw[:, 2:]).view(np.int8))
 
 
 def _q2_k(raw: Bytes) -> Values:
     scales = raw[:, :16]
     scale, minimum = _half(raw[:, 80:82]), _half(raw[:, 82:84])
-    return _scaled(
+    return _multiply(
         scale * (scales & np.uint8(15)).astype(np.float32),
         _fields(raw[:, 16:80], 2, 32),
         minimum * (scales >> np.uint8(4)).astype(np.float32),
@@ -123,8 +123,8 @@ def _q2_k(raw: Bytes) -> Values:
 def _q3_k(raw: Bytes) -> Values:
     scales = _fields(raw[:, 96:104], 4, 8) | (_fields(raw[:, 104:108], 2, 4) << np.uint8(4))
     absent = _fields(raw[:, :32], 1, 32) ^ np.uint8(1)  # 4 is subtracted where the bit is not set
-    codes = _signed(_fields(raw[:, 32:96], 2, 32), 0) - (absent << np.uint8(2)).astype(np.int8)
-    return _scaled(_half(raw[:, 108:]) * _signed(scales, 32).astype(np.float32), codes)
+    codes = _as_signed(_fields(raw[:, 32:96], 2, 32), 0) - (absent << np.uint8(2)).astype(np.int8)
+    return _multiply(_half(raw[:, 108:]) * _as_signed(scales, 32).astype(np.float32), codes)
 
 
 def _k_scales(raw: Bytes) -> tuple[Values, Values]:
@@ -141,28 +141,30 @@ def _k_scales(raw: Bytes) -> tuple[Values, Values]:
 
 def _q4_k(raw: Bytes) -> Values:
     scales, minima = _k_scales(raw)
-    return _scaled(scales, _fields(raw[:, 16:], 4, 32), minima)
+    return _multiply(scales, _fields(raw[:, 16:], 4, 32), minima)
 
 
 def _q5_k(raw: Bytes) -> Values:
     scales, minima = _k_scales(raw)
     codes = _fields(raw[:, 48:], 4, 32) | (_fields(raw[:, 16:48], 1, 32) << np.uint8(4))
-    return _scaled(scales, codes, minima)
+    return _multiply(scales, codes, minima)
 
 
 def _q6_k(raw: Bytes) -> Values:
     codes = _fields(raw[:, :128], 4, 64) | (_fields(raw[:, 128:192], 2, 32) << np.uint8(4))
     scales = np.ascontiguousarray(raw[:, 192:208]).view(np.int8).astype(np.float32)
-    return _scaled(_half(raw[:, 208:]) * scales, _signed(codes, 32))
+    return _multiply(_half(raw[:, 208:]) * scales, _as_signed(codes, 32))
 
 
 def _iq4_nl(raw: Bytes) -> Values:
-    return _scaled(_half(raw[:, :2]), LEVELS[_fields(raw[:, 2:], 4, 16)])
+    return _multiply(_half(raw[:, :2]), IQ4_LEVELS[_fields(raw[:, 2:], 4, 16)])
 
 
 def _iq4_xs(raw: Bytes) -> Values:
     scales = _fields(raw[:, 4:8], 4, 1) | (_fields(raw[:, 2:4], 2, 1) << np.uint8(4))
-    return _scaled(_half(raw[:, :2]) * _signed(scales, 32).astype(np.float32), LEVELS[_fields(raw[:, 8:], 4, 16)])
+    return _multiply(
+        _half(raw[:, :2]) * _as_signed(scales, 32).astype(np.float32), IQ4_LEVELS[_fields(raw[:, 8:], 4, 16)]
+    )
 
 
 BLOCKS = {
@@ -235,7 +237,7 @@ def pack_k(codes: Tensor, scales: Scales, number: int) -> Tensor:
     return torch.from_numpy(np.concatenate(parts, 1).reshape(len(codes), -1))
 
 
-def _packed(codes: Bytes, bits: int, width: int) -> Bytes:
+def _pack_fields(codes: Bytes, bits: int, width: int) -> Bytes:
     """Pack codes [blocks, codes] as `_fields` reads them."""
     split = codes.reshape(len(codes), -1, 8 // bits, width)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
@@ -244,12 +246,12 @@ def _packed(codes: Bytes, bits: int, width: int) -> Bytes:
 
 
 def _q2_k_parts(codes: Bytes, scales: Bytes, steps: Bytes, minima: Bytes, minimum_steps: Bytes) -> list[Bytes]:
-    return [scales | (minima << np.uint8(4)), _packed(codes, 2, 32), steps, minimum_steps]
+    return [scales | (minima << np.uint8(4)), _pack_fields(codes, 2, 32), steps, minimum_steps]
 
 
 def _q3_k_parts(codes: Bytes, scales: Bytes, steps: Bytes, *_: Bytes) -> list[Bytes]:
-    low = [_packed(codes & np.uint8(3), 2, 32), _packed(scales & np.uint8(15), 4, 8)]
-    return [_packed(codes >> np.uint8(2), 1, 32), *low, _packed(scales >> np.uint8(4), 2, 4), steps]
+    low = [_pack_fields(codes & np.uint8(3), 2, 32), _pack_fields(scales & np.uint8(15), 4, 8)]
+    return [_pack_fields(codes >> np.uint8(2), 1, 32), *low, _pack_fields(scales >> np.uint8(4), 2, 4), steps]
 
 
 def _k_header(scales: Bytes, steps: Bytes, minima: Bytes, minimum_steps: Bytes) -> list[Bytes]:
@@ -260,16 +262,16 @@ def _k_header(scales: Bytes, steps: Bytes, minima: Bytes, minimum_steps: Bytes) 
 
 
 def _q4_k_parts(codes: Bytes, *scales: Bytes) -> list[Bytes]:
-    return [*_k_header(*scales), _packed(codes, 4, 32)]
+    return [*_k_header(*scales), _pack_fields(codes, 4, 32)]
 
 
 def _q5_k_parts(codes: Bytes, *scales: Bytes) -> list[Bytes]:
-    return [*_k_header(*scales), _packed(codes >> np.uint8(4), 1, 32), _packed(codes & np.uint8(15), 4, 32)]
+    return [*_k_header(*scales), _pack_fields(codes >> np.uint8(4), 1, 32), _pack_fields(codes & np.uint8(15), 4, 32)]
 
 
 def _q6_k_parts(codes: Bytes, scales: Bytes, steps: Bytes, *_: Bytes) -> list[Bytes]:
     signed = scales ^ np.uint8(128)  # less 128, as two's complement has it
-    return [_packed(codes & np.uint8(15), 4, 64), _packed(codes >> np.uint8(4), 2, 32), signed, steps]
+    return [_pack_fields(codes & np.uint8(15), 4, 64), _pack_fields(codes >> np.uint8(4), 2, 32), signed, steps]
 
 
 _K_PARTS: dict[int, Callable[..., list[Bytes]]] = {

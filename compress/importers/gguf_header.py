@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from compress.errors import CheckpointError, shown
 from compress.importers import gguf_blocks
-from compress.storage import layout
+from compress.storage import safetensors_header
 from compress.storage.files import open_regular
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -28,9 +28,40 @@ KEPT_ITEMS = 1024  # a longer list of numbers (one for each token) is only count
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, LIST = 8, 9
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL | re.IGNORECASE)
+SETTINGS = {  # key -> attribute of a configuration of transformers; a model has those that it knows
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+WIDTHS = (  # keys of sizes that some tensor has as one of its dimensions
+    *("embedding_length", "feed_forward_length", "vocab_size", "attention.key_length", "attention.value_length"),
+    *("attention.head_count", "attention.head_count_kv", "expert_count", "expert_used_count"),
+    *("expert_feed_forward_length", "expert_shared_feed_forward_length"),
+)
+BLOCKS, HEADS, KV_HEADS = "block_count", "attention.head_count", "attention.head_count_kv"
+THETA = "rope.freq_base"
+ROTATED = "rope.dimension_count"  # entries of a head that are rotated
+WINDOW = "attention.sliding_window"
+KIND, FACTOR = "rope.scaling.type", "rope.scaling.factor"
+ORIGINAL_LENGTH = "rope.scaling.original_context_length"
+FREQUENCIES = "rope_freqs.weight"  # tensor: by how much each rotary frequency is divided, float32 [head size / 2]
+HEAD = "output.weight"  # tensor of the output head; a file without one has tied embeddings
 
 
-class Entry(NamedTuple):
+class GgufTensor(NamedTuple):
     """A tensor of a GGUF file."""
 
     name: str
@@ -41,11 +72,11 @@ class Entry(NamedTuple):
     nbytes: int
 
 
-class Header(NamedTuple):
+class GgufHeader(NamedTuple):
     """What a GGUF file says of itself."""
 
     metadata: dict[str, Any]  # lists of text, and long ones of numbers, stand there as their length
-    tensors: dict[str, Entry]
+    tensors: dict[str, GgufTensor]
 
     @property
     def architecture(self) -> str:
@@ -53,13 +84,13 @@ class Header(NamedTuple):
         return str(self.metadata["general.architecture"])
 
 
-def read_all(first: Path) -> Header:
+def read_all(first: Path) -> GgufHeader:
     """Read the header of a file, and those of the files that go on with it (name-00001-of-00003.gguf).
 
     The metadata is that of the first. Raises CheckpointError.
     """
     parts = [read(file) for file in split_files(first)]
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, GgufTensor] = {}
     for index, part in enumerate(parts):
         number, count = part.metadata.get("split.no", index), part.metadata.get("split.count", len(parts))
         if (number, count) != (index, len(parts)) and count != 0:
@@ -72,7 +103,7 @@ def read_all(first: Path) -> Header:
         tensors.update(part.tensors)
     if not isinstance(parts[0].metadata.get("general.architecture"), str):
         raise CheckpointError(f"{first} is damaged: its header has no general.architecture; download it again")
-    return Header(parts[0].metadata, tensors)
+    return GgufHeader(parts[0].metadata, tensors)
 
 
 def split_files(first: Path) -> list[Path]:
@@ -91,7 +122,7 @@ def split_files(first: Path) -> list[Path]:
     return files
 
 
-def read(path: Path) -> Header:
+def read(path: Path) -> GgufHeader:
     """Read the header of one file. Raises CheckpointError."""
     if not os.path.isfile(path):
         raise CheckpointError(f"{path} is missing; download it again")
@@ -110,7 +141,7 @@ class _Reader:
         self.size = os.fstat(stream.fileno()).st_size
         self.items = 0
 
-    def header(self) -> Header:
+    def header(self) -> GgufHeader:
         magic = self.stream.read(4)
         if magic != MAGIC:
             raise CheckpointError(f"{self.path} is not a GGUF file; give one that ends in .gguf, as it was published")
@@ -131,15 +162,17 @@ class _Reader:
         self._check(is_sound, f"alignment {shown(alignment)}")
         entries = [self._entry() for _ in range(tensors)]
         base = -(-self.stream.tell() // alignment) * alignment
-        found: dict[str, Entry] = {}
+        by_name: dict[str, GgufTensor] = {}
         for entry in entries:
-            self._check(entry.name not in found, f"tensor {shown(entry.name)} twice")
+            self._check(entry.name not in by_name, f"tensor {shown(entry.name)} twice")
             self._check(entry.offset % alignment == 0, f"tensor {shown(entry.name)} out of line")
-            found[entry.name] = entry._replace(offset=base + entry.offset)
-        spans = [layout.Span(entry.name, entry.offset, entry.offset + entry.nbytes) for entry in found.values()]
-        if wrong := layout.fault(spans, base, self.size, alignment):
+            by_name[entry.name] = entry._replace(offset=base + entry.offset)
+        spans = [
+            safetensors_header.Span(entry.name, entry.offset, entry.offset + entry.nbytes) for entry in by_name.values()
+        ]
+        if wrong := safetensors_header.layout_fault(spans, base, self.size, alignment):
             raise CheckpointError(f"{self.path} {wrong}; download it again")
-        return Header(metadata, found)
+        return GgufHeader(metadata, by_name)
 
     def _check(self, is_sound: bool, what: str) -> None:
         if not is_sound:
@@ -183,7 +216,7 @@ class _Reader:
         raw = self._take(count * struct.calcsize(f"<{SCALARS[inner]}"))
         return count if count > KEPT_ITEMS else list(struct.unpack(f"<{count}{SCALARS[inner]}", raw))
 
-    def _entry(self) -> Entry:
+    def _entry(self) -> GgufTensor:
         """Return the next tensor; its offset counts from where the data begins."""
         name, dimensions = self._text(1 << 10), self._number("I")
         self._check(1 <= dimensions <= DIMENSIONS, f"tensor {shown(name)} of {dimensions} dimensions")
@@ -194,7 +227,7 @@ class _Reader:
             0 < elements <= self.size * 16 and offset <= self.size, f"tensor {shown(name)} of shape {shown(shape)}"
         )
         if kind in gguf_blocks.PLAIN:
-            return Entry(name, self.path, kind, shape, offset, elements * gguf_blocks.PLAIN[kind].itemsize)
+            return GgufTensor(name, self.path, kind, shape, offset, elements * gguf_blocks.PLAIN[kind].itemsize)
         block = gguf_blocks.BLOCKS.get(kind)
         if block is None:
             raise CheckpointError(
@@ -202,4 +235,24 @@ class _Reader:
                 "a file of another type, such as Q8_0"
             )
         self._check(shape[-1] % block.elements == 0, f"tensor {shown(name)} with rows of {shape[-1]} for {block.name}")
-        return Entry(name, self.path, kind, shape, offset, elements // block.elements * block.nbytes)
+        return GgufTensor(name, self.path, kind, shape, offset, elements // block.elements * block.nbytes)
+
+
+class Bands(NamedTuple):
+    """The one way to stretch positions that is written as a tensor: long wavelengths by a factor, short ones not."""
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def divisors(self, theta: float, count: int) -> list[float]:
+        """Return what each of `count` rotary frequencies is divided by."""
+        divisors = []
+        for index in range(count):
+            wavelength = 2 * math.pi * theta ** (index / count)
+            turns = self.original_max_position_embeddings / wavelength
+            share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            share = min(1.0, max(0.0, share))
+            divisors.append(1 / ((1 - share) / self.factor + share))
+        return divisors

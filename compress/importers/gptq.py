@@ -13,21 +13,21 @@ from torch import Tensor
 
 from compress.errors import shown
 from compress.importers import options, scaled
-from compress.importers.bits import unpacked
-from compress.importers.source import Decoded, Source, filled, step
+from compress.importers.codes import unpack_codes
+from compress.importers.source import CheckpointSource, Decoded, fill_rows, step
 from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
 
 WIDTHS = (2, 3, 4, 8)
 LAYOUTS = ("gptq", "gptq_v2")
 OPTIONS: options.Options = {
-    **options.MODULES,
+    **options.PLAIN_MODULES,
     **dict.fromkeys(("desc_act", "sym", "static_groups", "true_sequential", "is_marlin_format"), options.FLAG),
     **{"bits": WIDTHS, "group_size": (int, None), "checkpoint_format": (*LAYOUTS, None), "dynamic": (dict, None)},
     **{"pack_dtype": ("int32", None), "lm_head": options.FLAG},
 }
 
 
-def describe(source: Source) -> str:
+def describe(source: CheckpointSource) -> str:
     """Return how the weights are stored; CheckpointError for a layout that is made for one kind of kernel."""
     layout = source.settings.get("checkpoint_format") or LAYOUTS[0]
     if source.settings.get("is_marlin_format") or layout not in LAYOUTS:
@@ -41,12 +41,12 @@ def describe(source: Source) -> str:
     return f"gptq of {bits} bits {groups}" + (", act-order" if source.settings.get("desc_act") else "")
 
 
-def tensors(source: Source) -> dict[str, Readable]:
+def tensors(source: CheckpointSource) -> dict[str, Readable]:
     """Return the weights by name; CheckpointError for one that lacks a part, or has one of another shape."""
     return {f"{module}.weight": _weight(source, module) for module in source.ending(".qweight")}
 
 
-def _weight(source: Source, module: str) -> Decoded:
+def _weight(source: CheckpointSource, module: str) -> Decoded:
     codes = source.take(f"{module}.qweight", (torch.int32,))
     zeros, scales = source.take(f"{module}.qzeros", (torch.int32,)), source.take(f"{module}.scales", scaled.FLOATS)
     if any(len(stored.shape) != 2 for stored in (codes, zeros, scales)):
@@ -66,22 +66,22 @@ def _weight(source: Source, module: str) -> Decoded:
 
     def decode(start: int, stop: int) -> Tensor:
         words, factors = codes.read(), scales.read().float()
-        offsets = ((unpacked(zeros.read(), bits, out) + shift) & ((1 << bits) - 1)).float()
+        offsets = ((unpack_codes(zeros.read(), bits, out) + shift) & ((1 << bits) - 1)).float()
         group = torch.arange(inner) // size if index is None else index.read().long()
-        group = scaled.checked(source, f"{module}.g_idx", group, groups)
+        group = scaled.check_groups(source, f"{module}.g_idx", group, groups)
 
         def rows(start: int, stop: int) -> Tensor:
-            values = unpacked(words[:, start:stop].t(), bits, inner).float()
+            values = unpack_codes(words[:, start:stop].t(), bits, inner).float()
             values.sub_(offsets[:, start:stop].t().index_select(1, group))
             return values.mul_(factors[:, start:stop].t().index_select(1, group)).to(scales.dtype)
 
-        return filled((stop - start, inner), scales.dtype, lambda a, b: rows(start + a, start + b), step(shape))
+        return fill_rows((stop - start, inner), scales.dtype, lambda a, b: rows(start + a, start + b), step(shape))
 
     parts: tuple[StoredTensor, ...] = (codes, zeros, scales)
     return Decoded(f"{module}.weight", scales.dtype, shape, parts if index is None else (*parts, index), decode, out)
 
 
-def _group_size(source: Source, module: str, inner: int, groups: int) -> int:
+def _group_size(source: CheckpointSource, module: str, inner: int, groups: int) -> int:
     """Return the inputs of a group where they are in order; CheckpointError if that does not give the stored groups."""
     size = source.number("group_size", -1, -1)
     size = size if size > 0 else inner

@@ -20,23 +20,23 @@ from typing import Any
 from torch import Tensor
 
 from compress.errors import CheckpointError, shown
-from compress.importers import options, patterns
+from compress.importers import options
 from compress.importers.source import Decoded, step
 from compress.storage import checkpoint as storage
 from compress.storage import paths
 from compress.storage.checkpoint import Checkpoint, Readable, StoredTensor
 
-FOLDER = "compress_adapter"  # in a checkpoint directory: the adapter that is merged into it
+ADAPTER_FOLDER = "compress_adapter"  # the folder of a merged adapter, inside a checkpoint directory
 CONFIG, WEIGHTS = paths.ADAPTER_CONFIG, paths.ADAPTER
 PREFIX = "base_model.model."
 KEYS = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector(?:\.weight)?)")
-TABLE = re.compile(r"\.base_layer\.|\.lora_embedding_")  # in names of tensors that PEFT saves of adapted tables only
+TABLE_NAMES = re.compile(r"\.base_layer\.|\.lora_embedding_")  # parts of names that PEFT saves of adapted tables only
 REFUSED = (
     *("modules_to_save", "target_parameters", "lora_bias", "layer_replication", "trainable_token_indices"),
     *("alora_invocation_tokens", "use_qalora"),
 )
 FLAGS = ("use_rslora", "use_dora", "fan_in_fan_out")
-PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")  # with which the base stays as it was
+INITS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Update:
         """
         a, b = self.a.read().float(), self.b.read().float()
         product = a[:, start:stop].T @ b.T if self.is_turned else b[start:stop] @ a
-        merged = rows.float() + self.scaling * product
+        merge_adapter = rows.float() + self.scaling * product
         if self.magnitude is None:
-            return merged
+            return merge_adapter
         magnitude, outputs = self.magnitude.read().float().reshape(-1), 1 - int(self.is_turned)
-        lengths = merged.norm(dim=outputs, keepdim=True)
-        return merged * ((magnitude[None] if self.is_turned else magnitude[start:stop, None]) / lengths)
+        lengths = merge_adapter.norm(dim=outputs, keepdim=True)
+        return merge_adapter * ((magnitude[None] if self.is_turned else magnitude[start:stop, None]) / lengths)
 
 
 def check(adapter: Path) -> None:
@@ -84,7 +84,7 @@ def check(adapter: Path) -> None:
                 f"{adapter / CONFIG} has {key} {shown(settings[key])}, which is neither true nor false; save the "
                 "adapter again"
             )
-    if (begun := settings.get("init_lora_weights", True)) not in PLAIN_INITS:
+    if (begun := settings.get("init_lora_weights", True)) not in INITS_THAT_KEEP_THE_BASE:
         raise CheckpointError(
             f"{adapter / CONFIG}: init_lora_weights {shown(begun)} changes the base weights, too; merge it with PEFT "
             "(merge_and_unload) and give the result"
@@ -95,7 +95,7 @@ def check(adapter: Path) -> None:
         )
 
 
-def merged(checkpoint: Checkpoint, adapter: Path) -> Checkpoint:
+def merge_adapter(checkpoint: Checkpoint, adapter: Path) -> Checkpoint:
     """Return the checkpoint with the adapter merged into its weights as they are read.
 
     Raises CheckpointError for an adapter of another model, of another kind, or with tensors of no use.
@@ -105,7 +105,7 @@ def merged(checkpoint: Checkpoint, adapter: Path) -> Checkpoint:
     for module, update in _updates(adapter, _ties_tables(checkpoint.config)).items():
         name = _weight_name(f"{module}.weight", tensors, adapter)
         turned = dataclasses.replace(update, is_turned=_is_turned(name, update, tensors))
-        tensors[name] = _merged(tensors[name], turned, adapter)
+        tensors[name] = _merged_weight(tensors[name], turned, adapter)
     digest = hashlib.sha256()
     for file in (CONFIG, WEIGHTS):
         digest.update(storage.sha256(adapter / file).encode())
@@ -126,7 +126,7 @@ def _updates(adapter: Path, is_tied: bool) -> dict[str, Update]:
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in storage.read_header(adapter / WEIGHTS).items():
         match = KEYS.fullmatch(name.removeprefix(PREFIX))
-        if is_tied and TABLE.search(name):
+        if is_tied and TABLE_NAMES.search(name):
             raise CheckpointError(
                 f"{adapter / WEIGHTS}: {shown(name)} is of the embeddings or the output head, which are one table in "
                 "this model: merge_and_unload of PEFT would change both; give it two (tie_word_embeddings: false, the "
@@ -164,7 +164,7 @@ def _matches(adapter: Path, pattern: str, module: str) -> bool:
     """Return whether a pattern of the adapter's settings, a name or a simple expression, means a module."""
     starts = [0, *(place + 1 for place, letter in enumerate(module) if letter == ".")]
     try:  # as peft has it: the end of the module's name, from any of its dots on, where ^ means the whole name
-        return any(patterns.matches(f"({pattern})$", module, start) for start in starts)
+        return any(options.matches(f"({pattern})$", module, start) for start in starts)
     except ValueError as error:
         raise CheckpointError(f"{adapter / CONFIG}: pattern {shown(pattern)} {error}") from error
 
@@ -198,7 +198,7 @@ def _is_turned(name: str, update: Update, tensors: Mapping[str, Readable]) -> bo
     return turned.pop() if len(turned) == 1 else update.is_turned
 
 
-def _merged(weight: Readable, update: Update, adapter: Path) -> Decoded:
+def _merged_weight(weight: Readable, update: Update, adapter: Path) -> Decoded:
     outputs, inputs = update.b.shape[0], update.a.shape[1]
     shape = (inputs, outputs) if update.is_turned else (outputs, inputs)
     is_whole = update.magnitude is None or update.magnitude.shape in ((outputs,), (outputs, 1), (1, outputs))

@@ -1,25 +1,31 @@
-"""Say which values an option of another tool may have. A value without a meaning is refused, not passed over.
+"""Check the values of another tool's options. A value without a meaning is refused, not passed over.
 
 An importer declares them as `OPTIONS`: the name of an option -> the values that it may have, in which a type stands for
 all values of this type. An option may be absent. Other options than those are not looked at.
+
+Names are matched by regular expressions that a checkpoint brings along, which may be made to run for ever: `matches`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from compress.errors import shown
-from compress.importers.source import Source
+from compress.importers.source import CheckpointSource
 from compress.storage.checkpoint import CONFIG
 
 Options: TypeAlias = Mapping[str, tuple[Any, ...]]
-
 FLAG, NUMBER, TEXT, NAMES = (bool, None), (int, float, None), (str, None), (list, None)
-MODULES: Options = dict.fromkeys(("modules_to_not_convert", "ignored_layers", "ignore"), NAMES)  # that stay plain
+PLAIN_MODULES: Options = dict.fromkeys(("modules_to_not_convert", "ignored_layers", "ignore"), NAMES)
+SIMPLE = re.compile(r"[\w.\\^$|()\[\]\-*+?!:=,]{1,200}")
+REPEATS = 4  # stars and pluses of a pattern, at most: a search takes at most length ** REPEATS steps
 
 
-def check(source: Source, options: Options, given: Mapping[str, Any], section: str = "quantization_config") -> None:
+def check(
+    source: CheckpointSource, options: Options, given: Mapping[str, Any], section: str = "quantization_config"
+) -> None:
     """Raise CheckpointError for a value in a section of the configuration that its option cannot have."""
     for key, allowed in options.items():
         if key in given and not is_allowed(given[key], allowed):
@@ -43,3 +49,16 @@ def _word(value: Any) -> str:
         names = {bool: "true or false", int: "an integer", float: "a number", str: "a text", list: "a list"}
         return names.get(value, "a table")
     return "null" if value is None else shown(value)
+
+
+def matches(pattern: str, name: str, start: int = 0) -> bool:
+    """Return whether a regular expression matches a name from the place `start` on; ^ is the start of the whole name.
+
+    Raises ValueError for what is none, and for repeated groups and many repeats, which can take endless time.
+    """
+    if not SIMPLE.fullmatch(pattern) or re.search(r"\)[*+]", pattern) or len(re.findall(r"[*+]", pattern)) > REPEATS:
+        raise ValueError("is too involved; name the modules instead")
+    try:
+        return re.compile(pattern).match(name, start) is not None
+    except re.error as error:
+        raise ValueError(f"is no regular expression ({error})") from error

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.importers.source import Decoded, Source, step
+from compress.importers.source import CheckpointSource, Decoded, step
 from compress.storage.checkpoint import StoredTensor
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
-AUXILIARY = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")  # of inputs, of caches
+RUNTIME_ENDINGS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")  # scales of inputs and caches
 
 Block = tuple[int, int]  # rows, columns
 Rows = Callable[[int, int], Tensor]  # (start, stop) -> these rows, float32
@@ -33,7 +33,7 @@ class Codes(NamedTuple):
     rows: Rows
 
 
-class Scales(NamedTuple):
+class ScaleGrid(NamedTuple):
     """What the numbers are multiplied with, and what is subtracted before.
 
     block: the rows and columns that share a scale; without one all of a row do, or all of the weight.
@@ -59,7 +59,7 @@ def numbers(scale: Tensor) -> Tensor:
     return scale.float()
 
 
-def weight(source: Source, name: str, codes: Codes, scales: Scales, dtype: torch.dtype) -> Decoded:
+def weight(source: CheckpointSource, name: str, codes: Codes, scales: ScaleGrid, dtype: torch.dtype) -> Decoded:
     """Return the weight [..., out, in] in `dtype`; CheckpointError for scales of another shape than it needs.
 
     The scales are [..., ceil(out / rows), ceil(in / columns)] for a block of rows x columns: the last block may be
@@ -71,10 +71,10 @@ def weight(source: Source, name: str, codes: Codes, scales: Scales, dtype: torch
     *outer, rows, columns = shape
     down, across = _block(shape, scales)
     grid = (*outer, -(-rows // down), -(-columns // across))
-    given = scales.stored.shape
-    if given not in (grid, grid[:-1] if grid[-1] == 1 else grid) and not math.prod(given) == math.prod(grid) == 1:
+    size = scales.stored.shape
+    if size not in (grid, grid[:-1] if grid[-1] == 1 else grid) and not math.prod(size) == math.prod(grid) == 1:
         raise source.error(
-            f"{scales.stored.name} has the shape {list(given)}, but {codes.stored.name} {list(shape)} in blocks of "
+            f"{scales.stored.name} has the shape {list(size)}, but {codes.stored.name} {list(shape)} in blocks of "
             f"{down} x {across} needs {list(grid)}"
         )
     table = scales.stored._replace(shape=grid)
@@ -96,7 +96,7 @@ def weight(source: Source, name: str, codes: Codes, scales: Scales, dtype: torch
     return Decoded(name, dtype, shape, (codes.stored, scales.stored, *extra, *scales.others), decode, step(shape))
 
 
-def _block(shape: tuple[int, ...], scales: Scales) -> Block:
+def _block(shape: tuple[int, ...], scales: ScaleGrid) -> Block:
     """Return the rows and columns that share a scale."""
     *outer, rows, columns = shape
     if scales.block is not None:
@@ -104,16 +104,16 @@ def _block(shape: tuple[int, ...], scales: Scales) -> Block:
     return (1 if math.prod(scales.stored.shape) == math.prod(outer) * rows else rows), columns
 
 
-def _groups(source: Source, scales: Scales, columns: int, groups: int, across: int) -> Tensor:
+def _groups(source: CheckpointSource, scales: ScaleGrid, columns: int, groups: int, across: int) -> Tensor:
     """Return the group of each column, int64 [columns]."""
     if scales.groups is not None:
         group = scales.groups.read().long()
         if group.numel() and group.min() >= 0:
-            return checked(source, scales.groups.name, group, groups)
+            return check_groups(source, scales.groups.name, group, groups)
     return torch.arange(columns) // across
 
 
-def checked(source: Source, name: str, group: Tensor, groups: int) -> Tensor:
+def check_groups(source: CheckpointSource, name: str, group: Tensor, groups: int) -> Tensor:
     """Return indices of groups; CheckpointError for one that is none."""
     low, high = (int(group.min()), int(group.max())) if group.numel() else (0, 0)
     if group.numel() and not 0 <= low <= high < groups:
@@ -121,6 +121,6 @@ def checked(source: Source, name: str, group: Tensor, groups: int) -> Tensor:
     return group
 
 
-def rounded(source: Source, scale: StoredTensor) -> torch.dtype:
+def decoded_dtype(source: CheckpointSource, scale: StoredTensor) -> torch.dtype:
     """Return the type of a decoded weight: that of its scales where they have 16 bits, else that of the model."""
     return scale.dtype if scale.dtype in (torch.float16, torch.bfloat16) else source.dtype

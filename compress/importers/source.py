@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.errors import CheckpointError, shown
 from compress.storage.checkpoint import CHUNK, CONFIG, StoredTensor
 
-DEFAULT_DTYPE = torch.bfloat16  # of a model whose configuration names none
+DEFAULT_DTYPE = torch.bfloat16  # the model's, where its configuration names none
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Decoded:
 
     def read(self) -> Tensor:
         """Return the tensor in memory of its own."""
-        return filled(self.shape, self.dtype, self.decode, self.step)
+        return fill_rows(self.shape, self.dtype, self.decode, self.step)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return the entries start .. stop - 1 of the first dimension."""
@@ -73,7 +73,7 @@ def step(shape: tuple[int, ...], multiple: int = 1) -> int:
     return multiple * max(1, CHUNK // row)
 
 
-def filled(shape: tuple[int, ...], dtype: torch.dtype, rows: Callable[[int, int], Tensor], step: int) -> Tensor:
+def fill_rows(shape: tuple[int, ...], dtype: torch.dtype, rows: Callable[[int, int], Tensor], step: int) -> Tensor:
     """Return a tensor that `rows(start, stop)` gives, `step` rows at a time."""
     if step >= (count := count_rows(shape)):
         return rows(0, count).contiguous()
@@ -85,7 +85,7 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, rows: Callable[[int, int]
 
 
 @dataclass
-class Source:
+class CheckpointSource:
     """The stored tensors of a checkpoint that nobody has taken yet, and the settings of the tool that wrote it."""
 
     directory: Path

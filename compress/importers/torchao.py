@@ -12,13 +12,13 @@ import torch
 
 from compress.errors import shown
 from compress.importers import options, scaled
-from compress.importers.source import Decoded, Source
+from compress.importers.source import CheckpointSource, Decoded
 from compress.storage import json_text
 from compress.storage.checkpoint import Readable, StoredTensor, read_metadata
 
 KINDS = {"Int8Tensor": "int8", "IntxUnpackedToInt8Tensor": "integers", "Float8Tensor": "float8"}
 OPTIONS: options.Options = {
-    **options.MODULES,
+    **options.PLAIN_MODULES,
     **{"quant_type": (dict, str, None), "quant_type_kwargs": (dict, None)},
     **dict.fromkeys(("include_input_output_embeddings", "untie_embedding_weights"), options.FLAG),
 }
@@ -26,20 +26,20 @@ CODES = (torch.int8, *scaled.FLOAT8)
 PARTS = {"qdata", "scale", "zero_point"}
 
 
-def describe(source: Source) -> str:
+def describe(source: CheckpointSource) -> str:
     """Return how the weights are stored."""
     kinds = sorted({KINDS[facts["_type"]] for facts in _facts(source).values() if facts["_type"] in KINDS})
     return f"torchao {' and '.join(kinds) or 'without a quantized weight'}"
 
 
-def tensors(source: Source) -> dict[str, Readable]:
+def tensors(source: CheckpointSource) -> dict[str, Readable]:
     """Return the weights by name; CheckpointError for one of a kind that cannot be read, or that lacks a part."""
     return {name: _weight(source, name, facts) for name, facts in _facts(source).items() if facts["_type"] != "Tensor"}
 
 
-def _facts(source: Source) -> dict[str, dict[str, Any]]:
+def _facts(source: CheckpointSource) -> dict[str, dict[str, Any]]:
     """Return name -> what the metadata says of the tensor."""
-    found = {}
+    facts_by_module = {}
     for file in sorted({stored.file for stored in source.stored.values()}):
         for name, text in read_metadata(file).items():
             try:
@@ -47,15 +47,15 @@ def _facts(source: Source) -> dict[str, dict[str, Any]]:
             except ValueError:
                 continue  # of somebody else
             if isinstance(facts, dict) and isinstance(facts.get("_type"), str):
-                found[name] = facts
-    if not found:
+                facts_by_module[name] = facts
+    if not facts_by_module:
         raise source.error(
             "its files say nothing of how the weights are stored; save it again with a later transformers"
         )
-    return found
+    return facts_by_module
 
 
-def _weight(source: Source, name: str, facts: dict[str, Any]) -> Decoded:
+def _weight(source: CheckpointSource, name: str, facts: dict[str, Any]) -> Decoded:
     module, _, key = name.rpartition(".")
     data, parts = facts.get("_data"), facts.get("_tensor_data_names")
     if facts["_type"] not in KINDS or not isinstance(data, dict) or not isinstance(parts, list):
@@ -76,7 +76,7 @@ def _weight(source: Source, name: str, facts: dict[str, Any]) -> Decoded:
             raise source.error(f"{point.name} has the shape {list(point.shape)}, its scales {list(scale.shape)}")
         table = point._replace(shape=_grid(stored.shape, block))
         zeros, others = (lambda start, stop: table.rows(start, stop).float()), (point,)
-    scales = scaled.Scales(scale._replace(shape=_grid(stored.shape, block)), block, zeros, others=others)
+    scales = scaled.ScaleGrid(scale._replace(shape=_grid(stored.shape, block)), block, zeros, others=others)
     return scaled.weight(source, name, scaled.plain(stored), scales, _dtype(source, data))
 
 
@@ -84,7 +84,7 @@ def _grid(shape: tuple[int, ...], block: scaled.Block) -> tuple[int, ...]:
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
-def _block(source: Source, name: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> scaled.Block:
+def _block(source: CheckpointSource, name: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> scaled.Block:
     """Return the rows and columns that share a scale; there is one scale, one for each row, or a grid of them."""
     if len(shape) == 2:
         rows, columns = shape
@@ -94,7 +94,7 @@ def _block(source: Source, name: str, shape: tuple[int, ...], scales: tuple[int,
     raise source.error(f"{name} has the shape {list(shape)}, and scales of {list(scales)}, which do not fit")
 
 
-def _dtype(source: Source, data: dict[str, Any]) -> torch.dtype:
+def _dtype(source: CheckpointSource, data: dict[str, Any]) -> torch.dtype:
     """Return the type that a tensor says it decodes to."""
     named = data.get("dtype")
     dtype = getattr(torch, str(named.get("_data")), None) if isinstance(named, dict) else None

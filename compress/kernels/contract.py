@@ -7,7 +7,7 @@ A kernel for a format on a device is the file `compress/kernels/<folder of the d
 None means that the weight has to be decoded by its format. The file is found by its name: a kernel for an existing
 format is one new file and no changed line elsewhere (tests/kernels/test_kernel_contract.py adds one).
 
-A kernel that looks single rows of a weight up is the file `rows_<format>.py` in the same folder, with the function
+Where a kernel looks single rows of a weight up, the file has one more function,
 
     look_up(tensors, params, shape, ids, dtype) -> Tensor | None
 
@@ -66,7 +66,7 @@ class Prepared(ABC):
         """Return x [..., in] with its columns in the order in which `decoder` writes those of the weight."""
         return x
 
-    def beside(self, others: Sequence[Prepared]) -> Joined | None:
+    def fuse(self, others: Sequence[Prepared]) -> Joined | None:
         """Return what multiplies with this weight and then others in one call; None: there is nothing that does.
 
         It is given these kernels in this order, and keeps none of them. It returns outputs behind each other.

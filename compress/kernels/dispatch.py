@@ -1,7 +1,7 @@
 """Find the kernel that multiplies activations with a stored weight, by device and format, or decode the weight.
 
 Kernels are files, `compress/kernels/<folder of the device>/<format>.py` (compress/kernels/contract.py), and so are
-those that look rows up, `rows_<format>.py`, and those that read keys and values, `kv_<name>.py`. Where there is no
+those that read keys and values, `kv_<name>.py`. Where there is no
 kernel, or where there are more rows of activations than it is good for, or a gradient to pass back, the weight is
 decoded: always possible and always right. (Traced by torch.compile, a product that passes a gradient back still takes
 the kernel: the operator cannot tell.)
@@ -179,12 +179,12 @@ def rows(
     """
     if ids.is_cpu and ids.numel():
         _check_ids(ids, shape[0])
-    module = _module(processor(ids.device), f"rows_{format}")
-    if module is not None and ids.numel() and all(_readable(t, ids) for t in tensors.values()):
+    module = _module(processor(ids.device), format)
+    if hasattr(module, "look_up") and ids.numel() and all(_readable(t, ids) for t in tensors.values()):
         with _on(ids.device):
-            found = module.look_up(tensors, params, shape, ids.contiguous(), dtype)
-        if found is not None:
-            return cast(Tensor, found)
+            looked_up = module.look_up(tensors, params, shape, ids.contiguous(), dtype)
+        if looked_up is not None:
+            return cast(Tensor, looked_up)
     return formats.decode_rows(PackedWeight(Stored(format, params), dict(tensors), shape), ids.long(), dtype)
 
 

@@ -6,8 +6,6 @@ A kernel is the file `compress/kernels/<folder of the device>/kv_<name>.py`, whi
 - levels: scores and mixed values of codes of one table with a norm for each token (compress/kv/codecs/lloyd.py);
 - mixed: values whose bits differ between channels; prerope: keys of this sort before the rotary embedding
   (compress/kv/codecs/pca.py); encode: such codes made of vectors;
-- additive: keys before the rotary embedding and values that are sums of codebook entries
-  (compress/kv/codecs/commvq.py);
 - attention: attention of one token in one launch (compress/kv/fused.py).
 
 Each has `supports`, which says what it can read.
@@ -27,15 +25,15 @@ from compress.numerics.packing import FIELDS
 MOST_ROWS = 16  # queries up to which reading codes beats unpacking them once and a product of matrices
 SMALL = 1 << 16  # codes up to which nothing is gained
 BLOCK = 32  # tokens of values that are read together: kernels take multiples
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of keys and values that are written, of cos and sin
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # keys and values that are written, cos and sin
 
 PIECE = 16  # channels that have the same bits, or tokens of table codes, that are read together
 LARGEST_LEVEL = 127  # levels are multiples of a step by at most this, so that sums over 512 channels fit int32
-MOST_LEVEL_BITS = 4  # of codes whose levels are such multiples
+MOST_LEVEL_BITS = 4  # codes of more bits have levels that are no such multiples
 
 PLANES = (4, 2, 1)  # bits of a field of codes of mixed bits
 MOST_MIXED_BITS = sum(PLANES)
-NORM_STEPS = 16  # of a norm of 8 bits in an octave
+NORM_STEPS = 16  # norms of 8 bits: steps in an octave
 LevelTables = tuple[tuple[float, ...], ...]  # levels by bits, from 0 to MOST_MIXED_BITS
 
 
@@ -64,16 +62,6 @@ class MixedCodes(NamedTuple):
     starts: Tensor  # int32 [pieces, 4]: first byte of each plane; fields of the head before the piece
     bounds: Tensor  # int32 [h, MOST_MIXED_BITS + 1]: first piece of each number of bits, falling from the most
     most: int  # pieces of a head, at most
-
-
-class AdditiveCodes(NamedTuple):
-    """Tokens of `books` codes for each head, of `bits` bits each, as they are stored."""
-
-    codes: Tensor  # uint8 [B, 1, n, bytes], rows contiguous
-    norms: Tensor | None  # uint8 [B, h or 1, n, 1], contiguous along n
-    heads: int
-    books: int
-    bits: int
 
 
 class Rotary(NamedTuple):
@@ -125,21 +113,6 @@ class Attended(NamedTuple):
     out: Tensor
     exact: Tensor | None = None
     mass: Tensor | None = None
-
-
-def plane_starts(bits: int, count: int) -> list[tuple[int, int]]:
-    """Return the widths of the planes of a row of `count` codes, each filled up to bytes, and where they begin."""
-    found, start = [], 0
-    for width in PLANES:
-        if bits & width:
-            found.append((width, start))
-            start += -(-count * width // 8)
-    return found
-
-
-def reach(bits: int, count: int) -> int:
-    """Return how many bytes of a row of `count` codes are read where they are read by sixteen."""
-    return max(start + -(-count // PIECE) * 2 * width for width, start in plane_starts(bits, count))
 
 
 def is_worthwhile(rows: Tensor, codes: int | None = None) -> bool:

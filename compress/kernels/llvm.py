@@ -4,25 +4,27 @@ An `Emitter` writes a function in LLVM's language, `compiled` turns it into mach
 second or two, and the function is called through ctypes, which lets go of the interpreter lock, so that `parallel` runs
 it on as many threads as torch uses. Vectors of a width that the CPU does not have are split by LLVM. Where
 llvmlite is missing or knows no target for this machine, `available` says so, and callers keep to torch. Machine code is
-kept on disk (compress/kernels/object_cache.py): a later process writes functions anew, but compiles only those that are
-new.
+kept on disk: a later process writes functions anew, but compiles only those that are new.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import suppress
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-
-from compress.kernels import object_cache
 
 OPTIMIZED = {"opt": 3}  # of the machine code
 PASSES = {"speed_level": 2}  # before that
@@ -86,139 +88,106 @@ def _processor() -> tuple[str, str]:
     return processor_name(), flags
 
 
-class Emitter:
-    """Writes one function: llvmlite's builder with what kernels need over and over.
+class Signature(NamedTuple):
+    """A C function that returns nothing: what its arguments are called, addresses before 64-bit integers.
 
-    Offsets count elements of the type that is loaded or stored. Nothing is assumed about alignment but that of an
-    element: tensors are views of files.
+    This is the one place that knows an argument list. The function is written from it and called through ctypes by it;
+    values that have names are put in its order by `arguments` and `around`.
     """
 
-    def __init__(self, name: str, pointers: int, integers: int) -> None:
-        """void name(pointers, 64-bit integers); no pointer aliases another."""
-        from llvmlite import ir
+    name: str
+    pointers: tuple[str, ...]
+    integers: tuple[str, ...]
 
-        self.ir, self.pointer = ir, ir.PointerType()
-        self.byte, self.short, self.word, self.index = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-        self.half, self.float, self.bfloat = ir.HalfType(), ir.FloatType(), _bfloat()
-        kind = ir.FunctionType(ir.VoidType(), [self.pointer] * pointers + [self.index] * integers)
-        self.module = ir.Module(context=ir.Context())  # a context of its own: types of the shared one would pile up
-        self.name, function = name, ir.Function(self.module, kind, name)
-        for argument in function.args[:pointers]:
-            argument.add_attribute("noalias")
-        self.pointers, self.integers = function.args[:pointers], function.args[pointers:]
-        self.b = ir.IRBuilder(function.append_basic_block())
-        self._entry = self.b.block
+    @property
+    def ctypes(self) -> list[Any]:
+        """Return the types of the arguments as ctypes has them."""
+        return [ctypes.c_void_p] * len(self.pointers) + [ctypes.c_int64] * len(self.integers)
 
-    def i64(self, value: int) -> Any:
-        return self.index(value)
+    def arguments(self, *tensors: torch.Tensor, **values: int) -> tuple[int, ...]:
+        """Return values of the named arguments in their order; the first tensors are the first pointers.
 
-    def vector(self, kind: Any, lanes: int) -> Any:
-        return self.ir.VectorType(kind, lanes)
+        TypeError if one is missing or unknown.
+        """
+        values |= {name: each.data_ptr() for name, each in zip(self.pointers, tensors, strict=False)}
+        names = (*self.pointers, *self.integers)
+        if values.keys() != set(names):
+            wrong = ", ".join(sorted(values.keys() ^ set(names)))
+            raise TypeError(f"{self}: missing or unknown: {wrong}")
+        return tuple(values[name] for name in names)
 
-    def variable(self, kind: Any) -> Any:
-        """Take memory for one value of the function, which LLVM turns into a register; made in the first block."""
-        with self.b.goto_block(self._entry):
-            return self.b.alloca(kind)
+    def around(self, passed: Sequence[str], values: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the values of the arguments before and behind those that a caller passes itself, in this order.
 
-    def at(self, pointer: Any, offset: Any, kind: Any) -> Any:
-        return self.b.gep(pointer, [offset], source_etype=kind)
+        TypeError if the arguments `passed` are not neighbours in this order, or a value is missing.
+        """
+        names = (*self.pointers, *self.integers)
+        at = names.index(passed[0]) if passed[0] in names else 0
+        before, behind = names[:at], names[at + len(passed) :]
+        if names[at : at + len(passed)] != tuple(passed):
+            raise TypeError(f"{self} does not take {', '.join(passed)} one after the other")
+        if missing := [name for name in (*before, *behind) if name not in values]:
+            raise TypeError(f"{self}: missing: {', '.join(missing)}")
+        return tuple(values[name] for name in before), tuple(values[name] for name in behind)
 
-    def load(self, pointer: Any, offset: Any, kind: Any, lanes: int = 0) -> Any:
-        """Load the element, or `lanes` of them as a vector."""
-        loaded = self.vector(kind, lanes) if lanes else kind
-        return self.b.load(self.at(pointer, offset, kind), typ=loaded, align=_bytes(kind))
+    def __str__(self) -> str:
+        return f"void {self.name}({', '.join((*self.pointers, *self.integers))})"
 
-    def store(self, value: Any, pointer: Any, offset: Any) -> None:
-        kind = getattr(value.type, "element", value.type)
-        self.b.store(value, self.at(pointer, offset, kind), align=_bytes(kind))
 
-    def constant(self, kind: Any, lanes: int, value: float) -> Any:
-        return self.ir.Constant(self.vector(kind, lanes), [value] * lanes)
+class Function(Protocol):
+    """Machine code that is called with addresses and then integers, as its signature lists them."""
 
-    def splat(self, value: Any, lanes: int) -> Any:
-        kind = self.vector(value.type, lanes)
-        single = self.b.insert_element(kind(self.ir.Undefined), value, self.word(0))
-        return self.b.shuffle_vector(single, kind(self.ir.Undefined), self.constant(self.word, lanes, 0))
+    signature: Signature
 
-    def shuffled(self, a: Any, b: Any, order: Sequence[int]) -> Any:
-        """Return elements of a, then b, in this order."""
-        return self.b.shuffle_vector(a, b, self.ir.Constant(self.vector(self.word, len(order)), list(order)))
-
-    def smaller(self, a: Any, b: Any) -> Any:
-        return self.b.select(self.b.icmp_signed("<", a, b), a, b)
-
-    @contextmanager
-    def loop(self, stop: Any, start: Any = None) -> Iterator[Any]:
-        """Loop over range(start, stop): the index is the value of the block; what follows comes after the loop."""
-        b, before = self.b, self.b.block
-        head, body, done = (b.append_basic_block(name) for name in ("head", "body", "done"))
-        b.branch(head)
-        b.position_at_end(head)
-        index = b.phi(self.index)
-        index.add_incoming(start if start is not None else self.i64(0), before)
-        b.cbranch(b.icmp_signed("<", index, stop), body, done)
-        b.position_at_end(body)
-        yield index
-        index.add_incoming(b.add(index, self.i64(1)), b.block)
-        b.branch(head)
-        b.position_at_end(done)
+    def __call__(self, *arguments: int) -> None: ...
 
 
 @cache
-def _bfloat() -> Any:
-    """Return LLVM's type, which llvmlite does not have."""
-    from llvmlite import ir
-
-    class BFloat(ir.Type):
-        def _to_string(self) -> str:
-            return "bfloat"
-
-    return BFloat()
-
-
-def _bytes(kind: Any) -> int:
-    """Return the bytes of an element."""
-    return {"half": 2, "float": 4}.get(str(kind)) or kind.width // 8
-
-
-@cache
-def function(kind: Callable[..., Emitter], *settings: Any) -> Callable[..., None]:
+def function(kind: Callable[..., Any], *settings: Any) -> Function:
     """Return the function that kind(*settings) writes, compiled once for a process."""
     return compiled(kind(*settings))
 
 
-def compiled(emitter: Emitter) -> Callable[..., None]:
-    """Return what was written, as a function of addresses and then integers."""
+def compiled(emitter: Any) -> Function:
+    """Return what an emitter wrote as a function."""
+    source = str(emitter.module)
+    return link(emitter.signature, key(source), lambda: source)
+
+
+def link(signature: Signature, key: bytes, write: Callable[[], str]) -> Function:
+    """Return a function from its object code on disk, or compiled from what `write` returns in LLVM's language."""
     from llvmlite import binding
 
-    source = str(emitter.module)
-    key = _key(source)
-    stored, machine = object_cache.load(key), _machine()
-    module = binding.parse_assembly(source) if stored is None else binding.parse_assembly("")
+    stored, machine = load_object(key), _machine()
+    module = binding.parse_assembly(write() if stored is None else "")
     if stored is None:
-        _optimize(module, machine)
+        _optimize(module, machine, signature.name)
     engine = binding.create_mcjit_compiler(module, machine)
-    engine.set_object_cache(lambda _, code: object_cache.store(key, code), lambda _: stored)
+    engine.set_object_cache(lambda _, code: store_object(key, code), lambda _: stored)
     engine.finalize_object()
-    kinds = [ctypes.c_void_p] * len(emitter.pointers) + [ctypes.c_int64] * len(emitter.integers)
-    function = ctypes.CFUNCTYPE(None, *kinds)(engine.get_function_address(emitter.name))
+    function = ctypes.CFUNCTYPE(None, *signature.ctypes)(engine.get_function_address(signature.name))
     function.engine = engine  # type: ignore[attr-defined]  # which must live as long as the function
-    return function
+    function.signature = signature  # type: ignore[attr-defined]
+    return cast(Function, function)
 
 
-def _key(source: str) -> bytes:
+def key(source: str) -> bytes:
     """Return the key of all that machine code depends on."""
     import llvmlite
     from llvmlite import binding
 
     versions = (".".join(map(str, llvm_version())), llvmlite.__version__)
-    return object_cache.key((source, *versions, binding.get_default_triple(), *_processor(), f"{OPTIMIZED} {PASSES}"))
+    return object_key((source, *versions, binding.get_default_triple(), *_processor(), f"{OPTIMIZED} {PASSES}"))
 
 
-def _optimize(module: Any, machine: Any) -> None:
+def _optimize(module: Any, machine: Any, name: str) -> None:
+    """Run LLVM's passes on a module of which one function is called from outside."""
     from llvmlite import binding
 
     module.verify()
+    for function in module.functions:
+        if function.name != name and not function.is_declaration:
+            function.linkage = "internal"
     builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(**PASSES))
     builder.getModulePassManager().run(module, builder)
 
@@ -246,3 +215,110 @@ def parallel(work: Callable[[int, int], None], total: int, least: int = 1) -> No
         wait(others)  # whatever happens: they write to memory that the caller frees
     for other in others:
         other.result()
+
+
+# Object code on disk, so that a process does not compile what another one has compiled. A file has the name of its key,
+# which is a hash of all that the code depends on, and holds a mark, the key, the hash of the object code and the object
+# code. Anything else is as good as no file: cut off, damaged, put under another name. Object code is run: a folder or a
+# file that belongs to another user, or that others may write, is not read.
+
+MARK = b"compress object code 1\n"
+LIMIT = 256 << 20  # bytes of all files
+SUFFIX = ".object"
+HASH = 32  # bytes
+OTHERS = stat.S_IWGRP | stat.S_IWOTH
+# How a file is opened: a link is not followed, and a pipe does not block; 0 where a system has no such flag.
+UNFOLLOWED = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+def object_key(parts: Iterable[str]) -> bytes:
+    """Return the hash of these texts, which are told apart: no two lists of texts have the same key."""
+    digest = hashlib.sha256()
+    for part in parts:
+        text = part.encode()
+        digest.update(len(text).to_bytes(8, "little") + text)
+    return digest.digest()
+
+
+def load_object(key: bytes) -> bytes | None:
+    """Return the object code that was stored under a key; None if there is none that can be trusted."""
+    try:
+        folder = _folder()
+        if folder is None or not _is_ours(os.stat(folder)):
+            return None
+        path = folder / (key.hex() + SUFFIX)
+        with open(os.open(path, os.O_RDONLY | UNFOLLOWED), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or not _is_ours(status):
+                return None
+            content = file.read()
+    except OSError:
+        return None
+    head, code = content[: len(MARK) + 2 * HASH], content[len(MARK) + 2 * HASH :]
+    if head != MARK + key + hashlib.sha256(code).digest():
+        return None
+    with suppress(OSError):  # the folder may be read-only
+        os.utime(path)  # the oldest go first
+    return code
+
+
+def store_object(key: bytes, code: bytes) -> None:
+    """Keep object code under a key; nothing happens where that cannot be done."""
+    with suppress(OSError):
+        folder = _folder()
+        if folder is None:
+            return
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_ours(os.stat(folder)):
+            return
+        _write(folder / (key.hex() + SUFFIX), MARK + key + hashlib.sha256(code).digest() + code)
+        _shrink(folder)
+
+
+def _folder() -> Path | None:
+    """Return where object code is kept; None for a user without a home."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA", "")
+    else:
+        base = os.environ.get("XDG_CACHE_HOME", "")
+    if base and Path(base).is_absolute():  # other values are to be ignored, says the standard
+        return Path(base) / "compress" / "kernels"
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return None
+    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "compress" / "kernels"
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    """Return whether this user owns a file or folder and nobody else may write it; yes where rights are unknown."""
+    return not hasattr(os, "geteuid") or (status.st_uid == os.geteuid() and not status.st_mode & OTHERS)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that is there as a whole or not at all."""
+    handle, name = tempfile.mkstemp(dir=path.parent)  # which nobody else can read or write
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _shrink(folder: Path) -> None:
+    """Delete the files that were used the longest time ago until the rest is within the limit."""
+    files = []
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):  # another process may delete it
+            status = entry.stat(follow_symlinks=False)
+            files.append((status.st_mtime_ns, entry.path, status.st_size))
+    total = sum(size for _, _, size in files)
+    for _, path, size in sorted(files):
+        if total <= LIMIT:
+            return
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        total -= size

@@ -10,9 +10,10 @@
     hooks.attach(model)                                     # tells caches of left padding and rotary embeddings
     make_cache(model.config, settings, path="fused")        # attention reads the stored codes
 
-settings.py reads the settings, cache.py is the interface to transformers, token_store.py keeps the tokens of a layer
-(sink | coded | tail) in rows of buffer.py, codec.py is the base of all codecs, attention.py attends to stored codes,
-rope.py and hooks.py serve codecs of keys before the rotary embedding, generation.py makes `generate` use all this.
+settings.py reads the settings, layer.py is a layer of a cache, cache.py makes caches, token_store.py keeps the tokens
+of a layer (sink | coded | tail) in rows of buffer.py, codec.py is the base of all codecs, attention.py attends to
+stored codes, rope.py and hooks.py serve codecs of keys before the rotary embedding, generation.py makes `generate` use
+all this. Layers that forget tokens are in evict/, layers that read a part of them in sparse/.
 
 A codec is one file compress/kv/codecs/<name>.py; <name> is what recipes give as `method`. It defines:
 

@@ -24,8 +24,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from compress.errors import CompressError
 from compress.kv import fused
-from compress.kv.cache import CodedLayer, Handle
-from compress.kv.sparse import reading
+from compress.kv.layer import CodedLayer, Handle, Logits
 
 NAME = "compress_kv"
 SCORES = 1 << 24  # float32 scores held at a time
@@ -50,25 +49,24 @@ def attention(
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise CompressError(f"attention {NAME!r} has no sink logits or position biases; use sdpa and path='decode'")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    softcap = kwargs.get("softcap")
+    logits = Logits(scaling, kwargs.get("softcap"))
     if isinstance(key, Tensor) and isinstance(value, Tensor):
-        if softcap is None:
+        if logits.softcap is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-        return _attend(None, query, (key, value), attention_mask, (scaling, softcap)), None
+        return _attend(None, query, (key, value), attention_mask, logits), None
     assert isinstance(key, Handle) and isinstance(value, Handle)
     layer, new = key.layer, (key.new, value.new)
     is_first = layer.seen == key.new.shape[2]
     if not layer.cache.exact_prefill:
         layer.commit(query)
-        found = _attend(layer, query, None, attention_mask, (scaling, softcap))
-    elif is_first and softcap is None:
-        found, _ = sdpa_attention_forward(module, query, *new, attention_mask, scaling=scaling, **kwargs)
-        if layer.reader is not None:
-            layer.reader.watch(reading.grouped(query, layer.reader.spec.heads, scaling))
+        output = _attend(layer, query, None, attention_mask, logits)
+    elif is_first and logits.softcap is None:
+        output, _ = sdpa_attention_forward(module, query, *new, attention_mask, scaling=scaling, **kwargs)
+        layer.watch(query, scaling)
     else:
-        found = _attend(layer, query, new, attention_mask, (scaling, softcap))
+        output = _attend(layer, query, new, attention_mask, logits)
     layer.commit(query)
-    return found, None
+    return output, None
 
 
 def _attend(
@@ -76,7 +74,7 @@ def _attend(
     query: Tensor,
     new: tuple[Tensor, Tensor] | None,
     mask: Tensor | None,
-    logits: tuple[float, float | None],
+    logits: Logits,
 ) -> Tensor:
     """Attend to what is stored and to `new` (keys, values [B, h, n, width]), in pieces -> [B, n, H, width]."""
     stored = len(layer.stores["keys"]) if layer is not None and layer.stores else 0
@@ -87,18 +85,18 @@ def _attend(
         mask = torch.ones(count, tokens, dtype=torch.bool, device=query.device).tril(tokens - count)[None, None]
     if mask is not None:
         mask = _in_order(layer, mask[..., :tokens])
-    chooses = layer is not None and layer.reader is not None
-    if count == 1 and logits[1] is None and not chooses:
-        found = fused.attend(layer, query, new, mask, logits[0])
-        if found is not None:
-            return found
+    chooses = layer is not None and layer.chooses
+    if count == 1 and logits.softcap is None and not chooses:
+        output = fused.attend(layer, query, new, mask, logits.scaling)
+        if output is not None:
+            return output
     pieces = []
     for start in range(0, count, step):
-        part, queries = None if mask is None else mask[:, :, start : start + step], query[:, :, start : start + step]
-        chosen = None
+        queries, chosen = query[:, :, start : start + step], None
+        piece_mask = None if mask is None else mask[:, :, start : start + step]
         if layer is not None and chooses:
-            chosen, part = reading.read(layer, queries, new, part, logits, start)
-        pieces.append(_piece(layer, queries, new, part, logits) if chosen is None else chosen)
+            chosen, piece_mask = layer.read_chosen(queries, new, piece_mask, logits, start)
+        pieces.append(_piece(layer, queries, new, piece_mask, logits) if chosen is None else chosen)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
 
@@ -107,7 +105,7 @@ def _piece(
     query: Tensor,
     new: tuple[Tensor, Tensor] | None,
     mask: Tensor | None,
-    logits: tuple[float, float | None],
+    logits: Logits,
 ) -> Tensor:
     scaling, softcap = logits
     keys, values = (None, None) if layer is None else (layer.stores["keys"], layer.stores["values"])
@@ -125,8 +123,8 @@ def _piece(
     if mask is not None:
         _mask(scores.view(batch, kv_heads, -1, count, scores.shape[-1]), mask)
     p = scores.softmax(-1)
-    if layer is not None and layer.reader is not None:
-        reading.forget_values(layer, p, count)
+    if layer is not None:
+        layer.forget_values(p, count)
     mixed = None
     if values is not None and stored:
         mixed = values.mix(p[..., :stored])

@@ -63,7 +63,7 @@ class Buffer:
         return 0 if self._data is None else self.view().numel() * self._data.element_size()
 
     @property
-    def allocated(self) -> int:
+    def allocated_nbytes(self) -> int:
         """Bytes of memory that it holds."""
         return 0 if self._data is None else self._data.untyped_storage().nbytes()
 

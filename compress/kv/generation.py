@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import CompressError, RecipeError, UnreadCacheError
-from compress.kv import attention, handed, hooks
-from compress.kv.cache import CachePath, KVCache, make_cache, named_path, needs_queries, no_queries
+from compress.kv import attention, hooks
+from compress.kv.cache import make_cache, named_path, needs_queries, no_queries
 from compress.kv.codec import Codec, Spec
-from compress.kv.evict import blocks
+from compress.kv.layer import UNSLICED, CachePath, KVCache
 from compress.kv.settings import KINDS, CacheSettings, cache_settings
 
 _METHOD = "_prepare_cache_for_generation"
@@ -64,8 +64,8 @@ def attach(
         raise RecipeError(f"kv_cache: {type(model).__name__} does not generate text; remove kv_cache")
     settings = cache_settings(settings)
     codings = make_cache(model.config, settings, static).codings  # for its errors, too
-    if settings.evict is not None and settings.evict.prunes and blocks.blocks(model) is None:
-        raise RecipeError(blocks.UNSLICED)
+    if settings.evict is not None and settings.evict.prunes and hooks.decoder_blocks(model) is None:
+        raise RecipeError(UNSLICED)
     detach(model)
     use = Use(settings, dict(static or {}), named_path(path or ("fused" if can_read_codes(model) else "decode")))
     use.tried = path is not None
@@ -109,7 +109,7 @@ def switch(model: nn.Module) -> None:
     before: list[str | None] = []
 
     def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        cache = handed.cache_of(kwargs)
+        cache = hooks.cache_of(kwargs)
         if cache is None or cache.path != "fused":
             before.append(None)
             return
@@ -122,9 +122,9 @@ def switch(model: nn.Module) -> None:
         module.config._attn_implementation = attention.NAME
 
     def leave(module: Any, args: Any, output: Any) -> None:
-        own = before.pop() if before else None
-        if own is not None:
-            module.config._attn_implementation = own
+        attention_name = before.pop() if before else None
+        if attention_name is not None:
+            module.config._attn_implementation = attention_name
 
     entered = model.register_forward_pre_hook(enter, with_kwargs=True)
     setattr(model, _SWITCH, [entered, model.register_forward_hook(leave, always_call=True)])
@@ -156,14 +156,19 @@ def check_length(config: Any, tokens: int) -> None:
 
 def _prepare(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any, **others: Any) -> None:
     """Replace the class's method; rest: generation mode, batch size, most tokens in the cache."""
-    asked = generation_config.cache_implementation
-    is_asked = asked is not None and asked != model.generation_config.cache_implementation
-    given = model_kwargs.get("past_key_values") is not None
-    if given or is_asked or generation_config.use_cache is False or getattr(generation_config, "is_assistant", False):
+    implementation = generation_config.cache_implementation
+    is_chosen = implementation is not None and implementation != model.generation_config.cache_implementation
+    has_cache = model_kwargs.get("past_key_values") is not None
+    if (
+        has_cache
+        or is_chosen
+        or generation_config.use_cache is False
+        or getattr(generation_config, "is_assistant", False)
+    ):
         return getattr(type(model), _METHOD)(model, generation_config, model_kwargs, *rest, **others)
     check_length(model.config, others.get("max_cache_length", rest[-1] if rest else 0))
     model_kwargs["past_key_values"] = fresh(model)
-    handed.use(model, model_kwargs["past_key_values"])
+    hooks.use(model, model_kwargs["past_key_values"])
     return None
 
 

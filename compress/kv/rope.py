@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from compress.errors import CompressError
 from compress.kv.buffer import Buffer
 
-FAR = 1 << 22  # a position beyond all texts
+FAR_POSITION = 1 << 22
 
 
 class Rope:
@@ -67,19 +67,19 @@ class Rope:
                 "with a rotary embedding; else choose keys after RoPE (rope: post), or another method for keys"
             )
         if self._source is not None:
-            return torch.stack(self._made(start, stop), 1)
+            return torch.stack(self._make_rows(start, stop), 1)
         rows = self._rows.view(start, stop)
         return torch.cat((rows, rows), -1)
 
     def halves(self, start: int, stop: int, keep: bool) -> Tensor:
         """Return the first half of the columns of cos and sin [B or 1, 2, stop - start, rotary width / 2].
 
-        keep: hold them, because they are asked for again.
+        keep: hold them, because they are needed again.
         """
         if self._source is not None and not keep:
-            return _half(*self._made(start, stop))
+            return _half(*self._make_rows(start, stop))
         if self._rows.length < stop and self._source is not None:
-            _extend(self._rows, _half(*self._made(self._rows.length, len(self))))
+            _extend(self._rows, _half(*self._make_rows(self._rows.length, len(self))))
         return self._rows.view(start, stop)
 
     def select(self, index: Tensor) -> None:
@@ -92,21 +92,21 @@ class Rope:
         for buffer in (self._rows, self._positions):
             buffer.crop(max(buffer.length - left, 0))
 
-    def held(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Return what it holds: "rows", or "positions" with the last "row" that they stand for; nothing if empty."""
         if not len(self):
             return {}
         if self._source is None:
             return {"rows": self._rows.view()}
-        return {"positions": self._positions.view(), "row": torch.stack(self._made(len(self) - 1, len(self)), 1)}
+        return {"positions": self._positions.view(), "row": torch.stack(self._make_rows(len(self) - 1, len(self)), 1)}
 
-    def refill(self, held: Mapping[str, Tensor], modules: Iterable[nn.Module]) -> None:
-        """Fill an empty one with what `held` returned; modules: of the model. CompressError if none makes its rows."""
-        if "rows" in held:
-            _extend(self._rows, held["rows"])
-        if "positions" not in held:
+    def refill(self, tensors: Mapping[str, Tensor], modules: Iterable[nn.Module]) -> None:
+        """Fill an empty one with what `tensors` returned. CompressError if no module of the model makes its rows."""
+        if "rows" in tensors:
+            _extend(self._rows, tensors["rows"])
+        if "positions" not in tensors:
             return
-        positions, row = held["positions"][:, 0], held["row"]
+        positions, row = tensors["positions"][:, 0], tensors["row"]
         for module in modules:
             cos, sin = _call(module, row.new_empty(0), positions)
             if torch.allclose(torch.stack((cos, sin), 1)[:, :, -1:].float(), row.float(), atol=1e-2):
@@ -125,16 +125,16 @@ class Rope:
         return self._rows.nbytes + self._positions.nbytes
 
     @property
-    def allocated(self) -> int:
-        return self._rows.allocated + self._positions.allocated
+    def allocated_nbytes(self) -> int:
+        return self._rows.allocated_nbytes + self._positions.allocated_nbytes
 
     def _keep_rows(self) -> None:
         """Keep rows from now on, and of the tokens so far."""
-        rows = self._made(0, len(self))
+        rows = self._make_rows(0, len(self))
         self.clear()
         _extend(self._rows, _half(*rows))
 
-    def _made(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _make_rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         assert self._source is not None
         return _call(self._source, self._like, self._positions.view(start, stop)[:, 0])
 
@@ -156,13 +156,13 @@ def _half(cos: Tensor, sin: Tensor) -> Tensor:
 
 def sources(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that make cos and sin of (something of the type wanted, positions [B, n])."""
-    found = []
+    makers = []
     for module in model.modules():
         if isinstance(getattr(module, "inv_freq", None), Tensor):
             needed = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
             if len(needed) == 2 and all(p.kind == p.POSITIONAL_OR_KEYWORD for p in needed):
-                found.append(module)
-    return found
+                makers.append(module)
+    return makers
 
 
 def _call(source: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,14 +176,14 @@ def _makes(source: nn.Module, positions: Tensor, cos: Tensor, sin: Tensor) -> bo
     source = copy.deepcopy(source)
     if not _same(_call(source, cos, positions), (cos, sin)):
         return False
-    far = torch.full_like(positions[:, :1], FAR)
+    far = torch.full_like(positions[:, :1], FAR_POSITION)
     among = _call(source, cos, torch.cat((positions, far), 1))
     return _same([rows[:, :-1] for rows in among], (cos, sin))
 
 
-def _same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+def _same(rows: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     """Bit for bit; one may be of one row for all sequences."""
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(rows, expected, strict=True):
         if one.shape[1:] != other.shape[1:] or one.dtype != other.dtype or not bool((one == other).all()):
             return False
     return True
@@ -194,8 +194,8 @@ def _extend(buffer: Buffer, rows: Tensor) -> None:
     if (rows == rows[:1]).all():
         rows = rows[:1]
     if buffer.length:
-        held = buffer.view().shape[0]
-        if held < rows.shape[0]:
+        batch = buffer.view().shape[0]
+        if batch < rows.shape[0]:
             buffer.take(torch.zeros(rows.shape[0], dtype=torch.long))
-        rows = rows.expand(max(held, rows.shape[0]), *rows.shape[1:])
+        rows = rows.expand(max(batch, rows.shape[0]), *rows.shape[1:])
     buffer.append(rows)

@@ -60,20 +60,20 @@ class Policy:
 POLICY_KEYS = tuple(f.name for f in dataclasses.fields(Policy))
 
 
-class _Block(NamedTuple):
+class _SectionBlock(NamedTuple):
     """A part of the section: its keys and values, its name in messages, and what makes an error of one of its keys."""
 
     settings: Mapping[str, Any]
     where: str
     error: ErrorAt
 
-    def inner(self, key: str | int, settings: Any, where: str) -> _Block:
+    def inner(self, key: str | int, settings: Any, where: str) -> _SectionBlock:
         """Return the block under a key; RecipeError unless it is one."""
         if not isinstance(settings, Mapping):
             raise self.error((key,), f"{where} must be keys with values, found {plugins.found(settings)}")
-        return _Block(settings, where, lambda path, message: self.error((key, *path), message))
+        return _SectionBlock(settings, where, lambda path, message: self.error((key, *path), message))
 
-    def without(self, keys: Collection[str]) -> _Block:
+    def without(self, keys: Collection[str]) -> _SectionBlock:
         """Return the block without some of its keys."""
         return self._replace(settings={key: value for key, value in self.settings.items() if key not in keys})
 
@@ -102,7 +102,7 @@ class Coding:
 
     def over(self, settings: Mapping[str, Any]) -> Coding:
         """Return this with other settings laid over; another method starts from its own defaults."""
-        return _laid_over(self, _Block(settings, "kv_cache", _error))
+        return _laid_over(self, _SectionBlock(settings, "kv_cache", _error))
 
     def plain(self) -> dict[str, Any]:
         """Return the settings as plain data, with every default."""
@@ -206,7 +206,7 @@ def cache_settings(section: CacheSettings | Mapping[str, Any], error: ErrorAt = 
     """
     if isinstance(section, CacheSettings):
         return section
-    whole = _Block(section, "kv_cache", error)
+    whole = _SectionBlock(section, "kv_cache", error)
     common = whole.without(SECTION_KEYS)
     codings = {}
     for kind in KINDS:
@@ -238,12 +238,12 @@ def cache_settings(section: CacheSettings | Mapping[str, Any], error: ErrorAt = 
     )
 
 
-def _eviction(whole: _Block) -> Eviction | None:
+def _eviction(whole: _SectionBlock) -> Eviction | None:
     """Return the settings of `evict`; None without it."""
-    given = whole.settings.get("evict")
-    if given is None:
+    section = whole.settings.get("evict")
+    if section is None:
         return None
-    block = whole.inner("evict", given, "kv_cache.evict")
+    block = whole.inner("evict", section, "kv_cache.evict")
     method = block.value("method", str, "")
     if not method:
         raise block.error((), f"kv_cache.evict has no method; set one of {', '.join(plugins.names('evict'))}")
@@ -251,28 +251,29 @@ def _eviction(whole: _Block) -> Eviction | None:
         plugin = plugins.load("evict", method)
     except RecipeError as error:
         raise block.error(("method",), str(error)) from error
-    own = block.without(("method", *BUDGET_KEYS))._replace(where=f"kv_cache.evict ({method})")
-    config = _replaced(plugin.Config(), own, ("method", *BUDGET_KEYS))
+    method_block = block.without(("method", *BUDGET_KEYS))._replace(where=f"kv_cache.evict ({method})")
+    config = _replace_fields(plugin.Config(), method_block, ("method", *BUDGET_KEYS))
     budget = block.without([key for key in block.settings if key not in BUDGET_KEYS])
-    eviction = Eviction(method, config, _replaced(Budget(**getattr(plugin, "DEFAULTS", {})), budget))
+    eviction = Eviction(method, config, _replace_fields(Budget(**getattr(plugin, "DEFAULTS", {})), budget))
     try:
         check_eviction(eviction)
     except ValueError as error:
         key = str(error).partition(" ")[0]
-        raise block.error((key,) if key in given else (), f"kv_cache.evict: {error}") from error
+        raise block.error((key,) if key in section else (), f"kv_cache.evict: {error}") from error
     if not whole.value("exact_prefill", bool, True):
         raise block.error((), "kv_cache.evict needs exact_prefill: true; tokens are chosen after the prompt")
     return eviction
 
 
-def _reading(block: _Block) -> Reading:
+def _reading(block: _SectionBlock) -> Reading:
     """Return the settings of `read`."""
     method = block.value("method", str, "")
     try:
         config = plugins.load("read", method).Config()
     except RecipeError as error:
         raise block.error(("method",) if method else (), f"{block.where}: {error}") from error
-    return Reading(method, _replaced(config, block.without(["method"])._replace(where=f"{block.where} ({method})")))
+    settings = block.without(["method"])._replace(where=f"{block.where} ({method})")
+    return Reading(method, _replace_fields(config, settings))
 
 
 def exact(sink: int = 0) -> Coding:
@@ -285,7 +286,7 @@ def reading_layers(codings: Codings) -> list[int]:
     return [index for index, layer in enumerate(codings) if any(coding != exact() for coding in layer.values())]
 
 
-def _laid_over(coding: Coding, block: _Block, beside: Collection[str] = ()) -> Coding:
+def _laid_over(coding: Coding, block: _SectionBlock, beside: Collection[str] = ()) -> Coding:
     """Return the coding with the settings of a block; `beside`: what else may stand there, for messages."""
     where, method, config = block.where, coding.method, coding.config
     named = block.value("method", str, method)
@@ -294,17 +295,19 @@ def _laid_over(coding: Coding, block: _Block, beside: Collection[str] = ()) -> C
             method, config = named, plugins.load("kv", named).Config()
         except RecipeError as error:
             raise block.error(("method",), str(error)) from error
-    own = block.without((*POLICY_KEYS, "method"))
-    if config is None and own.settings:
-        key = next(iter(own.settings))
+    method_block = block.without((*POLICY_KEYS, "method"))
+    if config is None and method_block.settings:
+        key = next(iter(method_block.settings))
         raise block.error((key,), f"{where}: {key} needs a method, one of {', '.join(plugins.names('kv'))}")
     if config is not None:
-        config = _replaced(config, own._replace(where=f"{where} ({method})"), ("method", *POLICY_KEYS, *beside))
+        config = _replace_fields(
+            config, method_block._replace(where=f"{where} ({method})"), ("method", *POLICY_KEYS, *beside)
+        )
     policy = block.without([key for key in block.settings if key not in POLICY_KEYS])
-    return Coding(method, config, _replaced(coding.policy, policy))
+    return Coding(method, config, _replace_fields(coding.policy, policy))
 
 
-def _replaced(base: Any, block: _Block, beside: Collection[str] = ()) -> Any:
+def _replace_fields(base: Any, block: _SectionBlock, beside: Collection[str] = ()) -> Any:
     """Return the dataclass instance with the values of a block, of exactly the types of its fields."""
     hints = plugins.hints(base)
     for key in block.settings:
@@ -318,7 +321,7 @@ def _replaced(base: Any, block: _Block, beside: Collection[str] = ()) -> Any:
     return plugins.replaced(base, values, block.where, error)
 
 
-def _rules(whole: _Block, codings: Mapping[str, Coding]) -> tuple[LayerRule, ...]:
+def _rules(whole: _SectionBlock, codings: Mapping[str, Coding]) -> tuple[LayerRule, ...]:
     """Return the rules of `layers`, each tried on the codings that it is laid over."""
     layers = whole.settings.get("layers", [])
     if isinstance(layers, Mapping):
@@ -327,7 +330,7 @@ def _rules(whole: _Block, codings: Mapping[str, Coding]) -> tuple[LayerRule, ...
         return tuple(_rule(block, match, codings) for block, match in entries)
     if not isinstance(layers, list | tuple):
         raise whole.error(("layers",), f"kv_cache.layers must be a list, found {plugins.found(layers)}")
-    listed = _Block({}, "kv_cache.layers", lambda path, message: whole.error(("layers", *path), message))
+    listed = _SectionBlock({}, "kv_cache.layers", lambda path, message: whole.error(("layers", *path), message))
     rules = []
     for index, entry in enumerate(layers):
         block = listed.inner(index, entry, "an entry of kv_cache.layers")
@@ -341,7 +344,7 @@ def _rules(whole: _Block, codings: Mapping[str, Coding]) -> tuple[LayerRule, ...
     return tuple(rules)
 
 
-def _rule(block: _Block, match: tuple[Match, ...], codings: Mapping[str, Coding]) -> LayerRule:
+def _rule(block: _SectionBlock, match: tuple[Match, ...], codings: Mapping[str, Coding]) -> LayerRule:
     if not match:
         raise block.error(("match",), "match is an empty list; name a layer, or remove the entry")
     for layer in match:
@@ -350,15 +353,15 @@ def _rule(block: _Block, match: tuple[Match, ...], codings: Mapping[str, Coding]
     common, settings = block.without(KINDS), dict[str, Any]()
     for kind in KINDS:
         coding = _laid_over(codings[kind], common, KINDS)
-        settings |= _said(common, coding)
+        settings |= _named_values(common, coding)
         if kind in block.settings:
             inner = block.inner(kind, block.settings[kind], f"{block.where}: {kind}")
-            settings[kind] = _said(inner, _laid_over(coding, inner))
+            settings[kind] = _named_values(inner, _laid_over(coding, inner))
     numbers = tuple(int(layer) if re.fullmatch(r"-?\d+", str(layer)) else layer for layer in match)
     return LayerRule(numbers, settings)
 
 
-def _said(block: _Block, coding: Coding) -> dict[str, Any]:
+def _named_values(block: _SectionBlock, coding: Coding) -> dict[str, Any]:
     """Return the values of the keys that a block names, as they were understood."""
     known = coding.plain()
     return {key: known[key] for key in block.settings}

@@ -1,4 +1,4 @@
-"""Check the calibrated tensors of a cache before a codec is built on them.
+"""Check the calibrated tensors of a cache before a codec is built on them, and read what heads a model has.
 
 They are named "layers.<layer>.<keys|values>.<name>". Compiled code trusts their shapes, so that each is compared with
 what its codec says of it: `specs(config, spec)`, names, shapes and types, and `check(static, config, spec)`, values.
@@ -26,14 +26,14 @@ def of(static: Mapping[str, Tensor], spec: Spec) -> dict[str, Tensor]:
 
 def of_checked(settings: Coding | Reading, static: Mapping[str, Tensor], spec: Spec) -> dict[str, Tensor]:
     """Return what `of` does; raise RecipeError where these are not the tensors of the settings."""
-    own = of(static, spec)
+    tensors = of(static, spec)
     try:
-        check(settings, spec, own)
+        check(settings, spec, tensors)
     except ValueError as error:
         raise RecipeError(
             f"{spec.where}: {settings.method} is calibrated, but {error}; calibrate the cache with these settings"
         ) from error
-    return own
+    return tensors
 
 
 def check(settings: Coding | Reading, spec: Spec, own: Mapping[str, Tensor]) -> None:
@@ -65,7 +65,7 @@ def check_names(
     tensors: whatever has a `shape` and a `dtype`, by full name. Raises ValueError, which begins with such a name.
     """
     expected = {}
-    for settings, spec in _calibrated(codings, heads, reading):
+    for settings, spec in _calibrated_places(codings, heads, reading):
         for name, (shape, dtype) in _specs(settings, spec).items():
             full = _prefix(spec) + name
             held = tensors.get(full) if not is_certain else None
@@ -77,14 +77,14 @@ def check_all(
     codings: Codings, heads: tuple[int, int, int], static: Mapping[str, Tensor], reading: Reading | None = None
 ) -> None:
     """Check the tensors of all layers of a model. Raises ValueError, which begins with the full name of a tensor."""
-    for settings, spec in _calibrated(codings, heads, reading):
+    for settings, spec in _calibrated_places(codings, heads, reading):
         try:
             check(settings, spec, of(static, spec))
         except ValueError as error:
             raise ValueError(f"{_prefix(spec)}{error}") from error
 
 
-def _calibrated(
+def _calibrated_places(
     codings: Codings, heads: tuple[int, int, int], reading: Reading | None
 ) -> Iterator[tuple[Coding | Reading, Spec]]:
     """Yield the settings and the place of each codec, then of all that chooses tokens."""
@@ -107,3 +107,24 @@ def _specs(settings: Coding | Reading, spec: Spec) -> dict[str, checks.Spec]:
 
 def _prefix(spec: Spec) -> str:
     return f"layers.{spec.layer}.{spec.kind}."
+
+
+def head_shape(config: Any) -> tuple[int, int, int]:
+    """Return the number of query heads, of KV heads, and the width of a head, as a configuration states them."""
+    decoder = config.get_text_config(decoder=True)
+    queries = decoder.num_attention_heads
+    width = getattr(decoder, "head_dim", None) or decoder.hidden_size // queries
+    return queries, getattr(decoder, "num_key_value_heads", None) or queries, width
+
+
+def states_heads(config: Any) -> bool:
+    """Return whether a configuration says of the heads of its keys what `head_shape` reads, and nothing more.
+
+    Where it has further settings (latent keys, layers with heads of their own, all queries sharing a head), the first
+    keys that come tell their shape.
+    """
+    decoder = config.get_text_config(decoder=True)
+    read = {"num_attention_heads", "num_key_value_heads", "head_dim", *decoder.attribute_map.values()}
+    return not any(
+        word in key for key in decoder.to_dict() if key not in read for word in ("head", "kv", "multi_query")
+    )

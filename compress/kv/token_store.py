@@ -168,8 +168,8 @@ class Store:
         if self.coded:
             coded, mixed = p[..., first : first + self.coded], None
             for tokens, block in self.blocks(self.codec.at_once(p)):
-                part = self.codec.mix(coded[..., tokens], block)
-                mixed = part if mixed is None else mixed + part
+                piece = self.codec.mix(coded[..., tokens], block)
+                mixed = piece if mixed is None else mixed + piece
             assert mixed is not None
             total += self.codec.output(mixed, coded.sum(-1, keepdim=True), self.state)
         if self.tail.length:
@@ -208,37 +208,37 @@ class Store:
         for name, field in self.codec.fields.items():
             parts[field.part] += self.fields[name].nbytes
         state = [*self.state.values(), *(order for order in (self.columns, self.source) if order is not None)]
-        held = sum(t.numel() * t.element_size() for t in state)
+        state_nbytes = sum(t.numel() * t.element_size() for t in state)
         buffers = (self.sink, self.tail, *self.fields.values())
         static = sum(t.numel() * t.element_size() for t in self.codec.static.values())
         return Bytes(
             **parts,
             sink=self.sink.nbytes,
             tail=self.tail.nbytes,
-            state=held,
+            state=state_nbytes,
             static=static,
-            allocated=held + sum(buffer.allocated for buffer in buffers),
+            allocated=state_nbytes + sum(buffer.allocated_nbytes for buffer in buffers),
         )
 
     def _encode(self, x: Tensor, queries: Tensor | None) -> None:
         """x [B, h, n, width], whole groups, n may be 0."""
         step = max(1, ENCODE_TOKENS // self.codec.granularity) * self.codec.granularity
         for start in range(0, x.shape[2], step):
-            part = x[:, :, start : start + step]
-            part = part if part.dtype == torch.float64 else part.float()
-            turns = self._turns(self.coded, self.coded + part.shape[2])
+            piece = x[:, :, start : start + step]
+            piece = piece if piece.dtype == torch.float64 else piece.float()
+            turns = self._turns(self.coded, self.coded + piece.shape[2])
             if turns:
-                part = unrotate(part, turns["cos"], turns["sin"])
+                piece = unrotate(piece, turns["cos"], turns["sin"])
             if not self.coded:
-                self.state = self.codec.begin(part, queries)
-            rows = self._encoded(part, turns)
+                self.state = self.codec.begin(piece, queries)
+            rows = self._encode_rows(piece, turns)
             for name, buffer in self.fields.items():
                 buffer.append(rows[name])
             if self._has_runs:
-                self.runs.append(part.shape[2])
-            self.coded += part.shape[2]
+                self.runs.append(piece.shape[2])
+            self.coded += piece.shape[2]
 
-    def _encoded(self, x: Tensor, turns: Block) -> Block:
+    def _encode_rows(self, x: Tensor, turns: Block) -> Block:
         """Return the rows of tokens x; NumericalError where finite tokens have scales that their type does not hold."""
         try:
             rows = self.codec.encode(x, {**self.state, **turns})

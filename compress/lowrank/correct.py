@@ -18,23 +18,86 @@ With `iterations` the weight is rounded again, less the part so far, and correct
 `metric: none` or `fisher` this is the loop of LQ-LoRA (whose code returns the last try) and of LoftQ, for any
 quantized format; with `metric: inputs` that of CALDERA (arXiv 2405.18886).
 
-Not done: one A for all linears that read the same input (`linalg.truncated_together`), which would have to be stored
-once for several linears. Training of the factors is compress/tune/low_rank.py.
+Not done: the rounding of A with feedback as in GPTQ, which was tried: losses of layers fell by less than 1%; one A for
+all linears that read the same input, which would have to be stored once for several of them. Training of the factors is
+compress/tune/low_rank.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from compress import formats
 from compress.formats import lowrank
-from compress.lowrank.factors import Part, metric, split
-from compress.numerics.linalg import truncation_workspace
-from compress.types import Correction, Fisher, PackedWeight, Quantized, Stats
+from compress.numerics.linalg import truncated, truncation_workspace
+from compress.types import Correction, Fisher, LowRank, PackedWeight, Quantized, Stats
+
+MetricName = Literal["inputs", "sizes", "fisher", "none"]
+
+ITERATED_SIDE = 8192  # from a smaller side like this on the subspace is found by iteration
+
+
+class Metric(NamedTuple):
+    """The size of an error R [out, in] is tr(D R H R^T D), D the diagonal matrix of `rows`; None: the identity."""
+
+    hessian: Tensor | None = None  # [in, in]
+    rows: Tensor | None = None  # [out] float32, positive
+
+    def loss(self, residual: Tensor) -> float:
+        weighted = residual if self.rows is None else residual * self.rows[:, None]
+        image = weighted if self.hessian is None else weighted @ self.hessian
+        return (image * weighted).sum(dtype=torch.float64).item()
+
+
+class LowRankPart(NamedTuple):
+    """A low-rank part: its stored tensors as the format `lowrank` names them, how they are stored, what they give."""
+
+    tensors: dict[str, Tensor]
+    stored: LowRank
+    product: Tensor  # [out, in] float32
+
+
+def metric(stats: Stats | None, name: MetricName, power: float = 1.0, fisher: Fisher | None = None) -> Metric:
+    """Return the metric in which errors are measured.
+
+    inputs: the Hessian of the inputs; sizes: its diagonal to the `power`; fisher: a weight for each row and column.
+    none, and where no token tells: the identity.
+    """
+    if name == "fisher" and fisher is not None:
+        return Metric(fisher.columns.square().diag(), fisher.rows)
+    if name in ("none", "fisher") or stats is None or not (stats.hessian.diagonal() > 0).any():
+        return Metric()
+    return Metric(stats.hessian if name == "inputs" else stats.hessian.diagonal().pow(power).diag())
+
+
+def split(matrix: Tensor, measure: Metric, wanted: LowRank, seed: int) -> LowRankPart:
+    """Return the low-rank part nearest to a float32 matrix [out, in], its entries rounded.
+
+    Both factors get the same norm in every direction. With integers, B is rounded first and A is then solved for again,
+    for the rounded B: as close as a product with these can come, whatever the metric is. Entries are of the wanted
+    type, unless float16 cannot hold them.
+    """
+    shape = (matrix.shape[0], matrix.shape[1])
+    weights = torch.ones(shape[0], device=matrix.device) if measure.rows is None else measure.rows
+    weighted = matrix if measure.rows is None else matrix * weights[:, None]
+    solution = truncated(weighted, measure.hessian, wanted.rank, seed if min(shape) >= ITERATED_SIDE else None)
+    left = solution.left.T / weights
+    sizes = (solution.right.norm(dim=1, keepdim=True) / left.norm(dim=1, keepdim=True)).sqrt()
+    sizes = torch.where(sizes > 0, sizes, 1.0)
+    a, b = solution.right / sizes, left * sizes
+    stored = wanted if lowrank.fits_float16(a, b) else dataclasses.replace(wanted, dtype="bfloat16")
+    packed = lowrank.pack_factor("b", b, stored)
+    if stored.bits < 16:
+        rounded = lowrank.factor("b", packed, stored, shape[0], torch.float64)
+        wide = rounded * weights.square()
+        a = torch.linalg.pinv(wide @ rounded.T, hermitian=True).float() @ (wide.float() @ matrix)
+    tensors = {**lowrank.pack_factor("a", a, stored), **packed}
+    return LowRankPart(tensors, stored, lowrank.decode(tensors, stored, shape, torch.float32))
 
 
 def needs_statistics(settings: Correction | None) -> bool:
@@ -49,23 +112,23 @@ def workspace(shape: tuple[int, int], method: int) -> int:
     return max(method, truncation_workspace(shape)) + 6 * 4 * shape[0] * shape[1]
 
 
-def corrected(
+def quantize_with_part(
     weight: Tensor,
-    given: Stats | Fisher | None,
+    statistics: Stats | Fisher | None,
     settings: Correction,
     quantize: Callable[[Tensor], Quantized],
     seed: int,
 ) -> Quantized:
     """Quantize weight [out, in] less a low-rank part, and return the result with this part beside it.
 
-    `given` is what the metric needs; without it, or a token to go by, the metric is the plain one.
+    `statistics` are what the metric needs; without them, or a token to go by, the metric is the plain one.
     """
-    stats, fisher = (None, given) if isinstance(given, Fisher) else (given, None)
+    stats, fisher = (None, statistics) if isinstance(statistics, Fisher) else (statistics, None)
     measure = metric(stats, settings.metric, fisher=fisher)
     stored, original = settings.stored, weight.float()
     best: Quantized | None = None
     lowest = float("inf")
-    part: Part | None = split(original, measure, stored, seed) if settings.start == "weight" else None
+    part: LowRankPart | None = split(original, measure, stored, seed) if settings.start == "weight" else None
     for _ in range(settings.iterations):
         result = quantize(weight if part is None else original - part.product)
         residual = original - formats.decode_stored(result.weight, torch.float32)
@@ -74,12 +137,12 @@ def corrected(
         loss = min(losses)
         part = tried[losses.index(loss)]
         if best is None or loss < lowest:
-            best, lowest = _beside(result, part), loss
+            best, lowest = _attach(result, part), loss
     assert best is not None
     return best
 
 
-def _beside(result: Quantized, part: Part) -> Quantized:
+def _attach(result: Quantized, part: LowRankPart) -> Quantized:
     weight = result.weight
     tensors = {**weight.tensors, **{lowrank.PREFIX + name: tensor for name, tensor in part.tensors.items()}}
     stored = dataclasses.replace(weight.stored, lowrank=part.stored)

@@ -1,12 +1,23 @@
-"""Say what a checkpoint is that is no language model, by the classes that its configuration names."""
+"""Tell by the classes that a configuration names what a model is, and choose the class of transformers that opens it.
+
+That class is for text alone, or for text beside images and sound. A checkpoint of no language model is refused.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from compress.errors import UnsupportedModelError, shown
 from compress.storage.checkpoint import CONFIG
@@ -57,3 +68,32 @@ def without_head(config: PretrainedConfig, name: str) -> str:
         f"has no tensor for {name}, its output head; if that is its table of embeddings set tie_word_embeddings to "
         f"true in {CONFIG}, else download it again"
     )
+
+
+FAMILIES: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
+
+
+def opener(config: PretrainedConfig) -> Any:
+    """Return the automatic class of transformers that opens a model as its configuration says.
+
+    It is the one that knows the class named by `architectures` of the configuration; where none does, the first that
+    knows this type of configuration, the text part alone before the whole model. AutoModelForCausalLM for an unknown
+    configuration: its error says so. Encoder-decoders are not opened as a whole. Raises UnsupportedModelError for a
+    model of another purpose.
+    """
+    check(config)
+    families = FAMILIES[:1] if config.is_encoder_decoder else FAMILIES
+    named = {getattr(transformers, str(name), None) for name in config.architectures or ()}
+    classes = {family: _classes(family, config) for family in families}
+    for family, known in classes.items():
+        if named & known:
+            return family
+    return next((family for family, known in classes.items() if known), AutoModelForCausalLM)
+
+
+def _classes(family: Any, config: PretrainedConfig) -> set[Any]:
+    """Return the classes that an automatic class has for this type of configuration."""
+    if type(config) not in family._model_mapping:
+        return set()
+    known = family._model_mapping[type(config)]
+    return set(known) if isinstance(known, tuple) else {known}

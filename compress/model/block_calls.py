@@ -21,7 +21,14 @@ from compress.errors import UnsupportedModelError, first_line
 
 Place = tuple[Any, ...]  # of keys from the root of a tree of tuples, lists and mappings to a leaf
 WIDTHS = (0, 1, 2, 3)  # outputs that a model may want from a block; 0: a tensor, not a tuple
-UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)  # of other numbers of them
+UNFIT_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)  # raised by other numbers of tokens
 NO_BLOCK_INPUT = "some decoder blocks are not called with hidden states in a plain forward pass"
 
 
@@ -39,7 +46,7 @@ class BlockArgs(NamedTuple):
 
     def changed(self, values: Mapping[Place, Any]) -> BlockArgs:
         """Return the call with other values at these places of the tree."""
-        tree = replaced(self.tree, values)
+        tree = replace_in_tree(self.tree, values)
         return BlockArgs(tree["args"], tree["kwargs"], self.batch_dim)
 
 
@@ -132,7 +139,7 @@ def record(model: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> Recorded:
             return Recorded(seen[0][0], [call for _, call in seen], extra)
         except _WrongKindError:
             continue
-        except UNFIT as error:
+        except UNFIT_ERRORS as error:
             reason = reason or f" ({type(error).__name__}: {first_line(error)})"
     raise UnsupportedModelError(NO_BLOCK_INPUT + reason)
 
@@ -146,20 +153,20 @@ def layout(model: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> Layout:
     batch_dim = _batch_dim(one.hidden, both.hidden)
     if batch_dim is None:
         raise UnsupportedModelError(NO_BLOCK_INPUT)
-    found = Layout(batch_dim, {}, {}, {}, {})
+    made = Layout(batch_dim, {}, {}, {}, {})
     for index, call in enumerate(one.calls):
         sentinels = {id(t): k + 1 for k, t in enumerate(one.extra[index - 1])} if index else {}
         others, wide = (dict(leaves(r.calls[index].tree)) for r in (two, both))
         for path, value in leaves(call.tree):
             if id(value) in sentinels:
-                found.passed[index, path] = sentinels[id(value)]
+                made.passed[index, path] = sentinels[id(value)]
             elif isinstance(value, MutableMapping):  # an empty one: others are taken apart
-                found.shared[index, path] = path
+                made.shared[index, path] = path
             elif isinstance(value, Tensor) and not equal_trees(value, others.get(path)):
                 name = names.setdefault(id(value), (index, path))
                 if (dim := _batch_dim(value, wide[path])) is not None:
-                    found.varying[index, path], found.dims[name] = name, dim
-    return found
+                    made.varying[index, path], made.dims[name] = name, dim
+    return made
 
 
 def _batch_dim(one: Tensor, two: Tensor) -> int | None:
@@ -178,16 +185,16 @@ def leaves(tree: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
         yield path, tree
 
 
-def replaced(tree: Any, values: Mapping[Place, Any], path: Place = ()) -> Any:
+def replace_in_tree(tree: Any, values: Mapping[Place, Any], path: Place = ()) -> Any:
     """Return the tree with other values at these places; what has none is shared."""
     if path in values:
         return values[path]
     if not any(place[: len(path)] == path for place in values):
         return tree
     if isinstance(tree, Mapping):
-        made: Any = {key: replaced(value, values, (*path, key)) for key, value in tree.items()}
+        made: Any = {key: replace_in_tree(value, values, (*path, key)) for key, value in tree.items()}
         return made if type(tree) is dict else type(tree)(made)  # type: ignore[call-arg]  # a UserDict
-    items = [replaced(value, values, (*path, key)) for key, value in enumerate(tree)]
+    items = [replace_in_tree(value, values, (*path, key)) for key, value in enumerate(tree)]
     return items if isinstance(tree, list) else type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
 
 

@@ -22,11 +22,11 @@ from torch.utils.hooks import RemovableHandle
 
 from compress.errors import NumericalError, UnsupportedModelError, first_line
 from compress.model import block_calls, paging
-from compress.model.block_calls import BlockArgs, Layout, Place, Recorded, equal_trees, leaves, replaced
+from compress.model.block_calls import BlockArgs, Layout, Place, Recorded, equal_trees, leaves, replace_in_tree
 from compress.model.skeleton import Skeleton
 from compress.numerics import checks, products
 from compress.progress import note
-from compress.runtime.packed import PackedModule
+from compress.runtime.linear import PackedModule
 from compress.storage.files import new_descriptor
 
 BlockInputs = Callable[[], Iterable[tuple[Tensor, BlockArgs]]]  # all batches of a block, the same at every call
@@ -266,11 +266,11 @@ class ModelArgs:
 
     def _write(self, name: Any, tree: Any, index: int, start: int, side: int) -> None:
         """Store a tree that a block has left, whose tensors have the samples as their first dimension."""
-        found = dict(leaves(tree))
-        stores = {path: (name, path) for path, value in found.items() if isinstance(value, Tensor)}
+        values = dict(leaves(tree))
+        stores = {path: (name, path) for path, value in values.items() if isinstance(value, Tensor)}
         for path, store in stores.items():
-            self._store(store, self.stream.sides).write(start, found[path], side)
-        self.kept.setdefault(name, {})[index] = replaced(tree, stores), tuple(stores)
+            self._store(store, self.stream.sides).write(start, values[path], side)
+        self.kept.setdefault(name, {})[index] = replace_in_tree(tree, stores), tuple(stores)
 
     def _tree(self, name: Any, index: int, start: int, size: int, side: int) -> Any:
         """Return what the blocks before this one have left, {} if nothing: it may be changing what is kept itself."""
@@ -278,7 +278,7 @@ class ModelArgs:
         if not before:
             return {}
         tree, places = self.kept[name][max(before)]
-        return replaced(tree, {path: self._read((name, path), start, size, side) for path in places})
+        return replace_in_tree(tree, {path: self._read((name, path), start, size, side) for path in places})
 
 
 @torch.no_grad()

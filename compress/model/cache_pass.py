@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from compress.errors import CompressError
-from compress.kv import generation, rope
+from compress.kv import generation, hooks, rope
 from compress.kv.cache import layer_types
-from compress.kv.evict import blocks
-from compress.kv.head_shape import head_shape
+from compress.kv.static import head_shape
 from compress.model import blockwise, graph, meta_pass
 
 LATENTS = "what it caches is not what its attention reads"
@@ -73,8 +72,8 @@ class _Recorder(DynamicCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self.seen.cached[layer_idx] = key_states.shape, value_states.shape
-        found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return found if self.gives is None else tuple(map(self.gives, found))
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return states if self.gives is None else tuple(map(self.gives, states))
 
 
 class _Opaque:
@@ -93,7 +92,7 @@ def cached_layers(config: PretrainedConfig) -> CachedLayers:
         model = meta_pass.without_experts(config, torch.float32)
         seen, is_watched = _pass(model)
     except meta_pass.NEEDS_DATA:
-        return replace(stated(config), own_cache=_own_cache(model))
+        return replace(cached_by_config(config), own_cache=_own_cache(model))
     attended = {shapes[:2] for shapes in seen.attended}
     has_sinks = any(sinks for *_, sinks in seen.attended)
     by_layer = {}
@@ -102,7 +101,7 @@ def cached_layers(config: PretrainedConfig) -> CachedLayers:
         is_read = is_watched and not has_sinks and (keys, values) in attended
         shapes = (keys[1], keys[3]), (values[1], values[3])
         by_layer[layer] = CachedHeads(*shapes, seen.rotary.get(layer, 0), "" if is_read else reason)
-    facts = _is_fused(model, seen), _is_half_split(model), blocks.blocks(model) is not None
+    facts = _is_fused(model, seen), _is_half_split(model), hooks.decoder_blocks(model) is not None
     return CachedLayers(by_layer, _query_heads(config), *facts)
 
 
@@ -115,7 +114,7 @@ def _own_cache(model: PreTrainedModel) -> str:
     return "" if made is None or type(made) is DynamicCache else type(made).__name__
 
 
-def stated(config: PretrainedConfig) -> CachedLayers:
+def cached_by_config(config: PretrainedConfig) -> CachedLayers:
     """Return what a configuration says of the cache of its layers."""
     if not _query_heads(config):
         return CachedLayers({}, 0)
@@ -133,7 +132,7 @@ def _pass(model: PreTrainedModel) -> tuple[_Seen, bool]:
     """Return what a forward pass shows, and whether attention could be watched in it."""
     seen = _Seen()
     try:
-        with graph.watched(model.config, _watcher(seen)):
+        with graph.watch_attention(model.config, _watcher(seen)):
             _run(model, _Recorder(model.config, seen), seen)
         return seen, True
     except meta_pass.NEEDS_DATA:  # of a model that makes no mask where its attention is not its own
@@ -148,7 +147,7 @@ def _is_fused(model: PreTrainedModel, expected: _Seen) -> bool:
         return False
     seen = _Seen()
     try:
-        with graph.watched(model.config, _watcher(seen)):
+        with graph.watch_attention(model.config, _watcher(seen)):
             _run(model, _Recorder(model.config, seen, _Opaque), seen)
     except meta_pass.NEEDS_DATA:
         return False

@@ -19,9 +19,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from compress import formats
 from compress.errors import CheckpointError, CompressError, UnsupportedModelError, cut, first_line
 from compress.model import stored_weights
+from compress.model.architectures import opener
 from compress.model.load import FAILURES, load_empty, open_config
 from compress.model.meta_pass import Unread, UnreadTable, WeightReadError, run_without_data
-from compress.model.opener import opener
 from compress.model.skeleton import Skeleton
 from compress.runtime import hf
 from compress.runtime.embedding import LIKE, PackedEmbedding
@@ -52,7 +52,7 @@ def check_planned(skeleton: Skeleton, plan: Plan) -> None:
     layers = [layer for layer in plan.packed if not layer.spec.is_expert]
     packed = hf.build_config({layer.spec.name: layer.stored for layer in layers}).to_dict()
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
-    tables = {f"{name}.{LIKE}": torch.empty(0, dtype=skeleton.dtype, device="meta") for name in plan.looked_up}
+    tables = {f"{name}.{LIKE}": torch.empty(0, dtype=skeleton.dtype, device="meta") for name in plan.embedding_tables}
     tensors = tables | {
         f"{layer.spec.name}.{key}": torch.empty(shape, dtype=dtype, device="meta")
         for layer in layers
@@ -63,7 +63,7 @@ def check_planned(skeleton: Skeleton, plan: Plan) -> None:
             if stored.name not in replaced:
                 tensors[stored.name] = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
     causal = type(skeleton.model)
-    of_model, whole = skeleton.tied_configs if plan.is_rejoined else (skeleton.model.config, skeleton.config)
+    of_model, whole = skeleton.tied_configs if plan.tables_are_shared else (skeleton.model.config, skeleton.config)
     for kind in (causal, *_named_classes(whole, causal)):
         config = copy.deepcopy(of_model if kind is causal else whole)
         config.quantization_config = packed

@@ -7,25 +7,34 @@ checked against what the module computes before the first module of a class is t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
-from compress.runtime.expert_layouts import SHARED, SORTED, Layout
+from compress.runtime import expert_layouts
+from compress.runtime.expert_layouts import SHARED, SORTED, ExpertLayout
 from compress.runtime.experts import Experts
 from compress.types import LinearSpec
 
 CHECKED_TOKENS = 3
-TOLERANCE = 0.05  # of the norm; a wrong layout is off by about 1, bfloat16 by 0.01
+MAX_RELATIVE_DIFFERENCE = 0.05  # a ratio of norms; a wrong layout is off by about 1, bfloat16 by 0.01
 
 
-def specs(name: str, module: nn.Module, layout: Layout, dtype: torch.dtype, block: int) -> Iterator[LinearSpec]:
-    """Yield the linears of all experts of the module of this full name; all but the last of an expert share an input.
+def specs(name: str, module: nn.Module, dtype: torch.dtype, block: int) -> Iterable[LinearSpec] | str:
+    """Return the linears of all experts of the module of this full name, none for another module; a reason if refused.
 
-    dtype: of the weights.
+    All linears but the last of an expert share an input. dtype: of the weights.
     """
+    layout = expert_layouts.describe(module)
+    if isinstance(layout, ExpertLayout):
+        return _specs(name, module, layout, dtype, block)
+    has_stack = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+    return layout or ("a parameter of three dimensions that is no experts'" if has_stack else ())
+
+
+def _specs(name: str, module: nn.Module, layout: ExpertLayout, dtype: torch.dtype, block: int) -> Iterator[LinearSpec]:
     shapes = [layout.shape(module, part) for part in layout.parts]
     for number in range(layout.experts):
         names = [f"{name}.{number}.{projection}" for projection in layout.projections]
@@ -80,11 +89,11 @@ def _agree(fused: nn.Module, experts: Experts) -> bool:
     """Return whether both modules give the same for a few random tokens."""
     inputs = _inputs(fused, experts)
     expected = inspect.unwrap(type(fused).forward)(fused, *inputs)  # without the kernels that transformers chooses
-    found = experts(*inputs)
+    outputs = experts(*inputs)
     if not torch.isfinite(expected).all():  # named elsewhere
         return True
-    difference = found.reshape(expected.shape).float() - expected.float()
-    return bool(difference.norm() <= TOLERANCE * expected.float().norm())
+    difference = outputs.reshape(expected.shape).float() - expected.float()
+    return bool(difference.norm() <= MAX_RELATIVE_DIFFERENCE * expected.float().norm())
 
 
 def _inputs(fused: nn.Module, experts: Experts) -> tuple[object, ...]:

@@ -18,23 +18,22 @@ import transformers
 
 from compress.errors import CheckpointError, UnsupportedModelError, first_line, shown
 from compress.importers import gguf_blocks, gguf_header
-from compress.importers.gguf import check_metadata, check_sizes, values
-from compress.importers.gguf_header import Header
-from compress.importers.gguf_settings import FACTOR, FREQUENCIES, HEAD, KIND, ORIGINAL_LENGTH, SETTINGS, Bands
+from compress.importers.gguf import MAP, check_metadata, check_sizes, values
+from compress.importers.gguf_header import FACTOR, FREQUENCIES, HEAD, KIND, ORIGINAL_LENGTH, SETTINGS, Bands, GgufHeader
 from compress.model.load import FAILURES, empty_model, gguf_tokenizer, open_config, without_weights
 from compress.storage.checkpoint import CONFIG, write_text
 
 LEFT_OUT = (  # keys whose settings transformers would leave at their defaults
     *("attention.key_length", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
 )
-PATHS = ("_name_or_path", "_model_name_or_path")  # of a directory that another process has under another name
+PATH_KEYS = ("_name_or_path", "_model_name_or_path")  # another process has the directory under another name
 STRETCHED = "full_attention"  # the layers whose positions are stretched, where others see a window
 
 
-def write_directory(file: Path, directory: Path) -> dict[str, Any]:
+def write_directory(file: Path, directory: Path) -> None:
     """Write the configuration and the tokenizer of a GGUF file into a directory that has it (or a link to it) already.
 
-    Return what says which tensors make which weight (compress/importers/gguf.py). Raises CheckpointError, and
+    With them comes what says which tensors make which weight (compress/importers/gguf.py). Raises CheckpointError, and
     UnsupportedModelError for an architecture that transformers does not read from such files.
     """
     header = gguf_header.read_all(file)
@@ -55,14 +54,15 @@ def write_directory(file: Path, directory: Path) -> dict[str, Any]:
         weights = _weights(model, header)
         gguf_tokenizer(directory, file.name).save_pretrained(directory)
     facts, settings = (json.loads(config.to_json_string(use_diff=short)) for short in (True, False))
-    for key in PATHS:
+    for key in PATH_KEYS:
         facts.pop(key, None)
         settings.pop(key, None)
     write_text(directory / CONFIG, json.dumps(facts, indent=2) + "\n")
-    return {"file": file.name, "settings": settings, "weights": weights, "unused": unused}
+    made_of = {"file": file.name, "settings": settings, "weights": weights, "unused": unused}
+    write_text(directory / MAP, json.dumps(made_of))
 
 
-def dtype(header: Header) -> torch.dtype:
+def dtype(header: GgufHeader) -> torch.dtype:
     """Return the type of the model: of most values if all are stored as numbers, bfloat16 if some are in blocks."""
     sizes: dict[torch.dtype, int] = {}
     for entry in header.tensors.values():
@@ -73,7 +73,7 @@ def dtype(header: Header) -> torch.dtype:
     return max(sizes, key=lambda each: sizes[each], default=torch.float32)
 
 
-def _weights(model: transformers.PreTrainedModel, header: Header) -> dict[str, dict[str, Any]]:
+def _weights(model: transformers.PreTrainedModel, header: GgufHeader) -> dict[str, dict[str, Any]]:
     """Return weight -> its shape and the names of the tensors that make it."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
@@ -89,7 +89,7 @@ def _weights(model: transformers.PreTrainedModel, header: Header) -> dict[str, d
     return weights
 
 
-def _stretch(file: Path, header: Header, config: transformers.PretrainedConfig) -> list[str]:
+def _stretch(file: Path, header: GgufHeader, config: transformers.PretrainedConfig) -> list[str]:
     """Write into the configuration how the file stretches positions; return the tensors that say so and nothing else.
 
     Raises UnsupportedModelError for a way that is not known.
@@ -107,7 +107,7 @@ def _stretch(file: Path, header: Header, config: transformers.PretrainedConfig) 
     return unused
 
 
-def _stretched_by_factor(file: Path, header: Header, known: dict[str, Any]) -> dict[str, Any]:
+def _stretched_by_factor(file: Path, header: GgufHeader, known: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that a file's metadata gives, {} if positions are as they are or transformers has read it."""
     prefix = f"{header.architecture}."
     kind, factor = header.metadata.get(prefix + KIND, "none"), header.metadata.get(prefix + FACTOR)
@@ -121,7 +121,7 @@ def _stretched_by_factor(file: Path, header: Header, known: dict[str, Any]) -> d
     raise UnsupportedModelError(f"{file} stretches positions in a way that is not known ({shown(kind)}); not read")
 
 
-def _stretched_by_tensor(file: Path, header: Header, known: dict[str, Any]) -> dict[str, Any]:
+def _stretched_by_tensor(file: Path, header: GgufHeader, known: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that give the divisors of the rotary frequencies in a file, computed anew and compared."""
     divisors = values(header.tensors[FREQUENCIES]).tolist()
     bands = Bands(max(divisors))
@@ -132,7 +132,7 @@ def _stretched_by_tensor(file: Path, header: Header, known: dict[str, Any]) -> d
 
 
 @contextmanager
-def _one_line(file: Path, header: Header) -> Iterator[None]:
+def _one_line(file: Path, header: GgufHeader) -> Iterator[None]:
     """Turn what is raised for metadata that transformers cannot read into one clear line."""
     try:
         import gguf  # noqa: F401

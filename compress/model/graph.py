@@ -22,7 +22,7 @@ from compress.model.blockwise import BlockInputs, attached, run_block, states_of
 from compress.model.meta_pass import NEEDS_DATA, PROBE_TOKENS, SkippedExperts, without_experts
 from compress.model.skeleton import Skeleton
 from compress.model.stream import NORM, OTHER, STREAM, WRITER, Part, Parts, Watch, has_matrix, memory_of
-from compress.runtime.expert_layouts import Layout
+from compress.runtime.expert_layouts import ExpertLayout
 from compress.runtime.experts import Experts
 
 WATCHED = "compress_watched"  # the name of our attention function while a forward pass is watched
@@ -96,7 +96,7 @@ class _Values(NamedTuple):
 def trace(skeleton: Skeleton) -> Graph:
     """Return the graph of a model; UnsupportedModelError if its forward pass cannot be followed without data."""
     try:
-        seen, attentions, watch = _watch(skeleton, watched)
+        seen, attentions, watch = _watch(skeleton, watch_attention)
     except NEEDS_DATA:  # of a model that makes no mask where its attention is not its own
         try:
             seen, attentions, watch = _watch(skeleton, lambda *_: nullcontext())
@@ -155,7 +155,7 @@ def _watch(
 
 
 @contextmanager
-def watched(config: Any, function: Callable[..., Any], name: str = WATCHED) -> Iterator[None]:
+def watch_attention(config: Any, function: Callable[..., Any], name: str = WATCHED) -> Iterator[None]:
     """While active, let models of this configuration call `function` for attention, registered under `name`."""
     parts = {id(c): c for c in (config, config.get_text_config())}.values()
     before = [part._attn_implementation for part in parts]
@@ -195,7 +195,7 @@ def sites(graph: Block, block: nn.Module, batches: BlockInputs, where: str) -> S
     That the channels of a linear are just multiplied into what another reads is found by doubling them. A norm that
     something else reads, too (the residual stream itself), is found by doubling what it gives and halving it for them.
     """
-    found = []
+    every_site = []
     hidden, call = next(iter(batches()))
     for norm, readers in graph.norms.items():
         if next(block.get_submodule(norm).parameters(), None) is None:  # no weight to fold into
@@ -204,12 +204,12 @@ def sites(graph: Block, block: nn.Module, batches: BlockInputs, where: str) -> S
             continue
         module = block.get_submodule(norm)
         offset, _ = norm_kind(module, module.get_parameter("weight").shape[0])
-        found.append(Site(norm, True, readers, _scope(readers), offset=offset))
+        every_site.append(Site(norm, True, readers, _scope(readers), offset=offset))
     attention = graph.attention
     if attention is not None and _is_whole(attention, block):
         repeats = attention.heads // attention.key_value_heads
         reader = (attention.output,)
-        found.append(Site(attention.values, False, reader, attention.output, repeats, attention.head_dim))
+        every_site.append(Site(attention.values, False, reader, attention.output, repeats, attention.head_dim))
     gated = [name for readers in graph.norms.values() for name in readers]
     for writer in graph.writers:
         if attention is not None and writer == attention.output:
@@ -217,16 +217,16 @@ def sites(graph: Block, block: nn.Module, batches: BlockInputs, where: str) -> S
         experts = block.get_submodule(_parent(writer, 2))
         if isinstance(experts, Experts):
             if experts.layout.is_bilinear:
-                found.append(Site(f"{_parent(writer)}.{experts.layout.projections[-2]}", False, (writer,), writer))
+                every_site.append(Site(f"{_parent(writer)}.{experts.layout.projections[-2]}", False, (writer,), writer))
             continue
         columns = cast(nn.Linear, block.get_submodule(writer)).in_features
         same = [name for name in gated if getattr(block.get_submodule(name), "out_features", 0) == columns]
-        found += [
+        every_site += [
             Site(name, False, (writer,), writer)
             for name in same
             if _doubles(block, name, writer, lambda: run_block(block, call, hidden, where))
         ]
-    return Sites(found, attention)
+    return Sites(every_site, attention)
 
 
 def _parent(path: str, levels: int = 1) -> str:
@@ -304,10 +304,10 @@ def _block(prefix: str, entries: list[_Seen], watch: Watch, written: Parts) -> B
     writers = [each for n, e in called.items() if prefix + n in writing for each in _names(e, slice(-1, None))]
     post = [name for name in called if name in made and prefix + name not in watch.plain]
     others = sorted(part for part in written if part.change or part.kind == OTHER)
-    return Block(norms, tuple(writers), tuple(post), None, _said(others[0]) if others else "")
+    return Block(norms, tuple(writers), tuple(post), None, _describe_part(others[0]) if others else "")
 
 
-def _said(part: Part) -> str:
+def _describe_part(part: Part) -> str:
     """Return what a part of the stream is that no rotation passes, for messages."""
     if part.kind == OTHER:
         return f"{part.name or 'something'} ({part.change})"
@@ -319,7 +319,7 @@ def _names(entry: _Seen, projections: slice) -> list[str]:
     if not isinstance(entry.module, SkippedExperts):
         return [entry.name]
     layout = entry.module.layout
-    if isinstance(layout, Layout) and layout.is_open:
+    if isinstance(layout, ExpertLayout) and layout.is_open:
         return [f"{entry.name}.{i}.{name}" for i in range(layout.experts) for name in layout.projections[projections]]
     reason = layout if isinstance(layout, str) else "experts that are more, or given something else, than linears"
     raise UnsupportedModelError(f"{entry.name} holds {reason}; use a recipe without transforms")

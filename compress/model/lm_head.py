@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
-from compress.model.block_calls import UNFIT, WIDTHS, standing_in
+from compress.model.block_calls import UNFIT_ERRORS, WIDTHS, standing_in
 from compress.model.blockwise import attached
 from compress.model.skeleton import Edits, Skeleton
 
-HEAD_ROWS = 4096  # of the output head that are edited at a time
+ROWS_PER_EDIT = 4096  # so many rows of the output head are edited at a time
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def load(skeleton: Skeleton, device: torch.device) -> None:
     head = skeleton.model.get_output_embeddings()
     if skeleton.edits is not None and head is not None:
         change = skeleton.edits.head()
-        for rows in head.weight.data.split(HEAD_ROWS):
+        for rows in head.weight.data.split(ROWS_PER_EDIT):
             rows.copy_(change(rows))
 
 
@@ -93,9 +93,9 @@ def _behind(skeleton: Skeleton, hidden: Tensor, run: Callable[[Tensor], Tensor])
     for width in WIDTHS:
         try:
             with standing_in(skeleton.blocks, lambda *args, **kwargs: hidden, width):
-                found = run(tokens)
-        except UNFIT:  # the first of a batch was taken for the first of a tuple
+                states = run(tokens)
+        except UNFIT_ERRORS:  # the first of a batch was taken for the first of a tuple
             continue
-        if found.shape[:2] == hidden.shape[:2]:
-            return found
+        if states.shape[:2] == hidden.shape[:2]:
+            return states
     raise UnsupportedModelError("the model makes no logits of the hidden states behind its last block")

@@ -26,7 +26,7 @@ from transformers.utils import logging
 from compress.errors import CheckpointError, first_line, shown
 from compress.importers import open_checkpoint
 from compress.model import architectures, stored_weights
-from compress.model.opener import opener
+from compress.model.architectures import opener
 from compress.runtime import hf
 from compress.storage import manifest
 from compress.storage.checkpoint import MANIFEST, Checkpoint, Readable, read_config

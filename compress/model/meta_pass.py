@@ -18,7 +18,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from compress.model.load import empty_model
 from compress.runtime import expert_layouts, linears
-from compress.runtime.expert_layouts import Layout
+from compress.runtime.expert_layouts import ExpertLayout
 from compress.runtime.experts import is_fused_experts
 
 PROBE_TOKENS = 8
@@ -34,7 +34,7 @@ class SkippedExperts(nn.Module):
         super().__init__()
         self.layout = expert_layouts.describe(real)
         self.width: int | None = None  # of the outputs; None: as wide as the inputs
-        if isinstance(self.layout, Layout):
+        if isinstance(self.layout, ExpertLayout):
             self.width, _ = self.layout.shape(real, self.layout.parts[-1])
 
     def forward(self, hidden_states: Tensor, *routing: Tensor, **others: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def read_weights(config: PretrainedConfig, dtype: torch.dtype, names: Iterable[s
 
 @lru_cache(maxsize=8)
 def _read_weights(asked: _Asked, names: Sequence[str]) -> frozenset[str]:
-    model, dtype, found = asked.model(), asked.dtype, set[str]()
+    model, dtype, read_names = asked.model(), asked.dtype, set[str]()
     real = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))}
     replaced = {name: real[name] for name in names if name in real}
     for name, module in replaced.items():
@@ -167,8 +167,8 @@ def _read_weights(asked: _Asked, names: Sequence[str]) -> frozenset[str]:
         kind = _without_numbers(str(error))
         for name in [name for name in replaced if _without_numbers(name) == kind]:
             model.set_submodule(name, replaced.pop(name))
-            found.add(name)
-    return frozenset(found)
+            read_names.add(name)
+    return frozenset(read_names)
 
 
 def _without_numbers(name: str) -> str:

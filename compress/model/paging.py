@@ -1,4 +1,4 @@
-"""Carry hidden states from the host to a GPU, the next batch while the present one is used.
+"""Fetch what is needed next while the present is used: weights from disk, hidden states from the host to a GPU.
 
 Host memory is pinned, so that copies run beside the computation: to the GPU on a stream of their own, back on the
 stream that computes. A batch that is on its way is thrown away where its place is written to before it is taken.
@@ -7,11 +7,14 @@ stream that computes. A batch that is on its way is thrown away where its place 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from compress.storage.checkpoint import Readable
 
 
 class _Batch(NamedTuple):
@@ -31,13 +34,13 @@ class Pager:
 
     def take(self, start: int, stop: int) -> Tensor:
         """Return the slice on the GPU, for work on the current stream."""
-        found = self.coming.pop((start, stop), None)
-        if found is None:
+        batch = self.coming.pop((start, stop), None)
+        if batch is None:
             return self.host(start, stop).to(self.device, non_blocking=True)
         current = torch.cuda.current_stream(self.device)
-        current.wait_event(found.is_there)
-        found.tensor.record_stream(current)  # its memory is not used anew before that stream is done with it
-        return found.tensor
+        current.wait_event(batch.is_there)
+        batch.tensor.record_stream(current)  # its memory is not used anew before that stream is done with it
+        return batch.tensor
 
     def send(self, start: int, stop: int) -> None:
         """Begin to copy a slice, behind all that the current stream has been given."""
@@ -81,3 +84,33 @@ def send_back(states: Tensor, target: Tensor) -> torch.cuda.Event | None:
         return None
     target.copy_(states, non_blocking=True)
     return torch.cuda.current_stream(states.device).record_event()
+
+
+class ReadAhead:
+    """Tensors in pinned memory, read before they are asked for; one set of them at a time."""
+
+    def __init__(self) -> None:
+        self.thread: ThreadPoolExecutor | None = None
+        self.coming: dict[str, Future[Tensor]] = {}
+
+    def begin(self, wanted: Iterable[Readable]) -> None:
+        """Begin to read these tensors; what was read before and not taken is let go."""
+        self.forget()
+        self.thread = self.thread or ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self.coming = {stored.name: self.thread.submit(_read, stored) for stored in wanted}
+
+    def take(self, stored: Readable) -> Tensor:
+        """Return a tensor, read now if it was not read ahead. Raises CheckpointError as reading does."""
+        coming = self.coming.pop(stored.name, None)
+        return stored.read() if coming is None else coming.result()
+
+    def forget(self) -> None:
+        """Let go of what has been read, and read no more."""
+        for coming in self.coming.values():
+            coming.cancel()
+        self.coming.clear()
+
+
+def _read(stored: Readable) -> Tensor:
+    tensor = stored.read()
+    return tensor.pin_memory() if torch.cuda.is_available() else tensor

@@ -13,8 +13,8 @@ NAMES = (  # what configurations call it
 
 def max_positions(config: transformers.PretrainedConfig) -> int | None:
     """Return the longest sequence that a model is made for, if its configuration (of the text model) says so."""
-    found = [getattr(config, name, None) for name in NAMES]
-    return next((value for value in found if isinstance(value, int) and value > 0), None)
+    values = [getattr(config, name, None) for name in NAMES]
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def beyond(config: transformers.PretrainedConfig, context: int) -> str | None:

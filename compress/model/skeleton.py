@@ -21,18 +21,18 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from compress.errors import CheckpointError, UnsupportedModelError, first_line
-from compress.model import architectures, expert_linears, read_ahead, stored_weights, text_path
-from compress.model.block_lists import find_blocks
+from compress.model import expert_linears, paging, stored_weights, text_path
 from compress.model.edits import Edits
 from compress.model.load import FAILURES, empty_model, no_bars, plain_config, without_weights
 from compress.model.meta_pass import READ, flow, read_weights
-from compress.runtime import expert_layouts, hf, linears
+from compress.model.text_path import find_blocks
+from compress.runtime import hf, linears
 from compress.runtime.experts import Experts, is_supported
-from compress.runtime.packed import PackedModule
+from compress.runtime.linear import PackedModule
 from compress.storage.checkpoint import CONFIG, Checkpoint, Readable
 from compress.types import LinearSpec
 
-BESIDE = "beside the text"  # vision and audio towers, blocks that text skips
+OFF_TEXT_PATH = "beside the text"  # bytes of vision and audio towers, and of blocks that text skips
 UNUSED = "not used by the model"  # stored tensors
 MIN_FEATURES = 16  # a linear narrower than this (a gate with one output) costs more in padding than it saves
 
@@ -49,7 +49,7 @@ class Skeleton:
         self.dtype = _dtype(self.config, checkpoint)
         self.reshaped: dict[str, Any] = {}  # what `rebuild` has changed in the configuration of the text model
         self._unfusing = expert_linears.Unfusing()
-        self._ahead = read_ahead.ReadAhead()
+        self._ahead = paging.ReadAhead()
         self._fused: dict[str, nn.Module] = {}  # what load() has replaced, to be put back by free()
         self._build()
 
@@ -66,7 +66,7 @@ class Skeleton:
             hf.swap(self.model, packed_as)
             self._keeping_types = hf.keeping_types(self.model, packed_as)
         self.blocks_name, blocks = find_blocks(self.model)
-        self.text_path = text_path.find(self.model, self.config, self.dtype, self.blocks_name)
+        self.text_path = text_path.find_text_path(self.model, self.config, self.dtype, self.blocks_name)
         self.blocks = text_path.Blocks(blocks, self.text_path.skipped) if self.text_path.skipped else blocks
         self.edits: Edits | None = None
         self.is_untied = False  # the output head has been given a weight of its own
@@ -94,31 +94,7 @@ class Skeleton:
         """
         stored_weights.check(self.model, self.checkpoint, self.sources)
         stored_weights.check_copies(self.checkpoint, self.aliases, self.sources)
-        others = {name: group for group in self.aliases for name in group}
-        packed = {
-            f"{name}.{key}"
-            for name, module in self.model.named_modules()
-            if isinstance(module, PackedModule)
-            for key in module.specs
-        }
-        for name, parameter in self.model.named_parameters():
-            stored_as = [alias for alias in others.get(name, [name]) if alias in self.sources]
-            if not stored_as and architectures.is_head(self.model, name):
-                why = architectures.without_head(self.config, name)
-                raise CheckpointError(f"{self.checkpoint.directory} {why}")
-            if not stored_as:
-                raise CheckpointError(f"{self.checkpoint.directory} has no tensor for {name}; download it again")
-            stored, shape = self.sources[stored_as[0]], tuple(parameter.shape)
-            if name in packed and stored[0].dtype != parameter.dtype:
-                raise CheckpointError(
-                    f"{self.checkpoint.directory}: {name} is stored as {stored[0].dtype}, its format says "
-                    f"{parameter.dtype}"
-                )
-            if len(stored) == 1 and stored[0].name == name and stored[0].shape != shape and len(shape) < 3:
-                raise CheckpointError(
-                    f"{self.checkpoint.directory}: {name} has shape {stored[0].shape}, the configuration asks for "
-                    f"{shape}; they do not belong together"
-                )
+        stored_weights.check_parameters(self.model, self.config, self.checkpoint, self.aliases, self.sources)
 
     def numel(self) -> int:
         """Return the numbers in parameters and stored buffers, packed weights as they were, tied ones once."""
@@ -130,7 +106,7 @@ class Skeleton:
         buffers = sum(b.numel() for n, b in self.model.named_buffers() if n in state and n in self.sources)
         return plain + buffers + sum(rows * columns for rows, columns in shapes.values())
 
-    def unused(self) -> tuple[str, ...]:
+    def unused_tensors(self) -> tuple[str, ...]:
         """Return the stored tensors that are nothing of the model, and further copies of a tied weight, by name."""
         state = self.model.state_dict()
         used = {stored.name for name, group in self.sources.items() if name in state for stored in group}
@@ -150,7 +126,7 @@ class Skeleton:
         number = self.blocks.numbers[index] if isinstance(self.blocks, text_path.Blocks) else index
         return f"{self.blocks_name}.{number}."
 
-    def is_beside(self, name: str) -> bool:
+    def is_off_text_path(self, name: str) -> bool:
         """Return whether a module or parameter is in a part of the model that text does not need."""
         skipped = [f"{self.blocks_name}.{number}" for number in self.text_path.skipped]
         return any(name == part or name.startswith(f"{part}.") for part in (*self.text_path.towers, *skipped))
@@ -183,8 +159,8 @@ class Skeleton:
             self.edits.block(index, block)
         return block
 
-    def load_beside(self, name: str, device: torch.device) -> nn.Module:
-        """Fill one module without children, beside what text needs."""
+    def load_linear(self, name: str, device: torch.device) -> nn.Module:
+        """Fill one linear outside of the blocks that text runs through."""
         module = self.model.get_submodule(name)
         self._load((f"{name}.{key}" for key, _ in module.named_parameters()), device)
         if missing := [key for key, parameter in module.named_parameters() if parameter.is_meta]:
@@ -213,7 +189,7 @@ class Skeleton:
         named = dict(self.model.named_parameters(remove_duplicate=False))
         wanted = [n for n, p in named.items() if not n.startswith(self.blocks_name + ".") and id(p) not in head]
         first = next(iter(named))  # transformers takes its device for that of the model
-        wanted = [name for name in wanted if name == first or not self.is_beside(name)]
+        wanted = [name for name in wanted if name == first or not self.is_off_text_path(name)]
         self._load((name for name in wanted if name in self.sources), device)
         _place_buffers(self.model, device)
         for names in self.aliases:  # a tied weight may be stored under any of its names
@@ -294,11 +270,11 @@ class Skeleton:
                     self.add(LinearSpec(full, shape, self.dtype, index, keys.get(full, full)), specs, kept)
                 elif isinstance(module, nn.Linear):
                     kept[full] = "a linear with a forward pass of its own"
-                elif isinstance(layout := expert_layouts.describe(module), expert_layouts.Layout):
-                    for spec in expert_linears.specs(full, module, layout, self.dtype, index):
+                elif isinstance(experts := expert_linears.specs(full, module, self.dtype, index), str):
+                    kept[full] = experts
+                else:
+                    for spec in experts:
                         self.add(spec, specs, kept)
-                elif layout is not None or any(p.dim() == 3 for p in module.parameters(recurse=False)):
-                    kept[full] = layout or "a parameter of three dimensions that is no experts'"
         read = read_weights(self.config, self.dtype, (spec.name for spec in specs if not spec.is_expert))
         kept |= dict.fromkeys(sorted(read), READ)
         specs = [spec for spec in specs if spec.name not in read]
@@ -308,14 +284,14 @@ class Skeleton:
         return specs, kept
 
     def other_nbytes(self, kept: dict[str, int]) -> dict[str, int]:
-        """Sum the bytes of unchanged tensors (stored name -> bytes) by kind; BESIDE and UNUSED where there are any."""
+        """Sum the bytes of unchanged tensors, by stored name, by kind; OFF_TEXT_PATH and UNUSED where there are any."""
         embeddings = self._stored_names(self.model.get_input_embeddings())
         head = self._stored_names(self.model.get_output_embeddings())
-        beside = {stored.name for n, group in self.sources.items() if self.is_beside(n) for stored in group}
-        unused = set(self.unused()) & kept.keys()
-        sizes = {"embeddings": 0, "output head": 0, **({BESIDE: 0} if beside else {}), "norms and the rest": 0}
+        off_path = {stored.name for n, group in self.sources.items() if self.is_off_text_path(n) for stored in group}
+        unused = set(self.unused_tensors()) & kept.keys()
+        sizes = {"embeddings": 0, "output head": 0, **({OFF_TEXT_PATH: 0} if off_path else {}), "norms and the rest": 0}
         sizes |= {UNUSED: 0} if unused else {}
-        places = ((UNUSED, unused), ("embeddings", embeddings), ("output head", head), (BESIDE, beside))
+        places = ((UNUSED, unused), ("embeddings", embeddings), ("output head", head), (OFF_TEXT_PATH, off_path))
         for name, nbytes in kept.items():
             sizes[next((kind for kind, names in places if name in names), "norms and the rest")] += nbytes
         return sizes
@@ -343,8 +319,8 @@ class Skeleton:
         weight = f"{spec.name}.weight"
         tied = (group for group in self.aliases if weight in group and spec.block < 0)  # a table with several names
         names = spec.parameters or tuple(next(tied, [weight]))
-        found = [stored for name in names for stored in self.sources.get(name, [])]
-        return found if spec.is_expert else [stored for stored in found if stored.name not in self.split]
+        tensors = [stored for name in names for stored in self.sources.get(name, [])]
+        return tensors if spec.is_expert else [stored for stored in tensors if stored.name not in self.split]
 
 
 def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     GroupWeightRename,
@@ -24,6 +24,7 @@ from transformers.core_model_loading import (
 
 from compress.errors import CheckpointError
 from compress.model import architectures
+from compress.runtime.packed import PackedModule
 from compress.storage.checkpoint import Checkpoint, Readable
 
 Sources = Mapping[str, list[Readable]]
@@ -34,7 +35,7 @@ UNUSED = (  # what any model may leave unused: what it computes itself, and olde
     r"\.(attn|attention)\.masked_bias$",  # the value of a masked score
 )
 TOWERS = r"^(model\.)?(vision|visual|vqmodel|audio|multi_modal)\w*\."  # beside the text, if that alone is opened
-MASK = r"\.(attn|attention)\.bias$"  # which tokens are seen, [1, 1, positions, positions]; with one dimension a bias
+MASK_NAMES = r"\.(attn|attention)\.bias$"  # a mask is [1, 1, positions, positions]; with one dimension it is a bias
 
 
 def sources(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, list[Readable]]:
@@ -43,18 +44,18 @@ def sources(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, list[Re
     A tensor that is split while it is loaded (the joint weight of queries, keys and values) stands under several names.
     """
     named: dict[str, list[Readable]] = {}
-    for stored, names, _ in _renamed(model, checkpoint):
+    for stored, names, _ in _rename_all(model, checkpoint):
         for name in names:
             named.setdefault(name, []).append(stored)
     return named
 
 
-def converted(model: PreTrainedModel, checkpoint: Checkpoint) -> set[str]:
+def names_of_converted(model: PreTrainedModel, checkpoint: Checkpoint) -> set[str]:
     """Return the names of the stored tensors to which transformers does more than to give them another name."""
-    return {stored.name for stored, _, is_converted in _renamed(model, checkpoint) if is_converted}
+    return {stored.name for stored, _, is_converted in _rename_all(model, checkpoint) if is_converted}
 
 
-def _renamed(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[tuple[Readable, list[str], bool]]:
+def _rename_all(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[tuple[Readable, list[str], bool]]:
     """Yield each stored tensor, the parameters it is part of, and whether it is more than renamed for them."""
     mapping = get_model_conversion_mapping(model)
     renamings = [w for w in mapping if isinstance(w, WeightRenaming)]
@@ -133,7 +134,7 @@ def _unknown(model: PreTrainedModel, checkpoint: Checkpoint, stored_as: Sources)
         for name, group in stored_as.items()
         if name not in used
         and not any(re.search(pattern, name) for pattern in ignored)
-        and not (re.search(MASK, name) and all(len(stored.shape) == 4 for stored in group))
+        and not (re.search(MASK_NAMES, name) and all(len(stored.shape) == 4 for stored in group))
     ]
 
 
@@ -156,3 +157,40 @@ def _is_copy(first: Readable, other: Readable) -> bool:
     if (first.shape, first.dtype) != (other.shape, other.dtype):
         return False
     return all(torch.equal(a, b) for a, b in zip(first.parts(), other.parts(), strict=True))
+
+
+def check_parameters(
+    model: PreTrainedModel,
+    config: PretrainedConfig,
+    checkpoint: Checkpoint,
+    aliases: list[list[str]],
+    sources: Sources,
+) -> None:
+    """Raise CheckpointError unless every parameter has its tensor in the checkpoint, in its shape and kind.
+
+    config: of the whole model. aliases: names of each tied weight.
+    """
+    others = {name: group for group in aliases for name in group}
+    packed = {
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        if isinstance(module, PackedModule)
+        for key in module.specs
+    }
+    for name, parameter in model.named_parameters():
+        stored_as = [alias for alias in others.get(name, [name]) if alias in sources]
+        if not stored_as and architectures.is_head(model, name):
+            why = architectures.without_head(config, name)
+            raise CheckpointError(f"{checkpoint.directory} {why}")
+        if not stored_as:
+            raise CheckpointError(f"{checkpoint.directory} has no tensor for {name}; download it again")
+        stored, shape = sources[stored_as[0]], tuple(parameter.shape)
+        if name in packed and stored[0].dtype != parameter.dtype:
+            raise CheckpointError(
+                f"{checkpoint.directory}: {name} is stored as {stored[0].dtype}, its format says {parameter.dtype}"
+            )
+        if len(stored) == 1 and stored[0].name == name and stored[0].shape != shape and len(shape) < 3:
+            raise CheckpointError(
+                f"{checkpoint.directory}: {name} has shape {stored[0].shape}, the configuration asks for "
+                f"{shape}; they do not belong together"
+            )

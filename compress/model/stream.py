@@ -53,7 +53,9 @@ class Flow(TorchDispatchMode):
         for tensor in _tensors(out):
             self.alive.append(tensor)
             if memory_of(tensor) not in given or func._schema.is_mutable:  # else it is a view
-                self.known[memory_of(tensor)] = self._made(func._schema.name.split("::")[-1].rstrip("_"), args, tensor)
+                self.known[memory_of(tensor)] = self._parts_of_output(
+                    func._schema.name.split("::")[-1].rstrip("_"), args, tensor
+                )
         return out
 
     def parts(self, tensor: Tensor) -> Parts:
@@ -65,7 +67,7 @@ class Flow(TorchDispatchMode):
         self.alive.append(tensor)
         self.known[memory_of(tensor)] = frozenset(parts)
 
-    def _made(self, name: str, args: tuple[Any, ...], out: Tensor) -> Parts:
+    def _parts_of_output(self, name: str, args: tuple[Any, ...], out: Tensor) -> Parts:
         """Return the parts of what an operation gives."""
         if name in EMPTY:
             return frozenset()
@@ -107,13 +109,13 @@ def is_plain_norm(module: nn.Module, width: int) -> bool:
     x = torch.randn(2, width, generator=torch.Generator().manual_seed(0))
     try:
         with torch.no_grad():
-            found = module(3 * x)
+            normed = module(3 * x)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return False
-    if not isinstance(found, Tensor) or found.shape != x.shape:
+    if not isinstance(normed, Tensor) or normed.shape != x.shape:
         return False
     return any(
-        torch.allclose(found, y / y.square().mean(-1, keepdim=True).sqrt(), rtol=0.01, atol=1e-3)
+        torch.allclose(normed, y / y.square().mean(-1, keepdim=True).sqrt(), rtol=0.01, atol=1e-3)
         for y in (x, x - x.mean(-1, keepdim=True))
     )
 

@@ -1,7 +1,8 @@
-"""Find what a model runs when it reads text, and what lies beside: towers for images and sound, blocks that text skips.
+"""Find what a model runs when it reads text: its decoder blocks, and beside them towers, and blocks that text skips.
 
-A model of text beside images has a text model inside, and beside it what makes states of images: a vision tower, a
-projector. A pass over text alone calls neither these nor, in some models, the blocks that attend to images.
+The decoder blocks are the list of modules that the forward pass goes through. A model of text beside images has a text
+model inside, and beside it what makes states of images: a vision tower, a projector. A pass over text alone calls
+neither these nor, in some models, the blocks that attend to images.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from compress.errors import UnsupportedModelError
 from compress.model.meta_pass import run_without_data, without_experts
+from compress.runtime import linears
+from compress.runtime.linear import PackedLinear
 
 
 class TextPath(NamedTuple):
@@ -38,14 +42,14 @@ class Blocks(nn.ModuleList):
             self.__dict__["whole"][self.numbers[index]] = module
 
 
-def find(model: PreTrainedModel, config: PretrainedConfig, dtype: torch.dtype, blocks_name: str) -> TextPath:
+def find_text_path(model: PreTrainedModel, config: PretrainedConfig, dtype: torch.dtype, blocks_name: str) -> TextPath:
     """Return what text does not need of a model; config is that of the checkpoint.
 
     Nothing is left out of a model for text alone, nor of one that cannot be run without data.
     """
     blocks = model.get_submodule(blocks_name)
-    beside = _beside_decoder(model) if model.config.get_text_config() is not model.config else []
-    if not beside and len({type(block) for block in blocks.children()}) < 2:
+    outside = _modules_outside_decoder(model) if model.config.get_text_config() is not model.config else []
+    if not outside and len({type(block) for block in blocks.children()}) < 2:
         return TextPath((), ())
     called: set[str] = set()
     copy = without_experts(config, dtype)
@@ -53,20 +57,64 @@ def find(model: PreTrainedModel, config: PretrainedConfig, dtype: torch.dtype, b
         module.register_forward_pre_hook(lambda _, inputs, name=name: called.add(name))
     if run_without_data(copy) is not None:
         return TextPath((), ())
-    towers = [name for name in beside if not any(f"{each}.".startswith(f"{name}.") for each in called)]
+    towers = [name for name in outside if not any(f"{each}.".startswith(f"{name}.") for each in called)]
     skipped = [number for number, _ in enumerate(blocks.children()) if f"{blocks_name}.{number}" not in called]
     return TextPath(tuple(towers), tuple(skipped) if len(skipped) < len(list(blocks.children())) else ())
 
 
-def _beside_decoder(model: PreTrainedModel) -> list[str]:
+def _modules_outside_decoder(model: PreTrainedModel) -> list[str]:
     """Return the names of the modules with parameters beside the text model, or beside a module that it is in."""
     decoder, ends = model.get_decoder(), (model.get_input_embeddings(), model.get_output_embeddings())
     path = next((name for name, module in model.named_modules() if module is decoder), "").split(".")
-    found = []
+    names = []
     for depth in range(len(path)):
         parent = ".".join(path[:depth])
         for name, child in model.get_submodule(parent).named_children():
             inside = list(child.modules())
             if name != path[depth] and any(True for _ in child.parameters()) and not any(e in inside for e in ends):
-                found.append(f"{parent}.{name}".lstrip("."))
-    return found
+                names.append(f"{parent}.{name}".lstrip("."))
+    return names
+
+
+Lists = dict[str, nn.ModuleList]
+
+
+def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Return name and list of the decoder blocks: the longest list with linears that is not inside another one.
+
+    Where there are several such lists, a forward pass on the meta device shows which are part of reading a text. Raise
+    UnsupportedModelError if there is no list, or if the parts of each block are in lists of their own.
+    """
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outer = {name: m for name, m in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
+    if not outer:
+        raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder blocks")
+    decoder = set(model.get_decoder().modules())  # of a model with a vision tower, the text part
+    inside = {name: module for name, module in outer.items() if module in decoder} or outer
+    layered = {name: module for name, module in inside.items() if _has_linears(module)} or inside
+    if len(layered) > 1:
+        layered = _keep_called(layered, without_experts(model.config, model.dtype))
+    return max(layered.items(), key=lambda item: len(item[1]))
+
+
+def _has_linears(modules: nn.Module) -> bool:
+    return any(isinstance(m, PackedLinear) or linears.shape_of(m) is not None for m in modules.modules())
+
+
+def _keep_called(lists: Lists, model: PreTrainedModel) -> Lists:
+    """Return those of the lists that a forward pass on the meta device goes through; all if it does not get there."""
+    order: list[str] = []
+    for name in lists:
+        for module in model.get_submodule(name).children():
+            module.register_forward_pre_hook(lambda *_, name=name: order.append(name))
+    run_without_data(model)
+    called = {name: module for name, module in lists.items() if name in order} or lists
+    longest = max(map(len, called.values()))
+    parts = [name for name, module in called.items() if len(module) == longest]
+    calls = [name for name in order if name in parts]
+    if len(parts) > 1 and (not calls or calls != sorted(calls, key=calls.index)):  # in turn, not one after the other
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has the parts of each decoder block in lists of their own ({', '.join(parts)}); "
+            "such a model cannot be quantized block by block, give one of another architecture"
+        )
+    return called

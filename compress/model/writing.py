@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from compress.errors import CalibrationError, CheckpointError, NumericalError, shown
 from compress.model.positions import max_positions
 
-LOGIT_NBYTES = 48  # of one logit while a token is drawn: as the model gives it, in float32, and five times in float64
+NBYTES_PER_LOGIT = 48  # while a token is drawn: as the model gives it, in float32, and five times in float64
 
 
 class Draw(LogitsProcessor):
@@ -99,7 +99,7 @@ def sequence_nbytes(config: transformers.PretrainedConfig, seq_len: int) -> int:
     shared = hidden // max(1, _largest(config, "num_attention_heads"))
     head_dim = max(_largest(config, "head_dim", "qk_head_dim", "v_head_dim"), shared)
     cache = 2 * layers * (heads * head_dim or hidden) * seq_len * 4
-    return 2 * cache + LOGIT_NBYTES * config.vocab_size
+    return 2 * cache + NBYTES_PER_LOGIT * config.vocab_size
 
 
 def _largest(config: transformers.PretrainedConfig, *names: str) -> int:
@@ -113,7 +113,7 @@ def start_tokens(model: transformers.PreTrainedModel, generators: Sequence[torch
     config = model.config.get_text_config()
     begin = config.bos_token_id
     for token in [begin] if begin is not None else end_tokens(model):
-        return torch.full((len(generators), 1), _checked(model, "bos_token_id", token, config.vocab_size))
+        return torch.full((len(generators), 1), _check_token(model, "bos_token_id", token, config.vocab_size))
     return torch.stack([torch.randint(config.vocab_size, (1,), generator=own) for own in generators])
 
 
@@ -123,10 +123,10 @@ def end_tokens(model: transformers.PreTrainedModel) -> tuple[int, ...]:
     if end is None:
         end = model.config.get_text_config().eos_token_id
     listed = [] if end is None else end if isinstance(end, list) else [end]
-    return tuple(_checked(model, "eos_token_id", token, 1 << 31) for token in listed)
+    return tuple(_check_token(model, "eos_token_id", token, 1 << 31) for token in listed)
 
 
-def _checked(model: transformers.PreTrainedModel, key: str, token: Any, limit: int) -> int:
+def _check_token(model: transformers.PreTrainedModel, key: str, token: Any, limit: int) -> int:
     """Return a token id of a configuration; CheckpointError unless it is one below the limit."""
     if type(token) is not int or not 0 <= token < limit:
         raise CheckpointError(

@@ -8,7 +8,7 @@ are 6 GiB. `truncated` solves every low-rank problem of the project, in the same
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -128,17 +128,6 @@ def truncated(matrix: Tensor, hessian: Tensor | None, rank: int, seed: int | Non
     left = basis[:, :rank]
     kept = torch.cat((values.new_zeros(1), values[:rank])).double().cumsum(0)
     return Truncation(left.float(), (left.T @ original).float(), (total - kept).clamp(min=0))
-
-
-def truncated_together(
-    matrices: Sequence[Tensor], hessian: Tensor | None, rank: int, seed: int | None = None
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Fit one right factor to matrices [m_i, n] that read the same input: left factors [m_i, k], right [k, n], losses.
-
-    The best rank k for all of them at once: `truncated` of the matrices on top of each other.
-    """
-    whole = truncated(torch.cat(list(matrices)), hessian, rank, seed)
-    return list(whole.left.split([matrix.shape[0] for matrix in matrices])), whole.right, whole.losses
 
 
 def truncation_workspace(shape: tuple[int, int]) -> int:

@@ -13,9 +13,9 @@ backwards and decoding forwards.
 once. A stream holds the 32 states, low word first, then the words in the order in which decoding asks for them. It
 costs 16 bits a state beyond the information: 64 bytes a stream.
 
-This file is the plain form, in torch, which codes streams of equal length side by side. compress/kernels/cpu/rans.py is
-the compiled form; both give the same bytes. Neither adapts: frequencies are given. A stream that is damaged mostly ends
-in another state than the first, and is found; a checksum beside it finds the rest.
+This file is the plain form, in torch, which codes streams of equal length side by side. compress/kernels/loops/rans.py
+is the compiled form; both give the same bytes. Neither adapts: frequencies are given. A stream that is damaged mostly
+ends in another state than the first, and is found; a checksum beside it finds the rest.
 """
 
 from __future__ import annotations

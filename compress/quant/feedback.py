@@ -8,14 +8,14 @@ R^T). This is GPTQ (arXiv 2210.17323) and LDLQ in one left-looking form: W stays
 
 Matrices are transposed ([in_features, out_features]) so that a column of the weight is contiguous. The range of columns
 is halved recursively, at group boundaries as long as there are several groups: errors of the left half reach the right
-half in one matrix product, and when a node is entered all errors from its left are in place, so that a group's scales
+half in one matrix product, and when a half is entered all errors from its left are in place, so that a group's scales
 can be fitted on exact targets whatever the group size.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -25,7 +25,9 @@ from torch import Tensor
 from compress.numerics.linalg import squares, upper_factor
 from compress.types import Stats
 
-LEAF = 32  # columns below which errors are propagated one block at a time
+LEAF_COLUMNS = 32  # below which errors are propagated one block at a time
+ROWS_PER_TILE = 4096  # the loop and the trellis search take 5 to 30% more a row with half as many
+MOST_WEIGHTS_PER_TILE = 1 << 25  # above it a tile has half the rows, so that eight processes find as much to do
 
 
 class Leaf(NamedTuple):
@@ -36,6 +38,17 @@ class Leaf(NamedTuple):
     factor: Tensor  # [columns, columns], upper triangular
     residual: Tensor  # [columns, rows]: to be set to weight - result
     pending: Tensor  # [columns, rows]: P of the columns before these; to be set to target - result
+
+
+class Rounding(Protocol):
+    """What the rows of a weight have in common, made by the `prepare` of a method that quantizes rows in tiles.
+
+    Rows do not hear of each other once the order of columns, the factor of the Hessian and the scale of the tensor are
+    known. Tiles depend on the weight's shape alone: one process makes the same ones as several do.
+    """
+
+    def release(self) -> None:
+        """Drop the tensors that `quantize_rows` needs and `join` does not."""
 
 
 class Rounder(Protocol):
@@ -179,19 +192,27 @@ def workspace(shape: tuple[int, int], beside: int, ordered: bool = True) -> int:
     return max(factoring + copies, (8 if ordered else 4) * n * n + beside)
 
 
+def row_tiles(shape: tuple[int, int], unit: int = 1) -> list[slice]:
+    """Return the rows of each tile of a weight [out, in]; each but the last has a multiple of `unit` rows."""
+    rows = ROWS_PER_TILE if ROWS_PER_TILE * shape[1] <= MOST_WEIGHTS_PER_TILE else ROWS_PER_TILE // 2
+    step = max(1, rows // unit) * unit
+    return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+
+
 class Result(NamedTuple):
     residual: Tensor  # R = W - Q, [in_features, out_features] float32
     loss: float  # tr(R H R^T), H the damped Hessian
 
 
-def run(weight: Tensor, factor: Tensor, rounder: Rounder, leaf: int = LEAF) -> Result:
+def run(weight: Tensor, factor: Tensor, rounder: Rounder, leaf: int = LEAF_COLUMNS) -> Result:
     """Quantize weight [in_features, out_features] float32, given the upper factor [in, in] of the Hessian.
 
     The result does not depend on `leaf` beyond rounding of float sums. in_features must be a multiple of rounder.width.
     """
     assert rounder.group % rounder.width == 0, "a scale group must hold whole blocks"
     loop = _Loop(weight, factor, rounder, max(leaf, rounder.width))
-    loop.node(0, weight.shape[0])
+    for start, end in loop.leaves(0, weight.shape[0]):
+        loop.round_leaf(start, end)
     return Result(loop.residual, loop.loss.item())
 
 
@@ -200,30 +221,32 @@ class _Loop:
         assert weight.shape[0] % rounder.width == 0, "columns are not a multiple of the block width"
         self.weight, self.factor, self.rounder, self.leaf = weight, factor, rounder, leaf
         self.residual = torch.zeros_like(weight)  # R = W - Q of the columns done
-        self.pending = torch.zeros_like(weight)  # P, complete for a node's columns when the node is entered
+        self.pending = torch.zeros_like(weight)  # P, complete for columns when their half is entered
         self.loss = torch.zeros((), dtype=torch.float64, device=weight.device)  # read once: a GPU would be waited for
 
-    def node(self, start: int, end: int) -> None:
+    def leaves(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield ranges of few columns in order, each when the errors of all columns before it are in `pending`."""
         group, width = self.rounder.group, self.rounder.width
         if group and start % group == 0 and end == min(start + group, len(self.weight)):
             self._fit(start, end)
         several = group > 0 and end - start > group
         if end - start <= self.leaf and not several:
-            self._leaf(start, end)
+            yield start, end
             return
         unit = group if several else width
         middle = start + (-(-(end - start) // unit) + 1) // 2 * unit
-        self.node(start, middle)
+        yield from self.leaves(start, middle)
         cross = self.factor[start:middle, middle:end]
         self.pending[middle:end].addmm_(cross.T, self.residual[start:middle])
-        self.node(middle, end)
+        yield from self.leaves(middle, end)
 
     def _fit(self, start: int, end: int) -> None:
         metric = self.factor[start:end, start:end]
         shift = torch.linalg.solve_triangular(metric.T, self.pending[start:end], upper=False)
         self.rounder.fit_group(self.weight[start:end] + shift, metric, start)
 
-    def _leaf(self, start: int, end: int) -> None:
+    def round_leaf(self, start: int, end: int) -> None:
+        """Round the columns of a leaf one block after the other."""
         width, factor, residual, all_of_it = self.rounder.width, self.factor, self.residual, slice(start, end)
         leaf = (self.weight[all_of_it], factor[all_of_it, all_of_it], residual[all_of_it], self.pending[all_of_it])
         is_done = isinstance(self.rounder, ColumnRounder) and self.rounder.round_columns(Leaf(start, *leaf))

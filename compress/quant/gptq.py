@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from compress.formats import int as int_format
+from compress.kernels.loops import columns as column_loops
 from compress.numerics.linalg import upper_factor
-from compress.quant import columns_compiled, descent, feedback, grid, row_tiles
+from compress.quant import descent, feedback, grid
 from compress.quant.settings import check, check_damp
 from compress.types import Quantized, Stats
 
@@ -58,9 +59,9 @@ class Config(grid.GridConfig):
 plan_params = grid.params
 
 
-def spans(config: Config, shape: tuple[int, int]) -> list[slice]:
-    """Return the rows of each tile of a weight [out, in]."""
-    return row_tiles.spans(shape)
+def row_unit(config: Config, shape: tuple[int, int]) -> int:
+    """Return the rows that stay in one tile."""
+    return 1
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
@@ -71,7 +72,7 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
     part of the Hessian, twice. Matrix products pack their operands into buffers of the library, PACKED.
     """
     numel, columns = shape[0] * shape[1], plan_params(config, shape).group(shape[1])
-    rows = row_tiles.largest(spans(config, shape))
+    rows = feedback.row_tiles(shape)[0].stop
     tile, group = rows * shape[1], 4 * rows * columns
     beside = numel * (4 + 1) + tile * 4 * 4 + (0 if config.static_groups else 3 * group)
     loop = feedback.workspace(shape, beside, ordered=False)
@@ -81,57 +82,62 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
-    """Quantize weight [out, in], any float dtype, finite, by stats.hessian [in, in]. `seed` is unused."""
-    return row_tiles.whole(tiles(weight, stats, config, seed), spans(config, (weight.shape[0], weight.shape[1])))
+    """Quantize weight [out, in], any float dtype, finite, by stats.hessian [in, in], as one tile. `seed` is unused."""
+    rounding = prepare(weight, stats, config)
+    return join(rounding, [quantize_rows(rounding, slice(0, len(weight)))])
 
 
-def tiles(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> row_tiles.RowTiles:
-    """Return a weight to be quantized by tiles; arguments as of `quantize`."""
-    return _Tiles(weight, stats, config)
-
-
-class _Tiles(row_tiles.RowTiles):
+@dataclass
+class Rounding(feedback.Rounding):
     """A weight, the order of its columns and the factor of its Hessian."""
 
-    def __init__(self, weight: Tensor, stats: Stats | None, config: Config) -> None:
-        assert stats is not None
-        self.config, self.shape = config, (weight.shape[0], weight.shape[1])
-        self.target = weight.T.float().contiguous()  # [in, out]
-        scale_dtype = int_format.scale_dtype(self.target.abs().amax(0), config.bits)
-        self.params = grid.params(config, self.shape, scale_dtype)
-        self.hessian, self.notes = feedback.usable(stats)
-        self.order = torch.arange(self.shape[1], device=weight.device)
-        if config.act_order:
-            stays_together = not config.static_groups and self.params.group_size != -1
-            self.order = feedback.loop_order(self.hessian.diagonal(), self.params.group_size if stays_together else 0)
-        factor = upper_factor(self.hessian, config.damp, self.order)
-        self.notes += factor.notes
-        self.damping = (factor.damp * self.hessian.diagonal().mean()).item()
-        self.upper = factor.upper
+    config: Config
+    params: int_format.Params
+    target: Tensor  # [in, out] float32
+    hessian: Tensor  # [in, in]
+    damping: float
+    order: Tensor  # [in] int64: the column of the weight at each place of the loop
+    upper: Tensor  # [in, in], the factor of the damped Hessian in this order
+    notes: tuple[str, ...]
 
-    def make(self, spans: Sequence[slice]) -> list[tuple[Tensor, grid.Grid]]:
-        """Return codes [in, rows] uint8 and grids of some tiles."""
-        found = [self._rounded(self.target[:, rows].contiguous()) for rows in spans]
-        del self.upper
-        if self.config.sweeps:
-            found = [self._improved(rows, *found.pop(0)) for rows in spans]
-        del self.target, self.hessian
-        return found
+    def release(self) -> None:
+        del self.target, self.hessian, self.upper
 
-    def _rounded(self, target: Tensor) -> tuple[Tensor, grid.Grid]:
-        rounder = _GridRounder(target, self.order, self.upper, self.config, self.params)
-        feedback.run(target[self.order], self.upper, rounder)
-        return torch.empty_like(rounder.codes).index_copy_(0, self.order, rounder.codes), rounder.grid
 
-    def _improved(self, rows: slice, codes: Tensor, fitted: grid.Grid) -> tuple[Tensor, grid.Grid]:
-        layer = feedback.Objective(self.target[:, rows].contiguous(), self.hessian, self.damping)
-        return descent.improve(layer, codes, fitted, self.params, self.config.sweeps)
+def prepare(weight: Tensor, stats: Stats | None, config: Config) -> Rounding:
+    """Return what all rows have in common; arguments as of `quantize`."""
+    assert stats is not None
+    target = weight.T.float().contiguous()
+    params = grid.params(
+        config, (weight.shape[0], weight.shape[1]), int_format.scale_dtype(target.abs().amax(0), config.bits)
+    )
+    hessian, notes = feedback.usable(stats)
+    order = torch.arange(len(target), device=weight.device)
+    if config.act_order:
+        stays_together = not config.static_groups and params.group_size != -1
+        order = feedback.loop_order(hessian.diagonal(), params.group_size if stays_together else 0)
+    factor = upper_factor(hessian, config.damp, order)
+    damping = (factor.damp * hessian.diagonal().mean()).item()
+    return Rounding(config, params, target, hessian, damping, order, factor.upper, (*notes, *factor.notes))
 
-    def join(self, parts: Sequence[tuple[Tensor, grid.Grid]]) -> Quantized:
-        """Return the weight, from all tiles in order."""
-        codes = torch.cat([codes for codes, _ in parts], 1)
-        fitted = grid.Grid(*(torch.cat(tensors, 1) for tensors in zip(*(part for _, part in parts), strict=True)))
-        return Quantized(grid.pack(codes, fitted, self.params, self.shape), tuple(self.notes))
+
+def quantize_rows(rounding: Rounding, rows: slice) -> tuple[Tensor, grid.Grid]:
+    """Return codes [in, rows] uint8 and grids of a tile."""
+    target, order = rounding.target[:, rows].contiguous(), rounding.order
+    rounder = _GridRounder(target, order, rounding.upper, rounding.config, rounding.params)
+    feedback.run(target[order], rounding.upper, rounder)
+    codes = torch.empty_like(rounder.codes).index_copy_(0, order, rounder.codes)
+    if not rounding.config.sweeps:
+        return codes, rounder.grid
+    layer = feedback.Objective(target, rounding.hessian, rounding.damping)
+    return descent.improve_grid(layer, codes, rounder.grid, rounding.params, rounding.config.sweeps)
+
+
+def join(rounding: Rounding, tiles: Sequence[tuple[Tensor, grid.Grid]]) -> Quantized:
+    """Return the weight, from all its tiles in order."""
+    codes = torch.cat([codes for codes, _ in tiles], 1)
+    fitted = grid.Grid(*(torch.cat(tensors, 1) for tensors in zip(*(part for _, part in tiles), strict=True)))
+    return Quantized(grid.pack(codes, fitted, rounding.params, (codes.shape[1], codes.shape[0])), rounding.notes)
 
 
 class _GridRounder(feedback.ColumnRounder):
@@ -163,11 +169,11 @@ class _GridRounder(feedback.ColumnRounder):
         self.grid.scale[index], self.grid.zero[index] = fitted
 
     def round_columns(self, leaf: feedback.Leaf) -> bool:
-        if len(leaf.weight) > columns_compiled.MOST or not columns_compiled.supports(self.codes):
+        if len(leaf.weight) > column_loops.MAX_COLUMNS or not column_loops.supports(self.codes):
             return False
         part, top = slice(leaf.start, leaf.start + len(leaf.weight)), 2**self.config.bits - 1
         groups = torch.tensor(self.owner[part], dtype=torch.int64, device="cpu")
-        columns_compiled.round_columns(*leaf[1:], (groups, *self.grid), self.codes[part], top)
+        column_loops.round_columns(*leaf[1:], (groups, *self.grid), self.codes[part], top)
         return True
 
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import int as int_format
-from compress.quant import columns_compiled
+from compress.kernels.loops import columns as column_loops
 from compress.types import PackedWeight, Stored
 
 CHUNK = 1 << 17  # weights searched at a time: temporaries stay in the cache
@@ -65,7 +65,7 @@ def params(config: GridConfig, shape: tuple[int, int], scale_dtype: str = "float
 
 def fit(target: Tensor, importance: Tensor | None, config: GridConfig, dtype: torch.dtype) -> Grid:
     """Fit the grid of one group, [rows], to target [columns, rows] float32; importance [columns] >= 0 or None."""
-    step = max(16, (COMPILED_CHUNK if columns_compiled.supports(target) else CHUNK) // target.shape[0])
+    step = max(16, (COMPILED_CHUNK if column_loops.supports(target) else CHUNK) // target.shape[0])
     parts = [_fit(part.contiguous(), importance, config, dtype) for part in target.split(step, dim=1)]
     return Grid(torch.cat([p.scale for p in parts]), torch.cat([p.zero for p in parts]))
 
@@ -148,7 +148,7 @@ class _Search:
         high: Tensor,
     ) -> None:
         self.target, self.importance, self.dtype = target, importance, dtype
-        self.is_compiled = columns_compiled.supports(target)
+        self.is_compiled = column_loops.supports(target)
         self.symmetric, self.half, self.top = config.symmetric, 2 ** (config.bits - 1), 2**config.bits - 1
         self.low, self.high = low, high
         self.largest = torch.where(-low > high, low, high)  # signed weight of largest magnitude
@@ -160,7 +160,7 @@ class _Search:
     def losses(self, scale: Tensor, zero: Tensor) -> Tensor:
         """Return the weighted squared errors [rows] of a grid, in steps of it."""
         if self.is_compiled:
-            return columns_compiled.grid_loss(self.target, (scale, -zero, self.top - zero), self.importance)
+            return column_loops.grid_loss(self.target, (scale, -zero, self.top - zero), self.importance)
         units = self.target / scale
         error = units.round().clamp_(-zero, self.top - zero).sub_(units).square_()
         return error.sum(0) if self.importance is None else self.importance @ error

@@ -32,8 +32,10 @@ from torch import Tensor
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import HYB_ENTRIES, MAX_TILE_ROWS, ROW_MULTIPLE, Params
 from compress.kernels import llvm
-from compress.quant import columns_compiled, feedback, row_tiles, sweeps, viterbi_compiled
-from compress.quant.feedback import Objective
+from compress.kernels.loops import columns as column_loops
+from compress.kernels.loops import viterbi as viterbi_compiled
+from compress.quant import descent, feedback
+from compress.quant.feedback import Layer, Objective
 from compress.quant.settings import check, check_damp
 from compress.quant.viterbi import DECISIONS, LEVELS, NARROW, STATES, Search
 from compress.types import PackedWeight, Quantized, Stats, Stored
@@ -83,10 +85,9 @@ def plan_params(config: Config, shape: tuple[int, int]) -> Params:
     return Params(config.bits, config.state_bits, tile, config.code, config.row_scales)
 
 
-def spans(config: Config, shape: tuple[int, int]) -> list[slice]:
-    """Return the rows of each tile of a weight [out, in], which are whole paths, the last one padded."""
-    params = plan_params(config, shape)
-    return row_tiles.spans((trellis_format.padded_rows(params, shape[0]), shape[1]), params.tile_rows)
+def row_unit(config: Config, shape: tuple[int, int]) -> int:
+    """Return the rows that stay in one tile: a path has so many."""
+    return plan_params(config, shape).tile_rows
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
@@ -95,12 +96,13 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
     In the loop that is four copies of the weight, three of a tile, and a chunk's: it is searched, and later coded.
     """
     n, rows = shape[1], shape[0] + MAX_TILE_ROWS
-    tile = min(rows, row_tiles.largest(spans(config, shape)) + MAX_TILE_ROWS)
-    bits = plan_params(config, shape).symbol_bits
+    params = plan_params(config, shape)
+    tile = min(rows, feedback.row_tiles(shape, params.tile_rows)[0].stop + MAX_TILE_ROWS)
+    bits = params.symbol_bits
     if llvm.available() and bits <= NARROW:
         space = viterbi_compiled.workspace(MAX_TILE_ROWS, config.state_bits, bits, max(LEVELS.values()))
         search = torch.get_num_threads() * space
-        search += 0 if columns_compiled.is_worthwhile(shape[0] * n) else viterbi_compiled.COMPILER  # counted for a run
+        search += 0 if column_loops.is_worthwhile(shape[0] * n) else viterbi_compiled.COMPILER  # counted for a run
     else:
         search = DECISIONS["cpu"] + 48 * max(STATES["cpu"], 1 << config.state_bits)
     search += 64 << config.state_bits
@@ -109,74 +111,83 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
-    """Quantize weight [out, in], any float dtype, finite, by stats.hessian [in, in]. `seed` is unused."""
-    return row_tiles.whole(tiles(weight, stats, config, seed), spans(config, (weight.shape[0], weight.shape[1])))
+    """Quantize weight [out, in], any float dtype, finite, by stats.hessian [in, in], as one tile. `seed` is unused."""
+    rounding = prepare(weight, stats, config)
+    return join(rounding, [quantize_rows(rounding, slice(0, len(weight)))])
 
 
-def tiles(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> row_tiles.RowTiles:
-    """Return a weight to be quantized by tiles; arguments as of `quantize`."""
-    return _Tiles(weight, stats, config)
+@dataclass
+class Rounding(feedback.Rounding):
+    """A weight with its scales, and the factor of its Hessian."""
+
+    config: Config
+    params: Params
+    shape: tuple[int, int]
+    search: Search
+    scale: float
+    table: Tensor | None  # of `hyb`
+    row_scales: Tensor | None  # [padded out] float16
+    layer: Layer  # of the weight over its row scales, rows padded to whole paths
+    notes: tuple[str, ...]
+
+    def release(self) -> None:
+        del self.layer
 
 
-class _Part(NamedTuple):
-    """A tile of a weight: its codes, and its terms of the factor on the scale (see `_terms`)."""
+class Tile(NamedTuple):
+    """The codes of some rows, and their terms of the factor on the scale (see `_terms`)."""
 
     states: Tensor  # [in, rows / vector_dim] int32
     pulled: float
     power: float
 
 
-class _Tiles(row_tiles.RowTiles):
-    """A weight with its scale, and the factor of its Hessian."""
+def prepare(weight: Tensor, stats: Stats | None, config: Config) -> Rounding:
+    """Return what all rows have in common; arguments as of `quantize`."""
+    assert stats is not None
+    shape = rows, columns = weight.shape[0], weight.shape[1]
+    params = plan_params(config, shape)
+    extra = trellis_format.padded_rows(params, rows) - rows
+    target = torch.nn.functional.pad(weight.T.float(), (0, extra)).contiguous()  # [in, padded out]
+    row_scales = _row_scales(target) if config.row_scales else None
+    if row_scales is not None:
+        target /= row_scales.float()
+    hessian, notes = feedback.usable(stats)
+    order = torch.arange(columns, device=weight.device)
+    if config.act_order:
+        order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    table = _hyb_table().to(weight.device) if config.code == "hyb" else None
+    levels = trellis_format.states_table(params, table).to(weight.device)
+    search = Search(levels, params.state_bits, params.symbol_bits)
+    scale = _scale(search, target[:, :rows], params.bits)
+    layer = feedback.factored(target, hessian, config.damp, notes, order)
+    return Rounding(config, params, shape, search, scale, table, row_scales, layer, tuple(layer.notes))
 
-    def __init__(self, weight: Tensor, stats: Stats | None, config: Config) -> None:
-        assert stats is not None
-        self.config, self.shape = config, (weight.shape[0], weight.shape[1])
-        self.params = params = plan_params(config, self.shape)
-        extra = trellis_format.padded_rows(params, self.shape[0]) - self.shape[0]
-        target = torch.nn.functional.pad(weight.T.float(), (0, extra)).contiguous()  # [in, padded out]
-        self.row_scales = _row_scales(target) if config.row_scales else None
-        if self.row_scales is not None:
-            target /= self.row_scales.float()
-        hessian, notes = feedback.usable(stats)
-        order = torch.arange(self.shape[1], device=weight.device)
-        if config.act_order:
-            order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
-        self.table = _hyb_table().to(weight.device) if config.code == "hyb" else None
-        levels = trellis_format.states_table(params, self.table).to(weight.device)
-        self.search = Search(levels, params.state_bits, params.symbol_bits)
-        self.scale = _scale(self.search, target[:, : self.shape[0]], params.bits)
-        self.layer = feedback.factored(target, hessian, config.damp, notes, order)
-        self.notes = tuple(self.layer.notes)
 
-    def make(self, spans: Sequence[slice]) -> list[_Part]:
-        """Return some tiles."""
-        found = [self._tile(rows) for rows in spans]
-        del self.layer
-        return found
+def quantize_rows(rounding: Rounding, rows: slice) -> Tile:
+    """Return the tile of some rows, whole paths but for the last ones, which are padded."""
+    config, params, (outputs, columns) = rounding.config, rounding.params, rounding.shape
+    paths = slice(rows.start, trellis_format.padded_rows(params, rows.stop))
+    layer = replace(rounding.layer, weight=rounding.layer.weight[:, paths].contiguous())
+    width = _width(config, layer.weight.shape, params)
+    rounder = _TrellisRounder(rounding.search, params, layer.weight, rounding.scale, width)
+    values = layer.weight - feedback.run(layer.weight, layer.factor, rounder).residual
+    if config.sweeps:
+        values = descent.improve_blocks(layer, values, rounder, config.sweeps)
+    step = max(1, trellis_format.padded_rows(params, outputs) // CORRECTION_ROWS)
+    some = slice(-rows.start % step, outputs - rows.start, step)  # without padding
+    scales = None if rounding.row_scales is None else rounding.row_scales[paths][some].float()
+    terms = _terms(layer, layer.weight[:, some], values[:, some], scales)
+    return Tile(layer.natural(rounder.codes.transpose(1, 2).reshape(columns, -1)), *terms)
 
-    def _tile(self, rows: slice) -> _Part:
-        config, params, columns = self.config, self.params, self.shape[1]
-        layer = replace(self.layer, weight=self.layer.weight[:, rows].contiguous())
-        width = _width(config, layer.weight.shape, params)
-        rounder = _TrellisRounder(self.search, params, layer.weight, self.scale, width)
-        values = layer.weight - feedback.run(layer.weight, layer.factor, rounder).residual
-        if config.sweeps:
-            values = sweeps.improve(layer, values, rounder, config.sweeps)
-        step = max(1, self.layer.weight.shape[1] // CORRECTION_ROWS)
-        some = slice(-rows.start % step, self.shape[0] - rows.start, step)  # without padding
-        scales = None if self.row_scales is None else self.row_scales[rows][some].float()
-        terms = _terms(layer, layer.weight[:, some], values[:, some], scales)
-        states = layer.natural(rounder.codes.transpose(1, 2).reshape(columns, -1))
-        return _Part(states, *terms)
 
-    def join(self, parts: Sequence[_Part]) -> Quantized:
-        """Return the weight, from all tiles in order."""
-        pulled, power = (sum(terms) for terms in ([p.pulled for p in parts], [p.power for p in parts]))
-        scale = self.scale * (pulled / power if power > 0 else 1.0)
-        states = torch.cat([part.states for part in parts], 1)
-        tensors = trellis_format.pack(states.T, scale, self.params, self.row_scales, self.table)
-        return Quantized(PackedWeight(Stored(FORMAT, self.params), tensors, self.shape), self.notes)
+def join(rounding: Rounding, tiles: Sequence[Tile]) -> Quantized:
+    """Return the weight, from all its tiles in order."""
+    pulled, power = sum(tile.pulled for tile in tiles), sum(tile.power for tile in tiles)
+    scale = rounding.scale * (pulled / power if power > 0 else 1.0)
+    states = torch.cat([tile.states for tile in tiles], 1)
+    tensors = trellis_format.pack(states.T, scale, rounding.params, rounding.row_scales, rounding.table)
+    return Quantized(PackedWeight(Stored(FORMAT, rounding.params), tensors, rounding.shape), rounding.notes)
 
 
 class _TrellisRounder(feedback.Rounder):

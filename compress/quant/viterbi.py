@@ -10,23 +10,29 @@ Costs are integers: squared distances, less the least that the value allows, in 
 and decisions have 16 bits together, what states emit is rounded to some hundred levels, and a distance so large that
 hardly any path takes it counts less than its square; paths are as good as with exact costs within 0.2% of the squared
 error. Nothing depends on how sequences are batched, and every device finds the same path. The steps run compiled, on a
-CPU (viterbi_compiled.py) and on a GPU (viterbi_triton.py), where that is possible, else in torch. There, batches are
-bounded by `STATES` costs, because a step that stays in the cache is several times faster, and by DECISIONS bytes for
-the decisions of all steps.
+CPU (kernels/loops/viterbi.py) and on a GPU (kernels/triton/_viterbi.py), where that is possible, else in torch.
+There, batches are bounded by `STATES` costs, because a step that stays in the cache is several times faster, and by
+DECISIONS bytes for the decisions of all steps.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from compress.quant import viterbi_compiled, viterbi_triton
-from compress.quant.viterbi_compiled import Limits
+from compress.kernels.dispatch import LEAST_CAPABILITY
+from compress.kernels.loops import viterbi as viterbi_compiled
+from compress.kernels.loops.viterbi import Limits
 
 STATES = {"cpu": 1 << 18, "cuda": 1 << 26}  # costs computed in one step: 1 MB on a CPU
 DECISIONS = {"cpu": 1 << 26, "cuda": 1 << 32}  # bytes of the decisions of a batch
+LAUNCH_DECISIONS = 1 << 30  # bytes of the decisions of one launch on a GPU
+NODES_PER_THREAD = 8
+MOST_WARPS = 16
 WINDOW = 32  # steps before and after the seam that the first search covers
 NARROW = 4  # bits of a step up to which costs fit 16 bits
 PERIOD = {1: 16, 2: 8, 3: 2, 4: 1}  # bits of a step -> steps between subtractions of the least cost
@@ -66,10 +72,10 @@ class Search:
         self._make_levels()
         self._tables(table.device)
         self.compiled = None
-        self.on_gpu: viterbi_triton.TritonSearch | None = None
-        if symbol_bits <= NARROW and viterbi_triton.is_available(table.device):
-            costs = viterbi_triton.Costs(self.farthest, self.costs.shift, self.limits)
-            self.on_gpu = viterbi_triton.TritonSearch(symbol_bits, self.levels[self.index], costs)
+        self.on_gpu: TritonSearch | None = None
+        if symbol_bits <= NARROW and runs_on_gpu(table.device):
+            costs = GpuCosts(self.farthest, self.costs.shift, self.limits)
+            self.on_gpu = TritonSearch(symbol_bits, self.levels[self.index], costs)
         if table.device.type == "cpu" and symbol_bits <= NARROW:
             self.compiled = viterbi_compiled.compiled_search(
                 self.unit, self.levels, self.index, state_bits, symbol_bits, self.limits
@@ -194,3 +200,61 @@ class Search:
             torch.add(place, oldest, alpha=nodes, out=taken[t])
             place = self.previous[taken[t]]
         return self.state[taken[:, :, 0].T]
+
+
+class GpuCosts(NamedTuple):
+    """How the integers of the search on a GPU are made."""
+
+    farthest: int  # magnitude of a difference
+    shift: int  # of a squared difference
+    limits: Limits
+
+
+class TritonSearch:
+    """The search through one trellis on a GPU: the same integers, one program a sequence, one launch a search.
+
+    Costs stay in registers from step to step, a decision is one byte, and the way back is walked in the same launch.
+    """
+
+    def __init__(self, symbol_bits: int, emitted: Tensor, costs: GpuCosts) -> None:
+        """Take what states emit, emitted [states, dim] int32 of at most 16 bits, on the device of the search."""
+        self.symbol_bits, self.costs = symbol_bits, costs
+        self.nodes, self.dim = emitted.shape[0] >> symbol_bits, emitted.shape[1]
+        self.tops = emitted.abs().amax(0)
+        self.emitted = emitted.T.to(torch.int16).contiguous()  # [dim, states]
+
+    def search(self, values: Tensor, seam: Tensor | None) -> Tensor:
+        """Return states [sequences, steps] int64; values [sequences, steps, dim] int32, seam [sequences] int64 or None.
+
+        seam: the node where each path starts and ends.
+        """
+        from compress.kernels.triton import _viterbi
+
+        count, steps, _ = values.shape
+        values, device, limits = values.contiguous(), values.device, self.costs.limits
+        states = torch.empty(count, steps, dtype=torch.int64, device=device)
+        some = max(1, min(count, LAUNCH_DECISIONS // (steps * self.nodes)))
+        decisions = torch.empty(some * steps * self.nodes, dtype=torch.uint8, device=device)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            for first in range(0, count, some):
+                part = slice(first, min(first + some, count))
+                _viterbi.paths[(part.stop - first,)](
+                    values[part], states if seam is None else seam[part], self.emitted, self.tops, decisions,
+                    states[part], steps, SYMBOL_BITS=self.symbol_bits, REST=self.nodes >> self.symbol_bits,
+                    DIM=self.dim, FARTHEST=self.costs.farthest, SHIFT=self.costs.shift, MOST=limits.most,
+                    KNEE=limits.knee, PERIOD=limits.period, FAR=limits.far, SEAMED=seam is not None,
+                    num_warps=warps_of_program(self.nodes),
+                )  # fmt: skip
+        return states
+
+
+def warps_of_program(nodes: int) -> int:
+    """Return the warps of a program."""
+    return max(1, min(MOST_WARPS, nodes // (32 * NODES_PER_THREAD)))
+
+
+def runs_on_gpu(device: torch.device) -> bool:
+    """Return whether kernels can be compiled for this device: a GPU of NVIDIA that is not too old."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed import Store
 
 from compress.errors import CompressError, ProcessLostError, first_line, needs
-from compress.ranks import Ranks, given, wire
+from compress.ranks import wire
+from compress.ranks.shares import Ranks, given
 
 T = TypeVar("T")
 
@@ -30,8 +31,8 @@ SILENCE = 12.0  # seconds without a sign of life after SIGTERM; torchrun kills 3
 UNWINDING = 8.0  # seconds in which a process that has heard SIGTERM may end by itself
 HEARING = 0.5  # seconds until a signal that has interrupted the run is known to be SIGTERM
 SAYING = 3.0  # seconds that are waited for what a dead process has said
-LONGEST = timedelta(days=7)  # of waiting for others, which the signs of life cut short
-ANSWERING = timedelta(seconds=20)  # of the store
+MAX_WAIT = timedelta(days=7)  # a wait for others is cut short by the signs of life
+STORE_TIMEOUT = timedelta(seconds=20)
 GO_ON = "run the same command again to go on after the last finished block"
 
 
@@ -47,10 +48,10 @@ class Connected(Ranks):
         self.device = torch.device(device)
         self.pulse = _Pulse(rank, size)
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # accelerate changes it otherwise
-        PartialState(cpu=device == "cpu", timeout=LONGEST)
+        PartialState(cpu=device == "cpu", timeout=MAX_WAIT)
         if device != "cpu":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        self._gloo = dist.new_group(backend="gloo", timeout=LONGEST)
+        self._gloo = dist.new_group(backend="gloo", timeout=MAX_WAIT)
 
     def share(self, value: T) -> T:
         return self._spread_value(value, 0)
@@ -156,7 +157,7 @@ class Connected(Ranks):
 def _store() -> Store:
     """Return a connection to the store that torchrun keeps, for the keys of this attempt of the run."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(*address, is_master=False, timeout=ANSWERING)
+    store = dist.TCPStore(*address, is_master=False, timeout=STORE_TIMEOUT)
     return dist.PrefixStore(f"compress/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 

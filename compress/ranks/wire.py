@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 PACKAGE = "compress."
-LENGTH_NBYTES = 8  # of the length of the text, little-endian
+TEXT_LENGTH_NBYTES = 8  # a little-endian number
 SIMPLE = (type(None), bool, int, float, str)
 PLURAL: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 SPANS: dict[str, Callable[..., Any]] = {"slice": slice, "range": range}
@@ -31,8 +31,8 @@ def encode(value: Any) -> Tensor:
     """Return a value as uint8 [n] on the CPU. Raises TypeError for one that is no data."""
     tensors: list[Tensor] = []
     text = json.dumps(_plain(value, tensors), separators=(",", ":")).encode()
-    message = torch.empty(LENGTH_NBYTES + len(text) + sum(t.nbytes for t in tensors), dtype=torch.uint8)
-    head = len(text).to_bytes(LENGTH_NBYTES, "little") + text
+    message = torch.empty(TEXT_LENGTH_NBYTES + len(text) + sum(t.nbytes for t in tensors), dtype=torch.uint8)
+    head = len(text).to_bytes(TEXT_LENGTH_NBYTES, "little") + text
     message[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     place = len(head)
     for tensor in tensors:
@@ -43,9 +43,9 @@ def encode(value: Any) -> Tensor:
 
 def decode(message: Tensor, device: torch.device) -> Any:
     """Return the value of a message, uint8 [n]; device: of the tensors that were on a GPU where it was made."""
-    length = int.from_bytes(message[:LENGTH_NBYTES].numpy().tobytes(), "little")
-    text = message[LENGTH_NBYTES : LENGTH_NBYTES + length].numpy().tobytes()
-    return _Decoder(message[LENGTH_NBYTES + length :], device).value(json.loads(text))
+    length = int.from_bytes(message[:TEXT_LENGTH_NBYTES].numpy().tobytes(), "little")
+    text = message[TEXT_LENGTH_NBYTES : TEXT_LENGTH_NBYTES + length].numpy().tobytes()
+    return _Decoder(message[TEXT_LENGTH_NBYTES + length :], device).value(json.loads(text))
 
 
 def _plain(value: Any, tensors: list[Tensor]) -> Any:
@@ -144,10 +144,10 @@ def _kind(module: str, name: str) -> Any:
     if not module.startswith(PACKAGE) or "__main__" in module:
         raise ValueError(f"{module} is no module of this package")
     importlib.import_module(module)
-    found: Any = sys.modules[module]
+    value: Any = sys.modules[module]
     for part in name.split("."):
-        found = vars(found).get(part)
-    is_data = isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields"))
-    if not is_data or found.__module__ != module:
+        value = vars(value).get(part)
+    is_data = isinstance(value, type) and (dataclasses.is_dataclass(value) or hasattr(value, "_fields"))
+    if not is_data or value.__module__ != module:
         raise ValueError(f"{module}.{name} is no kind of data")
-    return found
+    return value

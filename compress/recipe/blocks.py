@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -105,22 +106,24 @@ def _part(entries: Entries, key: str, base: Any, default: Any) -> Any:
 def method(entries: Entries, kind: str = "quant") -> ModuleType:
     """Return the method that a block names; one line on stderr where the block has its former name."""
     name = value(entries, "method", str)
-    say_renamed(kind, name)
+    present = plugins.current(kind, name, entries)
+    say_renamed(name, present)
     try:
-        return plugins.load(kind, plugins.current(kind, name))
+        return plugins.load(kind, present)
     except RecipeError as error:
         raise error_at(entries["method"][0], str(error)) from error
 
 
 @functools.cache  # once a process: a block is read more than once
-def say_renamed(kind: str, name: str) -> None:
-    if (current := plugins.current(kind, name)) != name:
-        print(f"method {name!r} of the recipe is called {current!r} now", file=sys.stderr)
+def say_renamed(name: str, present: str) -> None:
+    if present != name:
+        print(f"method {name!r} of the recipe is called {present!r} now", file=sys.stderr)
 
 
 def build(entries: Entries, at: Node, where: str, base: Any, beside: Sequence[str] = ()) -> Any:
     """Return the dataclass instance `base` with the values of `entries`; beside: other keys that the block may hold."""
     hints = plugins.hints(base)
+    entries = _without_removed(entries, base, where)
     check_keys(entries, [*beside, *fields(base)], where)
     values = {key: value(entries, key, hints[key]) for key in entries}
 
@@ -128,6 +131,16 @@ def build(entries: Entries, at: Node, where: str, base: Any, beside: Sequence[st
         return error_at(entries[key][0] if key in entries else at, message)
 
     return plugins.replaced(base, values, where, error)
+
+
+def _without_removed(entries: Entries, base: Any, where: str) -> Entries:
+    """Leave out the settings that a method had once, at the value that it works with now; RecipeError at any other."""
+    removed = plugins.removed_keys(type(base))
+    for key in removed.keys() & entries.keys():
+        if plain(entries[key][1], key) != removed[key]:
+            usual = json.dumps(removed[key])
+            raise error_at(entries[key][0], f"{where}: {key} was taken away and is always {usual}; remove the key")
+    return {key: entry for key, entry in entries.items() if key not in removed}
 
 
 def fields(config: Any) -> list[str]:
@@ -160,7 +173,7 @@ def transforms(entries: Entries) -> tuple[Step, ...]:
         if "method" not in block:
             raise error_at(node, f"a transform needs a method, one of {', '.join(plugins.names('transform'))}")
         module = method(block, "transform")
-        name = value(block, "method", str)
+        name = plugins.current("transform", value(block, "method", str), block)
         if module.SCOPE == "model" and scopes:
             raise error_at(
                 node, f"{name} must be the first transform: a scale that is folded into a norm before it has no effect"

@@ -294,11 +294,12 @@ def apply_overrides(root: Node, overrides: Sequence[str]) -> Node:
     quantize = mapping(entries["quantize"][1], "quantize") if "quantize" in entries else {}
     if "method" not in quantize:
         return root
-    known = [*SCHEME_KEYS, *fields(method(quantize).Config)]
+    config = method(quantize).Config
+    known = [*SCHEME_KEYS, *fields(config)]
     others = [*TOP_KEYS, *(f"calibration.{name}" for name in fields(CalibrationConfig))]
     for override in overrides:
         key = _key(override)
-        if _is_bare(key) and key not in known:
+        if _is_bare(key) and key not in known and key not in plugins.removed_keys(config):
             raise RecipeError(f"{OVERRIDE}{cut(override)}: {plugins.unknown('key', key, [*known, *others])}")
     return root
 

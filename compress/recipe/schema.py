@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from compress import plugins
+from compress.process_memory import UNITS
 from compress.recipe import facts
 
 if TYPE_CHECKING:
@@ -134,6 +135,11 @@ class Target:
         return "bpw" if unit in ("bit", "bits") else unit
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of a target that is a size."""
+        return int(self.value * UNITS[self.unit.upper()])
+
+    @property
     def value(self) -> float:
         return float(re.match(r"[0-9.]+", self.text)[0])  # type: ignore[index]
 
@@ -155,7 +161,7 @@ class Allocation:
     cache_bits: tuple[float, ...] = ()  # [bits] offered to the keys and values of each layer; empty: those that the
     # method takes
     cache_estimator: CacheEstimator = "kl_one_at_a_time"  # of what errors of the cache cost
-    # (compress/allocate/kv_budget.py)
+    # (compress/allocate/cache_units.py)
     cache_options: tuple[Mapping[str, Any], ...] = ()  # settings of kv_cache offered to the keys and values of each
     # layer in place of cache_bits: {bits: 2}, {method: lloyd, bits: 3}, {bits: 4, evict: {keep: 0.5}}
     tables: tuple[Scheme | None, ...] = ()  # what the token embeddings and the output head may get, like the sections

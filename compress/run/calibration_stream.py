@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,7 @@ from compress.calib.weighed_pass import WEIGHED, WeighedPass
 from compress.model import blockwise, graph
 from compress.model.blockwise import FULL, QUANTIZED, BlockPass
 from compress.progress import Meter
-from compress.run import layer_needs, memory_plan
-from compress.run.divided_block import DividedBlock
+from compress.run import sizes
 from compress.run.job import Job, Prepared
 from compress.run.quantize_linear import NO_STATISTICS, InputStatistics, finish_statistics
 from compress.types import LayerPlan
@@ -177,8 +176,8 @@ class CalibrationStream:
 
     def passes(self, layers: list[LayerPlan]) -> list[list[str]]:
         """Return the shared inputs of a block whose statistics are collected, those of each pass together."""
-        sizes = memory_plan.statistics(layers, self.paired, self.every)
-        return memory_plan.split(sizes, self.prepared.arrangement.statistics_nbytes)
+        hessians = sizes.hessian_nbytes(layers, self.paired, self.every)
+        return sizes.split_passes(hessians, self.prepared.arrangement.statistics_nbytes)
 
     @process_memory.reusing()
     def importance(
@@ -192,19 +191,19 @@ class CalibrationStream:
         settings = self.job.recipe.calibration
         if self.tokens is None or settings.importance == "none":
             return None, None
-        by_attention = settings.importance in (token_importance.AUTO, "attention")
+        by_attention = settings.importance in (token_importance.AUTO_SCORE, "attention")
         if by_attention and not (self.paired or self.weighs_before):
-            found = self._weigh(index, block, layers, routed)
-            if found is not None:
-                return found, None
+            weights = self._weigh(index, block, layers, routed)
+            if weights is not None:
+                return weights, None
         self.meter.say("weighing tokens")
         is_shared = len(self.slices) >= self.ranks.size > 1
         own = self.own if is_shared else self.slices
         name, batches = self.skeleton.block_prefix(index).rstrip("."), partial(self.batches, index, own)
         minimum = settings.importance_min
-        found, note = token_importance.weights(settings.importance, block, name, batches, self.tokens, minimum)
+        weights, note = token_importance.weights(settings.importance, block, name, batches, self.tokens, minimum)
         self.weighs_before = note is not None  # which the next block is likely to need, too
-        return found, note
+        return weights, note
 
     def _weigh(self, index: int, block: nn.Module, layers: list[LayerPlan], routed: Mapping[str, int]) -> Tensor | None:
         """Collect the statistics of the first pass, and return the weights; None where they have to be known before.
@@ -216,14 +215,14 @@ class CalibrationStream:
         if not passes or not calls:
             return None
         name, minimum = self.skeleton.block_prefix(index).rstrip("."), self.job.recipe.calibration.importance_min
-        weighed, readers = WeighedPass(block, name, calls, minimum), layer_needs.readers(layers, self.every)
+        weighed, readers = WeighedPass(block, name, calls, minimum), sizes.readers(layers, self.every)
         of_pass = {key: readers[key] for key in passes[0]}
         sums = self._collect(index, block, of_pass, len(passes) == 1, routed, weighed=weighed)
-        found = self.ranks.gather((weighed.calls, weighed.failed, weighed.scores))
-        self.attentions[type(block)] = max(calls for calls, *_ in found)
-        if any(failed for _, failed, _ in found):
+        seen = self.ranks.gather((weighed.calls, weighed.failed, weighed.scores))
+        self.attentions[type(block)] = max(calls for calls, *_ in seen)
+        if any(failed for _, failed, _ in seen):
             return None
-        scores = torch.cat([part for *_, parts in found for part in parts])
+        scores = torch.cat([part for *_, parts in seen for part in parts])
         weights, note = token_importance.of_scores(scores, block, minimum)
         if note is not None:
             return None
@@ -231,20 +230,27 @@ class CalibrationStream:
         return weights
 
     def statistics(
-        self, index: int, block: nn.Module, layers: list[LayerPlan], weights: Tensor | None, divided: DividedBlock
+        self,
+        index: int,
+        block: nn.Module,
+        layers: list[LayerPlan],
+        weights: Tensor | None,
+        own: Collection[str],
+        routed: Mapping[str, int],
     ) -> Iterator[tuple[InputStatistics, list[str]]]:
-        """Yield the statistics of each shared input with this process's linears that read it; weights: of the tokens.
+        """Yield the statistics of each shared input with this process's linears that read it.
 
-        Last come the linears that need none. In the last pass over the block, whose weights are still the original
-        ones, the full-precision side of the stream goes on.
+        weights: of the tokens. own: this process's linears. routed: as of `_collect`. Last come the linears that need
+        none. In the last pass over the block, whose weights are still the original ones, the full-precision side of the
+        stream goes on.
         """
-        readers, passes = layer_needs.readers(layers, self.every), self.passes(layers)
-        settings, tokens, own = self.job.recipe.calibration, self.states.samples * self.prepared.seq_len, divided.own
+        readers, passes = sizes.readers(layers, self.every), self.passes(layers)
+        settings, tokens = self.job.recipe.calibration, self.states.samples * self.prepared.seq_len
         for number, keys in enumerate(passes):
             sums, self.weighed = self.weighed, {}
             if not sums:
                 of_pass = {key: readers[key] for key in keys}
-                sums = self._collect(index, block, of_pass, number + 1 == len(passes), divided.routed, weights)
+                sums = self._collect(index, block, of_pass, number + 1 == len(passes), routed, weights)
             for key in keys:
                 alpha = settings.target_correction if self._has_drift(readers[key]) else None
                 names = dict.fromkeys(layer.spec.name for layer in readers[key] if layer.spec.name in own)
@@ -285,7 +291,7 @@ class CalibrationStream:
         both: dict[str, calib_stats.Summed] = {**sums, **elsewhere}
         every = {key: both[key] for key in readers}
         chunk, seq_len = calib_stats.chunk_tokens(self.prepared.seq_len), self.prepared.seq_len
-        needed = self.job.recipe.calibration.importance != token_importance.AUTO
+        needed = self.job.recipe.calibration.importance != token_importance.AUTO_SCORE
 
         def collect(of_batch: Tensor | None, into: Mapping[str, Any] = every) -> AbstractContextManager[None]:
             return calib_stats.collect(linears, into, chunk, of_batch, experts, pass_end, needed)

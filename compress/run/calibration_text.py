@@ -44,7 +44,7 @@ def calibration(job: Job, prepared: Prepared, progress: Progress, cache: Path | 
             say_fewer(len(text.tokens), samples, text.tokens_available)
     else:
         text = _self_generated(job, dataclasses.replace(prepared, samples=samples), progress, cache)
-    return calib_data.expanded(text, copies) if copies > 1 else text
+    return calib_data.expand_copies(text, copies) if copies > 1 else text
 
 
 def say_fewer(samples: int, asked: int, tokens: int) -> None:
@@ -88,7 +88,7 @@ def _self_generated(job: Job, prepared: Prepared, progress: Progress, cache: Pat
     return written
 
 
-def noted(calibration: Calibration, job: Job, prepared: Prepared) -> Calibration:
+def add_notes(calibration: Calibration, job: Job, prepared: Prepared) -> Calibration:
     """Add notes of what a run does otherwise than asked for."""
     notes = list(calibration.notes)
     if (seq_len := job.recipe.calibration.seq_len) > prepared.seq_len:

@@ -7,7 +7,6 @@ stored weights and goes on, with the same bytes as a run that was never interrup
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,11 +16,10 @@ from torch import Tensor, nn
 
 from compress import formats, plugins, ranks
 from compress.errors import CheckpointError, NumericalError
-from compress.model import blockwise
-from compress.run import expert_pruning, report, shards, tables, verify
+from compress.run import expert_pruning, report, shards, verify
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.job import RunState
-from compress.run.quantize_linear import InputStatistics, LinearTask
+from compress.run.quantize_linear import LinearTask
 from compress.storage.workdir import Output
 from compress.tune import low_rank
 from compress.types import LayerReport, PackedWeight, Quantized
@@ -47,7 +45,7 @@ class CheckpointBlocks:
         if notes:
             self.run.notes["transform"] = notes
         self.probe = verify.Probe(self.skeleton, self.device)
-        self.run.start = self.probe.start() if self.run.prepared.plan.looked_up else None
+        self.run.start = self.probe.start() if self.run.prepared.plan.embedding_tables else None
 
     def begin(self, index: int, block: nn.Module) -> None:
         """Measure what pruning the experts of a block would do, its weights being the original ones."""
@@ -81,7 +79,7 @@ class CheckpointBlocks:
             if task.fisher is not None:
                 self.tuning.fisher[name] = task.fisher
         row = report.measure(task.layer, task.weight, result.weight, task.statistics.stats, result.notes)
-        row = report.checked(row, self.run.job.allow_partial)
+        row = report.check_row(row, self.run.job.allow_partial)
         self.packed[row.name] = result.weight
         self.rows[row.name] = dataclasses.replace(row, seconds=round(seconds, 4))
 
@@ -106,7 +104,7 @@ class CheckpointBlocks:
             )
         if self.ranks.is_main:
             self.output.finish_block(index, record)
-        self._keep(index, record, rows)
+        self._add_to_run(index, record, rows)
 
     def restore(self, index: int, block: nn.Module) -> nn.Module:
         """Return the block that was written. Raises CheckpointError if it does not give what it gave."""
@@ -116,7 +114,7 @@ class CheckpointBlocks:
             raise CheckpointError(
                 f"block {index} in {self.output.work} does not give its result any more; use --restart"
             )
-        self._keep(index, record, rows)
+        self._add_to_run(index, record, rows)
         return block
 
     def _pass_on(self, index: int, block: nn.Module, packed: dict[str, PackedWeight]) -> str:
@@ -127,23 +125,12 @@ class CheckpointBlocks:
         self.run.probes.append(self.probe.advance(index, block))
         return self.run.probes[-1]
 
-    def _keep(self, index: int, record: dict[str, Any], rows: list[LayerReport]) -> None:
+    def _add_to_run(self, index: int, record: dict[str, Any], rows: list[LayerReport]) -> None:
         self.run.layers += rows
         self.run.hashes[record["file"]] = record["sha256"]
         self.run.experts.update(record["experts"])
         if record["notes"]:
             self.run.notes[self.skeleton.block_prefix(index).rstrip(".")] = record["notes"]
-
-    def write_rest(self, head: InputStatistics) -> None:
-        """Write everything outside of the blocks, tables packed as planned; head: statistics of what the head reads."""
-        record = shards.intact_rest(self.output)
-        if record is None:
-            made = tables.quantize(self.run, head, self.stream.meter.say)
-            files = shards.write_rest(self.output, self.run.prepared, self.device, made.packed)
-            record = {"files": files, "layers": list(map(report.to_dict, made.rows))}
-            self.output.finish_stage(shards.REST, record)
-        self.run.hashes.update(record["files"])
-        self.run.layers += [report.from_dict(row) for row in record["layers"]]
 
     def tune(self, block: nn.Module) -> list[str]:
         """Train what lies beside the codes of a block, if the recipe asks for it; return what the report should say."""
@@ -168,20 +155,3 @@ class CheckpointBlocks:
         trained, note = low_rank.train_block(block, inner, settings, partial(self.stream.batches, index))
         self.packed = {prefix + name: weight for name, weight in trained.items()}
         return [note] if note else []
-
-
-class TimedBlocks(CheckpointBlocks):
-    """Do the same work on a block, to time it, and write nothing."""
-
-    token_seconds = 0.0  # of a token on its way through the block, where a model is tuned as a whole
-
-    def finish(self, index: int, block: nn.Module, notes: list[str]) -> None:
-        """Tune the block, and train its low-rank parts."""
-        self.tune(block)
-        self.train(index, block)
-        if self.run.job.recipe.tuning("model") is None:
-            return
-        hidden, call = next(iter(self.stream.batches(index)))
-        started = time.monotonic()
-        blockwise.run_block(block, call, hidden, self.skeleton.block_prefix(index).rstrip("."))
-        self.token_seconds = (time.monotonic() - started) / hidden.shape[:2].numel()

@@ -35,22 +35,22 @@ def check(recipe: Recipe, plan: Plan) -> None:
 
 def measure(block: nn.Module, where: str, batches: BlockInputs, config: ExpertPruning) -> dict[str, dict[str, Any]]:
     """Return experts module -> its routing, and how it would be pruned, as JSON values; {} without experts."""
-    found = {}
+    records = {}
     for name, stats in expert_routing.measure(block, where, batches, config).items():
         setting = expert_routing.setting(stats, config)
-        found[name] = {**stats.facts(), "pruning": dataclasses.asdict(setting) if setting is not None else None}
-    return found
+        records[name] = {**stats.facts(), "pruning": dataclasses.asdict(setting) if setting is not None else None}
+    return records
 
 
-def chosen(records: Records, config: ExpertPruning, layers: Sequence[LayerReport]) -> dict[str, Pruning]:
+def choose_prunings(records: Records, config: ExpertPruning, layers: Sequence[LayerReport]) -> dict[str, Pruning]:
     """Return experts module -> what it is pruned with: the least harmful of those with every linear in `layers`."""
     packed = _by_expert(layers, records)
-    found = {
+    candidates = {
         name: (record["harm"], Pruning(**record["pruning"]) if record["pruning"] is not None else None)
         for name, record in records.items()
         if len(packed.get(name, {})) == len(record["counts"])
     }
-    return expert_routing.thresholds(found, config)
+    return expert_routing.thresholds(candidates, config)
 
 
 def rows(records: Records, pruned: Mapping[str, Pruning], layers: Sequence[LayerReport]) -> dict[str, dict[str, Any]]:
@@ -59,11 +59,11 @@ def rows(records: Records, pruned: Mapping[str, Pruning], layers: Sequence[Layer
     bits: stored bits a weight of each packed expert; threshold and the others of `Pruning` are None where not pruned,
     dropped is the share of the (token, expert) pairs on the calibration text.
     """
-    packed, found = _by_expert(layers, records), {}
+    packed, by_module = _by_expert(layers, records), {}
     for name, record in records.items():
         setting = pruned.get(name)
         bits = {number: _bits(linears) for number, linears in sorted(packed.get(name, {}).items())}
-        found[name] = {
+        by_module[name] = {
             **{key: record[key] for key in ("tokens", "top_k", "counts", "share", "routing", "ratios", "harm")},
             "bits": [bits.get(number) for number in range(len(record["counts"]))],
             "threshold": setting.threshold if setting is not None else None,
@@ -71,17 +71,17 @@ def rows(records: Records, pruned: Mapping[str, Pruning], layers: Sequence[Layer
             "taken": setting.taken if setting is not None else None,
             "dropped": record["dropped"] if setting is not None else 0.0,
         }
-    return found
+    return by_module
 
 
 def _by_expert(layers: Sequence[LayerReport], modules: Collection[str]) -> dict[str, dict[int, list[LayerReport]]]:
     """Return experts module, of `modules` -> number of an expert -> its linears; of a module all are packed or none."""
-    found: dict[str, dict[int, list[LayerReport]]] = defaultdict(lambda: defaultdict(list))
+    by_expert: dict[str, dict[int, list[LayerReport]]] = defaultdict(lambda: defaultdict(list))
     for layer in layers:
         parts = layer.name.rsplit(".", 2)
         if parts[0] in modules:
-            found[parts[0]][int(parts[1])].append(layer)
-    return found
+            by_expert[parts[0]][int(parts[1])].append(layer)
+    return by_expert
 
 
 def _bits(linears: Sequence[LayerReport]) -> float:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from compress.calib import prefix
 from compress.calib.data import Calibration
 from compress.calib.prefix import Prefix
 from compress.errors import one_line
+from compress.model.fingerprint import fingerprint, versions
 from compress.model.skeleton import Skeleton
 from compress.recipe import Recipe
+from compress.recipe import fingerprint as recipe_fingerprint
 from compress.run import expert_pruning
 from compress.run.memory_plan import Arrangement
 from compress.run.verify import ProbeStart
-from compress.storage import paths
+from compress.storage import manifest, paths
+from compress.storage.checkpoint import MANIFEST, Checkpoint, write_text
 from compress.types import LayerReport, Plan, Pruning
 
 
@@ -69,11 +75,11 @@ class Prepared:
     prefix: Prefix = prefix.NONE  # what each sample begins with
 
     @property
-    def says(self) -> tuple[str, ...]:
+    def messages(self) -> tuple[str, ...]:
         """What is to be known of the plan, and of a transform of the whole model, before anything is done."""
         edits = self.skeleton.edits
         begun = (self.prefix.sentence,) if self.prefix.sentence else ()
-        return (*self.plan.says, *(edits.says if edits is not None else ()), *begun)
+        return (*self.plan.messages, *(edits.says if edits is not None else ()), *begun)
 
 
 @dataclass
@@ -96,4 +102,31 @@ class RunState:
     def prunings(self) -> dict[str, Pruning]:
         """Experts module -> what it is pruned with."""
         config = self.job.recipe.pruning
-        return expert_pruning.chosen(self.experts, config, self.layers) if config is not None else {}
+        return expert_pruning.choose_prunings(self.experts, config, self.layers) if config is not None else {}
+
+
+def identity(job: Job, checkpoint: Checkpoint, calibration: Calibration | None) -> dict[str, Any]:
+    """Return what decides the bytes of the result; a run may be resumed only if all of it is the same."""
+    return {
+        "model": fingerprint(checkpoint),
+        "adapter": checkpoint.base_settings.get("adapter"),
+        "recipe": recipe_fingerprint(job.recipe),
+        "calibration text": calibration.sha256 if calibration is not None else None,
+        "seed": job.seed,
+        "command": "quantize" if job.pack else "transform",
+        "device": torch.device(job.device).type,
+        "dtype": job.dtype,
+        "software versions": versions(),
+    }
+
+
+def write_manifest(directory: Path, job: Job, source: Checkpoint) -> None:
+    """Write the manifest of a finished checkpoint: hash and size of every file, and what it was made of."""
+    values = {
+        **manifest.entries(directory),
+        "source": {"model": job.model_name, "fingerprint": fingerprint(source), "base": source.base or None},
+        "recipe": recipe_fingerprint(job.recipe),
+        "seed": job.seed,
+        "versions": versions(),
+    }
+    write_text(directory / MANIFEST, json.dumps(values, indent=1) + "\n")

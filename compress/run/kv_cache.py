@@ -1,38 +1,43 @@
-"""The cache of a checkpoint in the making: checked before the run, calibrated and written after it."""
+"""Check a recipe's cache against a model, and count its bytes, before any weight is read.
+
+Bytes a token are those at a stated context. Keys and values drawn at random fill the stores of one layer of each kind,
+at two lengths a whole flush of all codecs apart, and the line through these is carried on to the context. What is
+calibrated counts once for a model, whatever the number of sequences; divided by the tokens of one sequence it is part
+of the bytes a token. Layers that stay as transformers has them are left out. A layer that evicts is filled with the
+tokens that stay at that context (compress/kv/evict/kept_tokens.py), and with what it remembers of their places.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from compress import plugins, process_memory
-from compress.calib.kv import GRADIENTS, SINKS, calibrate
+from compress import plugins
+from compress.calib.kv import GRADIENTS, SINKS
 from compress.errors import RecipeError
 from compress.kv import cache as caches
+from compress.kv import layer as layers
 from compress.kv.codec import Spec
-from compress.kv.evict import blocks
+from compress.kv.evict import kept_tokens
 from compress.kv.evict import settings as eviction
+from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import EXACT, KINDS, CacheSettings, Coding, Codings
+from compress.kv.token_store import Bytes
 from compress.model.cache_pass import CachedHeads, CachedLayers, cached_layers
-from compress.model.skeleton import Skeleton
-from compress.run import cache_bytes
-from compress.runtime import kv_config
-from compress.storage.checkpoint import open_checkpoint, sha256
-from compress.storage.json_text import OBJECT
+from compress.model.positions import max_positions
+from compress.numerics import kl
+from compress.run import memory_plan
+from compress.run.memory_plan import CacheSizes
 
-STAGE = "cache"  # of a run (compress/storage/workdir.py)
-BATCH = 4  # samples in a forward pass, at most
-RECORD = {"section": OBJECT, "calibration": (dict, type(None))}
-CALIBRATED = 16384  # tokens, at most: a layer's keys, values and queries of all of them are in memory
-
-if TYPE_CHECKING:
-    from compress.progress import Progress
-    from compress.run.job import RunState
-    from compress.storage.workdir import Output
+SAMPLES_PER_BATCH = 4  # a forward pass of the calibration has no more
+CALIBRATION_TOKENS = 16384  # no more: a layer's keys, values and queries of all of them are in memory
+CONTEXT = 8192  # tokens, or as many as the model has positions
 
 
 def check(config: Any, settings: CacheSettings) -> Codings:
@@ -77,7 +82,7 @@ def _check_model(config: Any, settings: CacheSettings, cached: CachedLayers) -> 
     """Raise RecipeError where the model does not allow what the settings ask of all layers."""
     caches.make_cache(config, settings)  # for its errors
     if settings.evict is not None and settings.evict.prunes and not cached.is_sliceable:
-        raise RecipeError(blocks.UNSLICED)
+        raise RecipeError(layers.UNSLICED)
     if settings.read is not None and not cached.is_fused:
         raise RecipeError(
             "kv_cache.read: only attention that reads stored codes can choose tokens, and the attention of this model "
@@ -86,13 +91,13 @@ def _check_model(config: Any, settings: CacheSettings, cached: CachedLayers) -> 
 
 
 def left_exact(config: Any) -> str:
-    """Return what to say of the layers whose type is not coded, "" where there is none."""
+    """Return a note on the layers whose type is not coded, "" where there is none."""
     types = caches.layer_types(config)
     counts = Counter(kind for kind in types if kind not in (caches.CODED, "dummy"))
     if not counts:
         return ""
-    said = ", ".join(f"{count} of {kind}" for kind, count in counts.items())
-    return f"the cache of {sum(counts.values())} of {len(types)} layers ({said}) stays as it is; the others' is coded"
+    exact = ", ".join(f"{count} of {kind}" for kind, count in counts.items())
+    return f"the cache of {sum(counts.values())} of {len(types)} layers ({exact}) stays as it is; the others' is coded"
 
 
 def _check_eviction(
@@ -113,7 +118,7 @@ def _check_coding(coding: Coding, spec: Spec, heads: CachedHeads, cached: Cached
     plugin = plugins.load("kv", coding.method)
     is_before_rope = spec.kind == "keys" and "keys_pre" in plugin.NEEDS
     if not plugin.NEEDS:
-        is_before_rope = caches.build(coding, spec, {}).rope == "pre"
+        is_before_rope = layers.build(coding, spec, {}).rope == "pre"
     elif heads.unwatched:
         raise RecipeError(
             f"{spec.where}: {coding.method} cannot be calibrated on this model, because {heads.unwatched}; choose a "
@@ -133,10 +138,10 @@ def _check_coding(coding: Coding, spec: Spec, heads: CachedHeads, cached: Cached
 
 def samples(seq_len: int) -> int:
     """Return how many samples of so many tokens a cache is calibrated on, at most."""
-    return max(1, CALIBRATED // seq_len)
+    return max(1, CALIBRATION_TOKENS // seq_len)
 
 
-def sampled(config: Any, settings: CacheSettings, tokens: int) -> tuple[int, int]:
+def sample_nbytes(config: Any, settings: CacheSettings, tokens: int) -> tuple[int, int]:
     """Return the bytes of the samples of one layer, float32, on so many tokens, and those that learning takes beside.
 
     Learning begins with joining the samples of each name.
@@ -157,69 +162,97 @@ def sampled(config: Any, settings: CacheSettings, tokens: int) -> tuple[int, int
         work = max(module.WORK for module in modules if module.NEEDS)
         held = max(held, 4 * sum(channels[name] for name in needed | {*KINDS}))
         learning = max(learning, 4 * max(channels.values()), work * max(channels[x] for x in needed - GRADIENTS))
-    return held * min(tokens, CALIBRATED), learning * min(tokens, CALIBRATED)
+    return held * min(tokens, CALIBRATION_TOKENS), learning * min(tokens, CALIBRATION_TOKENS)
 
 
-def build(output: Output, facts: RunState, progress: Progress) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The section for a finished checkpoint by the recipe of its job, and what the report says of it.
-
-    Codecs are calibrated on the text of the job, CALIBRATED tokens of it, and on the model as it was written. What an
-    interrupted run has calibrated is taken from it. None without a recipe, and where only the transforms of a recipe
-    were asked for.
-    """
-    asked = facts.job
-    if asked.recipe.kv_cache is None or (asked.recipe.packs and not asked.pack):
-        return None, None
-    record = output.finished_stage(STAGE, RECORD)
-    if record is None or not _is_intact(output.model, record["section"]):
-        progress("calibrating the cache", 0, 0)
-        section, found = _calibrated(output.model, facts, asked.recipe.kv_cache)
-        record = {"section": section, "calibration": found}
-        output.finish_stage(STAGE, record)
-    section = record["section"]
-    if said := left_exact(facts.prepared.skeleton.config):
-        facts.notes["kv_cache"] = [said]
-    return section, {"calibration": record["calibration"], "size": _size(output.model, facts, section), **section}
+def calibration_sizes(config: Any, settings: CacheSettings, tokens: int, blocks: int, item: int) -> CacheSizes:
+    """Return the bytes that calibrating the cache of a model holds; item: bytes of a number of its hidden states."""
+    hidden = config.get_text_config().hidden_size * item
+    is_backward = bool(GRADIENTS & settings.needs())
+    sides = blocks + 2 if is_backward else 1
+    logits = memory_plan.LOGITS_FACTOR * kl.LOGITS_NBYTES if is_backward else 0
+    states = sides * min(tokens, CALIBRATION_TOKENS) * hidden
+    samples_nbytes, learning_nbytes = sample_nbytes(config, settings, tokens)
+    return CacheSizes(samples_nbytes, learning_nbytes, states, logits, SAMPLES_PER_BATCH)
 
 
-def _size(directory: Path, facts: RunState, section: dict[str, Any]) -> dict[str, Any]:
-    """Return what the cache of a checkpoint takes, with its calibrated tensors."""
-    skeleton = facts.prepared.skeleton
-    settings = kv_config.read(section, len(caches.layer_types(skeleton.config)))
-    static = kv_config.read_static(section, directory, skeleton.config, settings)
-    return cache_bytes.at_context(skeleton.config, settings, static, skeleton.dtype).plain()
+@dataclass(frozen=True)
+class CacheBytes:
+    """The bytes of one sequence's coded layers."""
+
+    context: int  # [tokens]
+    bytes_per_token: float  # static included
+    exact_bytes_per_token: float  # of the uncompressed cache
+    static: int  # bytes of calibrated tensors, once for a model
+
+    def plain(self) -> dict[str, Any]:
+        """Return this as JSON values."""
+        return asdict(self)
 
 
-def _is_intact(directory: Path, section: dict[str, Any]) -> bool:
-    """Whether the file of calibrated tensors, where there is one, is the one that the section speaks of."""
-    static, path = section.get("static"), directory / kv_config.FILE
-    return static is None or (path.is_file() and sha256(path) == static["sha256"])
+@torch.no_grad()
+def bytes_at_context(
+    config: Any, settings: CacheSettings, static: Mapping[str, Tensor], dtype: torch.dtype, context: int | None = None
+) -> CacheBytes:
+    """Return the bytes of a cache of a model of this configuration; static: what its codecs were calibrated to."""
+    context = context or min(CONTEXT, max_positions(config.get_text_config()) or CONTEXT)
+    heads = cached_layers(config).by_layer
+    stored, evicts = _stored_tokens(config, settings, context), settings.evict is not None
+    settings = replace(settings, evict=None)
+    cache = caches.make_cache(config, settings, static, "fused")
+    coded = [index for index, layer in enumerate(cache.layers) if isinstance(layer, CodedLayer) and index in heads]
+    alike = Counter(repr((cache.codings[index], heads[index], stored[index])) for index in coded)
+    total = exact = static_nbytes = rotary = 0
+    for index in coded:
+        if not (count := alike.pop(repr((cache.codings[index], heads[index], stored[index])), 0)):
+            continue  # its like was measured
+        one = caches.make_cache(config, settings, static, "fused")
+        size = _layer_nbytes(one, index, heads[index], dtype, stored[index])
+        if evicts and stored[index] < context:
+            later = context - kept_tokens.prompt_of(context)
+            size += Bytes(state=kept_tokens.places(stored[index] - later, bool(len(one.rope))))
+        if len(one.rope):  # keys before the rotary embedding, whose rows and positions all layers share
+            rotary = max(rotary, heads[index].rotary * dtype.itemsize + 4)
+        total, static_nbytes = total + count * size.total, static_nbytes + count * size.static
+        exact += count * sum(math.prod(shape) for shape in (heads[index].keys, heads[index].values)) * dtype.itemsize
+    return CacheBytes(context, rotary + (total + static_nbytes) / context, exact, static_nbytes)
 
 
-def _calibrated(
-    directory: Path, facts: RunState, settings: CacheSettings
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Calibrate and write the cache of a checkpoint: its section, and facts of the calibration if there was one."""
-    asked = facts.job
-    skeleton = Skeleton(open_checkpoint(directory))
-    codings = caches.coded_layers(skeleton.config, settings)
-    static: dict[str, Tensor] = {}
-    found = None
-    if settings.needs():
-        assert facts.calibration is not None
-        tokens = facts.calibration.tokens
-        tokens = tokens[: samples(tokens.shape[1])]
-        file = directory.parent / "cache-states" if facts.prepared.arrangement.spill else None
-        static, found = calibrate(
-            skeleton,
-            codings,
-            tokens,
-            asked.device,
-            min(BATCH, facts.prepared.arrangement.batch),
-            file,
-            settings.read,
-        )
-        process_memory.check(asked.max_memory)
-    section = kv_config.write(directory, settings, len(codings), static)
-    kv_config.read_static(section, directory, skeleton.config, kv_config.read(section, len(codings)))
-    return section, found
+def _stored_tokens(config: Any, settings: CacheSettings, context: int) -> list[int]:
+    """Return how many tokens each layer of a model stores at a context."""
+    later = context - kept_tokens.prompt_of(context)
+    return [later + kept for kept in kept_tokens.by_layer(config, settings, context)]
+
+
+def _layer_nbytes(cache: KVCache, index: int, heads: CachedHeads, dtype: torch.dtype, context: int) -> Bytes:
+    """Return the bytes of one layer at the context, total carried on; without rotary rows."""
+    layer = cache.layers[index]
+    assert isinstance(layer, CodedLayer), "the caller has asked"
+    generator = torch.Generator().manual_seed(0)
+
+    def feed(tokens: int) -> None:
+        states = [
+            torch.randn(1, h, tokens, width, generator=generator).to(dtype) for h, width in (heads.keys, heads.values)
+        ]
+        if heads.rotary:
+            angles = torch.rand(1, tokens, heads.rotary // 2, generator=generator).repeat(1, 1, 2)
+            layer.turns = angles.cos().to(dtype), angles.sin().to(dtype)
+        layer.update(*states)
+        queries = cache.queries // heads.keys[0] * heads.keys[0]
+        layer.commit(torch.randn(1, queries, tokens, heads.keys[1], generator=generator).to(dtype))
+
+    feed(1)
+    period = math.lcm(*(store.flush for store in layer.stores.values()))
+    least = max(layer.cache.codings[index][kind].policy.residual_length for kind in KINDS)
+    before = least + layer.stores["keys"].policy.sink + period
+    before += (context - before) % period
+    if context <= before:
+        feed(context - 1)
+        return layer.nbytes()
+    feed(before - 1)
+    first = layer.nbytes()
+    feed(period)
+    last = layer.nbytes()
+    steps = (context - before) // period
+    carried = first.total + steps * (last.total - first.total)
+    return Bytes(codes=carried, static=last.static)

@@ -5,34 +5,18 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import ModuleType
 
 from compress import formats, plugins
 from compress.errors import RecipeError, shown
-from compress.formats import dense, transforms
-from compress.formats import lowrank as lowrank_format
+from compress.formats import dense
 from compress.model.skeleton import Skeleton
 from compress.quant import incoherence
 from compress.recipe.schema import KEEP, Recipe
-from compress.run import beside_plan, table_plan
-from compress.runtime import activation_quant
+from compress.run import outside_plan
 from compress.storage.checkpoint import Readable
 from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec, Plan, Scheme, Stored, WeightTransforms
-
-
-@dataclass(frozen=True)
-class LinearGroup:
-    """Linears that differ only in their numbers (block, expert) and are stored alike; one row of the printed plan."""
-
-    pattern: str  # model.layers.*.self_attn.q_proj
-    count: int
-    shape: tuple[int, int]
-    method: str
-    format: str
-    bpw: float
-    nbytes: int  # of all members
 
 
 def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
@@ -45,8 +29,8 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     _check_patterns(recipe, skeleton, specs, kept)
     decided = {name: scheme for name, scheme in schemes.items() if scheme is not None}
     if not pack:
-        plain = Plan((), kept, {n: stored.nbytes for n, stored in _stored(skeleton).items()}, decided)
-        return table_plan.added(plain, recipe, skeleton, _outside)
+        plain = Plan((), kept, {n: stored.nbytes for n, stored in _source_tensors(skeleton).items()}, decided)
+        return outside_plan.add_tables(plain, recipe, skeleton, _outside)
     names = {scheme.method for scheme in schemes.values() if scheme is not None}
     methods = {name: plugins.load("quant", name) for name in names}
     layers: list[LayerPlan] = []
@@ -63,50 +47,24 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     if all(layer.stored.format == "dense" for layer in layers):
         raise RecipeError(f"recipe {shown(recipe.name)} leaves no linear to quantize; look at its rules and ignore")
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
-    kept_nbytes = {name: stored.nbytes for name, stored in _stored(skeleton).items() if name not in replaced}
+    kept_nbytes = {name: stored.nbytes for name, stored in _source_tensors(skeleton).items() if name not in replaced}
     for layer in layers:
         if len(layer.spec.parameters) > 1:  # the bias of an expert becomes a tensor of its own
             kept_nbytes[f"{layer.spec.name}.bias"] = layer.spec.shape[0] * layer.spec.dtype.itemsize
     chosen = sum(spec.numel for spec in specs if schemes[spec.name] is None)
     of_blocks = Plan(tuple(layers), kept, kept_nbytes, decided, chosen_numel=chosen)
-    with_towers = beside_plan.added(of_blocks, recipe, skeleton, _outside)
-    return table_plan.added(with_towers, recipe, skeleton, _outside)
+    with_towers = outside_plan.add_towers(of_blocks, recipe, skeleton, _outside)
+    return outside_plan.add_tables(with_towers, recipe, skeleton, _outside)
 
 
 def table_options(
     recipe: Recipe, skeleton: Skeleton, schemes: Sequence[Scheme | None]
-) -> list[table_plan.TableOptions]:
+) -> list[outside_plan.TableOptions]:
     """Return the tables outside of the blocks at each of these schemes; None keeps a table. Raises RecipeError."""
-    return table_plan.options(recipe, skeleton, schemes, _outside)
+    return outside_plan.table_options(recipe, skeleton, schemes, _outside)
 
 
-def groups(plan: Plan) -> list[LinearGroup]:
-    """Gather the plan's layers that are stored alike."""
-    counts: dict[tuple[str, tuple[int, int], str, str, int], int] = {}
-    for layer in plan.packed:
-        pattern = re.sub(r"\.\d+(?=\.)", ".*", layer.spec.name)
-        key = (pattern, layer.spec.shape, layer.scheme.method, describe(layer), layer.nbytes)
-        counts[key] = counts.get(key, 0) + 1
-    return [
-        LinearGroup(pattern, count, shape, method, text, 8 * nbytes / (shape[0] * shape[1]), nbytes * count)
-        for (pattern, shape, method, text, nbytes), count in counts.items()
-    ]
-
-
-def describe(layer: LayerPlan) -> str:
-    """Return the format and its main numbers in a few words, from the parameters that config.json stores."""
-    stored = layer.stored
-    shown = [
-        f"{key}={value}"
-        for key, value in vars(stored.params).items()
-        if key not in ("tile_words", "scale_dtype", "step_dtype", "narrow_tail") and value is not None
-    ]
-    inputs = activation_quant.describe(stored.activations) if stored.activations is not None else ""
-    beside = lowrank_format.describe(stored.lowrank) if stored.lowrank is not None else ""
-    return " ".join(filter(None, [stored.format, *shown, transforms.describe(stored.ops), inputs, beside]))
-
-
-def _stored(skeleton: Skeleton) -> dict[str, Readable]:
+def _source_tensors(skeleton: Skeleton) -> dict[str, Readable]:
     """Return all tensors of the checkpoint to be written that come from the source, by their names on disk."""
     return {stored.name: stored for sources in skeleton.sources.values() for stored in sources}
 
@@ -179,7 +137,7 @@ def _check_patterns(recipe: Recipe, skeleton: Skeleton, specs: list[LinearSpec],
     model = skeleton.model
     modules = [name for name, _ in model.named_modules() if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    known |= {*kept, *modules, *parameters, *_stored(skeleton)}
+    known |= {*kept, *modules, *parameters, *_source_tensors(skeleton)}
     for pattern in recipe.ignore:
         if not _is_found(pattern, known):
             raise RecipeError(

@@ -2,45 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
-
-import torch
-from torch import Tensor
+from collections.abc import Sequence
 
 from compress import plugins
-from compress.calib import data as calib_data
-from compress.calib import prefix
-from compress.calib.kv import GRADIENTS
-from compress.calib.prefix import Prefix
-from compress.errors import CheckpointError, RecipeError
-from compress.importers import companions, open_checkpoint
-from compress.model import dry_load, positions
+from compress.model import dry_load
 from compress.model.skeleton import Skeleton
-from compress.numerics import kl
-from compress.progress import note
 from compress.recipe import Recipe
-from compress.run import (
-    calibration_text,
-    coverage,
-    expert_pruning,
-    kv_cache,
-    layer_needs,
-    memory_plan,
-    plan,
-    remote_code,
-    source,
-    table_plan,
-)
+from compress.run import calibration_text, demands, expert_pruning, kv_cache, outside_plan, plan, plan_summary, source
 from compress.run.job import Job, Prepared
-from compress.storage import paths
-from compress.storage.checkpoint import Checkpoint
 from compress.types import Plan, Scheme
-
-ARROW = 64 << 20  # bytes of the library that reads parquet files and data sets
-DOCUMENT = 8 << 20  # bytes of a document that are counted at most
 
 
 def prepare(job: Job) -> Prepared:
@@ -57,105 +27,28 @@ def prepare_all(
     schemes of the tables outside of the blocks, where an allocation chooses one.
     """
     calibration_text.check(job)
-    checkpoint = open_checkpoint(source.of(job))
-    paths.check_apart(job.out, *map(Path, source.given(job)))
-    if packed := checkpoint.config.get("quantization_config"):
-        method = packed.get("quant_method") if isinstance(packed, dict) else packed
-        raise CheckpointError(f"{job.model} is already quantized ({method}); give the original checkpoint")
-    skeleton = Skeleton(checkpoint)
-    skeleton.check_tensors()
-    _look_around(checkpoint)
-    scopes = {step.method: plugins.load("transform", step.method).SCOPE for step in job.recipe.transform}
+    skeleton = source.open_model(job)
     for step in job.recipe.transform:
-        if scopes[step.method] == "model":
+        if plugins.load("transform", step.method).SCOPE == "model":
             skeleton.edits = plugins.load("transform", step.method).apply(skeleton, step.config, job.seed)
     if job.recipe.kv_cache is not None:
         kv_cache.check(skeleton.config, job.recipe.kv_cache)
+    plans, options = _make_plans(job, skeleton, recipes, tables)
+    layers = tuple(layer for table in options for layer in table.layers.values())
+    return demands.arrange(job, skeleton, plans, layers, every), plans
+
+
+def _make_plans(
+    job: Job, skeleton: Skeleton, recipes: Sequence[Recipe], tables: Sequence[Scheme | None]
+) -> tuple[list[Plan], list[outside_plan.TableOptions]]:
+    """Return the plan of each recipe, and the tables at each of the schemes; refuse what packs too little."""
     plans = [plan.make(recipe, skeleton, job.pack) for recipe in recipes]
     options = plan.table_options(job.recipe, skeleton, tables)
     if job.pack:
-        matrices = coverage.matrices_of(skeleton)
-        plans = [coverage.completed(each, skeleton, matrices) for each in plans]
+        matrices = plan_summary.matrix_sizes(skeleton)
+        plans = [plan_summary.add_reasons(each, skeleton, matrices) for each in plans]
         for each in plans if not job.allow_partial else ():
-            coverage.check(each, checkpoint.directory, matrices, job.recipe.ignore)
+            plan_summary.check(each, skeleton.checkpoint.directory, matrices, job.recipe.ignore)
         expert_pruning.check(job.recipe, plans[0])
-        dry_load.check_planned(skeleton, table_plan.smallest(plans[0], options))
-    settings, samples, seq_len = job.recipe.calibration, 0, 0
-    calibrates_cache = job.recipe.kv_cache is not None and bool(job.recipe.kv_cache.needs())
-    needs_text = every or "block" in scopes.values() or any(layer_needs.needs_text(x) for p in plans for x in p.packed)
-    tune, whole = (job.recipe.tuning(scope) if job.pack else None for scope in ("block", "model"))
-    needs_text = needs_text or (job.pack and bool(job.recipe.tune or job.recipe.pruning))
-    tried = skeleton.edits.samples if skeleton.edits is not None else 0
-    if needs_text or tried or calibrates_cache:
-        seq_len = min(settings.seq_len, positions.most_tokens(skeleton.model) or settings.seq_len)
-        few = max(tried, kv_cache.samples(seq_len) if calibrates_cache else 0)
-        samples = (settings.num_samples if needs_text else min(few, settings.num_samples)) * settings.rolled
-    extras = memory_plan.Extras(
-        samples > 0 and job.is_paired,
-        "block" in scopes.values(),
-        settings.importance != "none",
-        tuple(plans[1:]),
-        every,
-        _cache_sizes(job.recipe, skeleton, samples * seq_len) if calibrates_cache else None,
-        calib_data.most_read(job.calib, samples, seq_len) if job.calib is not None else 0,
-        *(_reading(Path(job.calib)) if job.calib is not None else (0, 0)),
-        tuning=partial(plugins.load("tune", tune.method).workspace, tune.config) if tune is not None else None,
-        whole=partial(plugins.load("tune", whole.method).workspace, whole.config) if whole is not None else None,
-        differentiated=_is_tuned_by_gradients(job, scopes),
-        tables=tuple(layer for table in options for layer in table.layers.values()),
-    )
-    arrangement = memory_plan.arrange(plans[0], skeleton, samples, seq_len, job.max_memory, extras)
-    begun = _prefix(job, checkpoint.directory, samples)
-    return Prepared(skeleton, plans[0], arrangement, samples, seq_len, begun), plans
-
-
-def _prefix(job: Job, directory: Path, samples: int) -> Prefix:
-    """Return what each calibration sample will begin with."""
-    bos = job.recipe.calibration.bos
-    if not samples:
-        return prefix.NONE
-    return prefix.of_directory(directory, bos) if job.calib is not None else calib_data.self_prefix(directory, bos)
-
-
-def _look_around(checkpoint: Checkpoint) -> None:
-    """Check the files beside the weights, and note what is left out of them. Raises CheckpointError."""
-    remote_code.check_tokenizer(checkpoint.directory)
-    for remark in companions.notes(checkpoint):
-        note(remark)
-
-
-def _is_tuned_by_gradients(job: Job, scopes: Mapping[str, str]) -> bool:
-    """Return whether tuning needs gradients; RecipeError where a transform, name -> scope, outdates them."""
-    is_needed = job.pack and layer_needs.tuning_needs_gradients(job.recipe)
-    if is_needed and "block" in scopes.values():
-        changing = ", ".join(name for name, scope in scopes.items() if scope == "block")
-        raise RecipeError(f"tune: preserve goes by gradients of weights that {changing} changes later; set preserve: 0")
-    return is_needed
-
-
-def _reading(source: Path) -> tuple[int, int]:
-    """Return the bytes of a library that reads a calibration text, and of its largest document: as read, cut, decoded.
-
-    How large that is shows only when it is read: a file of documents has one of its size, or of DOCUMENT.
-    """
-    suffix = source.suffix.lower() if os.path.isfile(source) else None  # False for what no file can be called
-    document = min(source.stat().st_size, DOCUMENT) if suffix in (".jsonl", ".json", ".parquet") else 0
-    return ARROW if suffix in (None, ".parquet") else 0, 3 * document
-
-
-def _cache_sizes(recipe: Recipe, skeleton: Skeleton, tokens: int) -> memory_plan.CacheSizes:
-    assert recipe.kv_cache is not None, "the caller has checked"
-    hidden = skeleton.config.get_text_config().hidden_size * skeleton.dtype.itemsize
-    is_backward = bool(GRADIENTS & recipe.kv_cache.needs())
-    sides = len(skeleton.blocks) + 2 if is_backward else 1
-    logits = memory_plan.LOGITS * kl.LOGITS_NBYTES if is_backward else 0
-    states = sides * min(tokens, kv_cache.CALIBRATED) * hidden
-    sampled, learning = kv_cache.sampled(skeleton.config, recipe.kv_cache, tokens)
-    return memory_plan.CacheSizes(sampled, learning, states, logits, kv_cache.BATCH)
-
-
-def random_tokens(job: Job, prepared: Prepared) -> Tensor:
-    """Return tokens [samples, seq_len] that stand for the calibration text where a block is timed."""
-    vocabulary = prepared.skeleton.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(job.seed)
-    return torch.randint(vocabulary, (prepared.samples, prepared.seq_len), generator=generator)
+        dry_load.check_planned(skeleton, outside_plan.with_smallest_tables(plans[0], options))
+    return plans, options

@@ -7,18 +7,23 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from compress import plugins
 from compress.calib import stats as calib_stats
 from compress.errors import NumericalError
-from compress.formats import dense
+from compress.formats import dense, transforms
 from compress.lowrank import correct
-from compress.quant import incoherence, row_tiles, target_correction
-from compress.run import layer_needs
+from compress.quant import feedback, incoherence, target_correction
+from compress.run import sizes
+from compress.runtime.activation_quant import LargestInput
 from compress.types import IN_SCALE, Fisher, LayerPlan, PackedWeight, Quantized, Stats
+
+ROWS_PER_CHECK = 4096  # so many rows of a weight are searched for NaN at a time
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,39 @@ class InputStatistics:
 
 
 NO_STATISTICS = InputStatistics()
+
+
+class InputRange:
+    """The largest magnitude of a linear's inputs, behind the operations that are stored around its weight."""
+
+    def __init__(self, layer: LayerPlan, seed: int) -> None:
+        self.layer, self.seed, self.largest = layer, seed, LargestInput()
+
+    @property
+    def top(self) -> Tensor | None:
+        """The largest magnitude so far, float32 []; None before any input."""
+        return self.largest.top
+
+    def add(self, inputs: Tensor) -> None:
+        """Add inputs [..., in_features]."""
+        drawn = incoherence.drawn(self.layer, self.seed, inputs)
+        self.largest.add(transforms.apply_input(inputs, self.layer.stored.ops, drawn))
+
+    def widen(self, top: Tensor | None) -> None:
+        """Add a magnitude that another process, or another expert, has seen."""
+        if top is not None:
+            self.largest.add(top.reshape(1))
+
+    def in_scale(self) -> Tensor:
+        """Return the static scale, float32 [1]; NumericalError where no input came, or one that is not finite."""
+        assert self.layer.stored.activations is not None, "the caller has asked for a static scale"
+        return self.largest.in_scale(self.layer.stored.activations, self.layer.spec.name)
+
+
+def check_finite(name: str, weight: Tensor) -> None:
+    """Raise NumericalError for a weight [out, in] that no method can quantize; some rows are looked at at a time."""
+    if not all(torch.isfinite(rows).all() for rows in weight.split(ROWS_PER_CHECK)):
+        raise NumericalError(f"the weight of {name} has NaN or infinite values; repair the checkpoint")
 
 
 def finish_statistics(
@@ -84,46 +122,60 @@ def quantize(task: LinearTask, seed: int) -> Quantized:
         return _finished(task, Quantized(PackedWeight(layer.stored, stored, layer.spec.shape)), seed)
     target, stats, method_seed = _given(task, seed)
     method, config = plugins.load("quant", layer.scheme.method), layer.scheme.config
+    quantize_target = partial(_quantize_by_tiles, layer) if hasattr(method, "quantize_rows") else method.quantize
     with _named(layer):
         if layer.scheme.lowrank is None:
-            result = method.quantize(target, stats, config, method_seed)
+            result = quantize_target(target, stats, config, method_seed)
         else:
-            result = correct.corrected(
+            result = correct.quantize_with_part(
                 target,
-                (task.fisher if layer_needs.needs_gradients(layer) else None) or stats,
+                (task.fisher if sizes.needs_gradients(layer) else None) or stats,
                 layer.scheme.lowrank,
-                lambda rest: method.quantize(rest, stats, config, method_seed),
+                lambda rest: quantize_target(rest, stats, config, method_seed),
                 method_seed,
             )
     return _finished(task, result, seed)
 
 
+def _quantize_by_tiles(layer: LayerPlan, target: Tensor, stats: Stats | None, config: Any, seed: int) -> Quantized:
+    """Do what a method's `quantize` does, one tile of rows after the other."""
+    method = plugins.load("quant", layer.scheme.method)
+    rounding = method.prepare(target, stats, config)
+    tiles = [method.quantize_rows(rounding, rows) for rows in sizes.row_tiles(layer)]
+    rounding.release()
+    quantized: Quantized = method.join(rounding, tiles)
+    return quantized
+
+
 class Tiles(NamedTuple):
-    """Some tiles of a linear, and what joins all of them."""
+    """Some tiles of a linear, and what all of them have in common."""
 
     parts: list[Any]
     seconds: float
-    whole: row_tiles.RowTiles
+    rounding: feedback.Rounding
 
 
 def quantize_tiles(task: LinearTask, numbers: slice, seed: int) -> Tiles:
     """Quantize these of the tiles of a linear."""
     begun, layer = time.monotonic(), task.layer
-    target, stats, method_seed = _given(task, seed)
+    target, stats, _ = _given(task, seed)
+    method = plugins.load("quant", layer.scheme.method)
     with _named(layer):
-        whole = plugins.load("quant", layer.scheme.method).tiles(target, stats, layer.scheme.config, method_seed)
-        parts = whole.make(layer_needs.spans(layer)[numbers])
-    return Tiles(parts, time.monotonic() - begun, whole)
+        rounding = method.prepare(target, stats, layer.scheme.config)
+        parts = [method.quantize_rows(rounding, rows) for rows in sizes.spans(layer)[numbers]]
+    rounding.release()
+    return Tiles(parts, time.monotonic() - begun, rounding)
 
 
 def join_tiles(task: LinearTask, tiles: Tiles, parts: Sequence[Any], seed: int) -> Quantized:
     """Return a linear, whose `parts` are its tiles in order; tiles: some of them."""
-    return _finished(task, tiles.whole.join(parts), seed)
+    method = plugins.load("quant", task.layer.scheme.method)
+    return _finished(task, method.join(tiles.rounding, parts), seed)
 
 
 def _statistics(task: LinearTask) -> InputStatistics:
     """Return the statistics that a linear is quantized with."""
-    return task.statistics if layer_needs.needs_statistics(task.layer) else NO_STATISTICS
+    return task.statistics if sizes.needs_statistics(task.layer) else NO_STATISTICS
 
 
 def _given(task: LinearTask, seed: int) -> tuple[Tensor, Stats | None, int]:

@@ -17,22 +17,20 @@ from compress.errors import CheckpointError, NumericalError, shown
 from compress.formats import stored
 from compress.model import fingerprint
 from compress.model.skeleton import Skeleton
-from compress.run import expert_pruning, plan
+from compress.run import expert_pruning, plan_summary
 from compress.run.job import RunState
 from compress.runtime import integer
-from compress.runtime.embedding import PackedEmbedding
-from compress.runtime.packed import PackedModule
 from compress.storage import json_text
 from compress.storage.checkpoint import Checkpoint, open_checkpoint, read_json
 from compress.storage.json_text import INTEGER, NUMBER, OBJECT, SOME, TEXT
 from compress.storage.manifest import Manifest
-from compress.types import LayerPlan, LayerReport, LinearSpec, PackedWeight, Plan, Scheme, Stats
+from compress.types import LayerPlan, LayerReport, PackedWeight, Plan, Stats
 
-LOST = 0.9  # relative error from which on nothing is left of a weight; low bits on real ones reach 0.5
+LOST_WEIGHT_ERROR = 0.9  # relative error from which on nothing is left of a weight; low bits on real ones reach 0.5
 MAX_LOST_ROWS = 0.5  # share of the rows
 SMALL_ROW = 1e-3  # norm of a row, as a share of the largest one
-MEASURED_ROWS = 512  # of which errors of outputs are taken
-MEASURED = 1 << 17  # weights whose errors are taken at a time
+ROWS_PER_OUTPUT_ERROR = 512
+WEIGHTS_PER_ERROR_CHUNK = 1 << 17  # weights whose errors are taken at a time
 PACKED = ("quantized linears", "packed embeddings and head")  # among the bytes of a report
 WORST = 5  # layers listed as the worst ones
 ROW = (  # keys of a layer in report.json, and of what is kept of it while a run goes on
@@ -40,7 +38,7 @@ ROW = (  # keys of a layer in report.json, and of what is kept of it while a run
     *("seconds", "notes", "ops", "activations", "lowrank"),
 )
 
-RECORD = {  # of a finished block, with the rows of its layers
+BLOCK_RECORD = {  # the record of a finished block, with the rows of its layers
     **{"file": TEXT, "sha256": TEXT, "probe": TEXT, "notes": [TEXT], "experts": OBJECT},
     "layers": [
         {
@@ -56,7 +54,7 @@ OPTIONAL = {  # what not every report has
         **{"source": TEXT, "num_samples": INTEGER, "seq_len": INTEGER, "tokens_available": INTEGER, "notes": [TEXT]}
     },
 }
-LAYOUT = {  # of what is shown of a report
+SHOWN_KEYS = {  # keys that are shown of a report
     "bpw": NUMBER,
     "source_nbytes": INTEGER,
     "nbytes": {"total": INTEGER, "quantized linears": INTEGER, str: INTEGER},
@@ -73,8 +71,8 @@ LAYOUT = {  # of what is shown of a report
         }
     ],
 }
-PAGE = LAYOUT | {  # of what a page shows of it
-    **{"model": TEXT, "recipe": TEXT, "device": TEXT, "self_check": TEXT, "layers": RECORD["layers"]},
+PAGE_KEYS = SHOWN_KEYS | {  # keys that a page shows
+    **{"model": TEXT, "recipe": TEXT, "device": TEXT, "self_check": TEXT, "layers": BLOCK_RECORD["layers"]},
     **{"kept": {str: TEXT}, "fallbacks": {str: [TEXT]}, "notes": {str: [TEXT]}, "versions": {str: TEXT}},
     "seconds": {"total": NUMBER, "quantize": NUMBER, str: SOME},
     "memory": {"predicted_peak": NUMBER, str: SOME},
@@ -110,13 +108,15 @@ def errors(weight: Tensor, packed: PackedWeight, stats: Stats | None) -> WeightE
     norm, error = row_norm.sum(dtype=torch.float64).item(), row_error.sum(dtype=torch.float64).item()
     hessian = output = None
     if stats is not None and stats.count:
-        rows = slice(None, None, -(-weight.shape[0] // MEASURED_ROWS))
+        rows = slice(None, None, -(-weight.shape[0] // ROWS_PER_OUTPUT_ERROR))
         whole, part = (_quadratic(matrix, stats.hessian) for matrix in (weight[rows].float() * unit, residual[rows]))
         hessian = part * (weight.shape[0] / weight[rows].shape[0]) / unit**2
         output = part / whole if whole > 0 else 0.0
     relative = error / norm if norm > 0 else float(error > 0)
     is_small = (row_norm > 0) & (row_norm < row_norm.max() * SMALL_ROW**2)
-    lost_rows = float((is_small & (row_error >= LOST * row_norm)).sum() / (row_norm > 0).sum().clamp(min=1))
+    lost_rows = float(
+        (is_small & (row_error >= LOST_WEIGHT_ERROR * row_norm)).sum() / (row_norm > 0).sum().clamp(min=1)
+    )
     return WeightErrors(error / unit**2, relative, hessian, output, lost_rows)
 
 
@@ -152,12 +152,14 @@ def row(
     )
 
 
-def checked(row: LayerReport, is_allowed: bool) -> LayerReport:
+def check_row(row: LayerReport, is_allowed: bool) -> LayerReport:
     """Return the report of a weight, with a note if what is stored keeps nothing; NumericalError unless `is_allowed`.
 
     Where its outputs are measured, they tell: a method may change weights that no input reads.
     """
-    if not row.weight_error < LOST and (row.output_error is None or not row.output_error < LOST):
+    if not row.weight_error < LOST_WEIGHT_ERROR and (
+        row.output_error is None or not row.output_error < LOST_WEIGHT_ERROR
+    ):
         what = f"the packed weight is no likeness of the original (relative error {row.weight_error:.2f})"
     elif row.lost_rows >= MAX_LOST_ROWS:
         what = f"{row.lost_rows:.0%} of the rows are lost beside others that are over 1,000 times as large"
@@ -220,12 +222,12 @@ def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any
         "seed": job.seed,
         "device": job.device,
         "versions": fingerprint.versions(),
-        "plan": [dataclasses.asdict(group) for group in plan.groups(prepared.plan)],
+        "plan": [dataclasses.asdict(group) for group in plan_summary.groups(prepared.plan)],
         "fallbacks": {row.name: list(row.notes) for row in run.layers if row.notes},
         "notes": run.notes,
         "products": products(run.layers, job.device),
         **({"experts": expert_pruning.rows(run.experts, run.prunings, run.layers)} if run.experts else {}),
-        "kept": prepared.plan.kept,
+        "kept": prepared.plan.kept_reasons,
         "layers": [to_dict(row) for row in run.layers],
         "self_check": self_check,
     }
@@ -269,7 +271,7 @@ def _quadratic(matrix: Tensor, hessian: Tensor) -> float:
 
 def _chunk(weight: Tensor) -> int:
     """Return the rows that are measured at a time."""
-    return max(1, MEASURED // max(1, weight.shape[1]))
+    return max(1, WEIGHTS_PER_ERROR_CHUNK // max(1, weight.shape[1]))
 
 
 def _squares(matrix: Tensor) -> Tensor:
@@ -285,7 +287,7 @@ def _unit(weight: Tensor) -> float:
     return 2.0 ** -min(100, max(-100, math.frexp(largest)[1]))
 
 
-def load(directory: Path, layout: dict[str, Any] = LAYOUT) -> dict[str, Any]:
+def load(directory: Path, layout: dict[str, Any] = SHOWN_KEYS) -> dict[str, Any]:
     """Return the report of a checkpoint; what its headers say if there is none, or if that is of an earlier save.
 
     layout: what it must have, see `json_text.mismatch`; what its headers say if it has not.
@@ -311,33 +313,17 @@ def from_headers(checkpoint: Checkpoint, why: str) -> dict[str, Any]:
     """
     skeleton = Skeleton(checkpoint)
     skeleton.check_tensors()
-    kept = {stored.name: stored.nbytes for stored in checkpoint.tensors.values()}
-    head = skeleton.model.get_output_embeddings()
-    linears, tables = list[LayerPlan](), list[LayerPlan]()
-    for name, module in skeleton.model.named_modules():
-        if isinstance(module, PackedModule) and f"{name}.{next(iter(module.specs))}" in skeleton.sources:
-            names = {stored.name for key in module.specs for stored in skeleton.sources[f"{name}.{key}"]}
-            nbytes = sum(kept.pop(stored) for stored in names)
-            spec = LinearSpec(name, module.shape, skeleton.dtype, block=0, input_key=name)
-            is_table = isinstance(module, PackedEmbedding) or module is head
-            (tables if is_table else linears).append(LayerPlan(spec, Scheme("", None), module.stored, nbytes))
-    if not linears:
-        raise CheckpointError(
-            f"{checkpoint.directory} has no packed linears; give a directory that `compress quantize` wrote"
-        )
-    numel = skeleton.numel()
-    found = Plan(tuple(linears), kept_nbytes=kept, tables=tuple(tables), numel=numel, written_numel=numel)
-    found = dataclasses.replace(found, unused=skeleton.unused())
+    plan = plan_summary.plan_of_packed(skeleton)
     rows = (
         {"name": x.spec.name, "shape": x.spec.shape, **stored.to_dict(x.stored), "bpw": x.bpw, "nbytes": x.nbytes}
-        for x in found.packed
+        for x in plan.packed
     )
     return {
-        "bpw": found.bpw,
-        "whole": whole(found),
-        "nbytes": {**packed_nbytes(found), **skeleton.other_nbytes(kept), "total": found.nbytes},
+        "bpw": plan.bpw,
+        "whole": whole(plan),
+        "nbytes": {**packed_nbytes(plan), **skeleton.other_nbytes(plan.kept_nbytes), "total": plan.nbytes},
         "source_nbytes": None,
-        "plan": [dataclasses.asdict(group) for group in plan.groups(found)],
+        "plan": [dataclasses.asdict(group) for group in plan_summary.groups(plan)],
         "layers": list(rows),
         "incomplete": f"from config.json and the headers of the files, because {why}; methods and errors are not known",
     }

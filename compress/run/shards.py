@@ -1,8 +1,9 @@
-"""Write the shards of a checkpoint: a file for each block, and one for everything outside of the blocks."""
+"""Write the shard of a block of a checkpoint, or load a finished one anew."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -15,15 +16,11 @@ from compress.model.skeleton import Skeleton
 from compress.run import report, trained_tensors
 from compress.run.job import Prepared
 from compress.runtime import linears
-from compress.runtime.embedding import LIKE
 from compress.runtime.experts import Experts
 from compress.storage.checkpoint import EditedTensor, Readable, read_header, write_shard
-from compress.storage.json_text import TEXT
 from compress.storage.workdir import Output
 from compress.types import LayerReport, PackedWeight
 
-REST = "rest"  # the stage in which everything outside of the blocks is written
-REST_RECORD = {"files": {str: TEXT}, "layers": report.RECORD["layers"]}
 Contents = dict[str, Tensor | Readable | EditedTensor]  # of a shard, by their names on disk
 
 
@@ -32,7 +29,7 @@ def shard_name(index: int, blocks: int) -> str:
     return f"model-{index + 1:05d}-of-{blocks + 1:05d}.safetensors"
 
 
-def _copied(skeleton: Skeleton, kept: dict[str, int], index: int | None) -> dict[str, Readable]:
+def copied_tensors(skeleton: Skeleton, kept: dict[str, int], index: int | None) -> dict[str, Readable]:
     """Return the stored tensors among `kept` that belong to block `index` (None: to no block), to be copied."""
     blocks = range(len(skeleton.blocks)) if index is None else [index]
     prefixes = tuple(skeleton.block_prefix(block) for block in blocks)
@@ -48,9 +45,9 @@ def write_block(
     Return its file and hash.
     """
     skeleton = prepared.skeleton
-    contents: Contents = dict(_copied(skeleton, prepared.plan.kept_nbytes, index))
+    contents: Contents = dict(copied_tensors(skeleton, prepared.plan.kept_nbytes, index))
     if edited:
-        contents.update(_edited(skeleton, contents, block, skeleton.block_prefix(index)))
+        contents.update(edited_tensors(skeleton, contents, block, skeleton.block_prefix(index)))
     tensors = {f"{name}.{key}": tensor for name, w in packed.items() for key, tensor in w.tensors.items()}
     for name in packed:
         bias = skeleton.linear(block, name).bias
@@ -88,7 +85,9 @@ def restore_block(
     return block, packed, reports
 
 
-def _edited(skeleton: Skeleton, kept: Mapping[str, Any], module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+def edited_tensors(
+    skeleton: Skeleton, kept: Mapping[str, Any], module: nn.Module, prefix: str = ""
+) -> dict[str, Tensor]:
     """Return those of the `kept` stored tensors that the loaded module has changed, in their types on disk."""
     changed = {}
     for name, held in module.named_parameters():
@@ -110,43 +109,15 @@ def _edited(skeleton: Skeleton, kept: Mapping[str, Any], module: nn.Module, pref
     return changed
 
 
-def intact_rest(output: Output) -> dict[str, Any] | None:
-    """Return the record of the shard of everything outside the blocks, None if it is not done or not as recorded."""
-    record = output.finished_stage(REST, REST_RECORD)
-    files = record["files"].items() if record is not None else ()
-    return record if all(trained_tensors.is_intact(output, *file) for file in files) else None
+def intact_blocks(output: Output, count: int) -> list[dict[str, Any]]:
+    """Return the records of the finished blocks up to the first whose shard is not the file that was recorded.
 
-
-def write_rest(
-    output: Output, prepared: Prepared, device: torch.device, packed: Mapping[str, PackedWeight]
-) -> dict[str, str]:
-    """Write the shard of everything outside the blocks, as the transforms have left it, if there is anything.
-
-    packed: tables in the place of their weights. Return file -> sha256.
+    The rest of the `count` blocks is forgotten, and computed again.
     """
-    contents = _rest(prepared, device)
-    for name, weight in packed.items():
-        contents.update({f"{name}.{key}": tensor.cpu() for key, tensor in weight.tensors.items()})
-    likes = {f"{name}.{LIKE}": torch.empty(0, dtype=prepared.skeleton.dtype) for name in prepared.plan.looked_up}
-    contents.update(likes)
-    if not contents:
-        return {}
-    blocks = len(prepared.skeleton.blocks)
-    file = shard_name(blocks, blocks)
-    return {file: write_shard(output.model / file, contents)}
-
-
-def _rest(prepared: Prepared, device: torch.device) -> Contents:
-    skeleton = prepared.skeleton
-    rest: Contents = dict(_copied(skeleton, prepared.plan.kept_nbytes, None))
-    if skeleton.edits is None:
-        return rest
-    head, change = skeleton.model.get_output_embeddings(), skeleton.edits.head()
-    names = {id(p): name for name, p in skeleton.model.named_parameters(remove_duplicate=False)}
-    for source in skeleton.sources.get(names.get(id(getattr(head, "weight", None)), ""), []):
-        if source.name in rest:  # it is not packed
-            rest[source.name] = EditedTensor(source, change)
-    skeleton.load_rest(device)
-    rest.update(_edited(skeleton, {n: t for n, t in rest.items() if not isinstance(t, EditedTensor)}, skeleton.model))
-    skeleton.free()
-    return rest
+    finished = output.finished_blocks(report.BLOCK_RECORD)
+    records = list(
+        takewhile(lambda record: trained_tensors.is_intact(output, record["file"], record["sha256"]), finished)
+    )
+    if len(records) < count:
+        output.forget_from(len(records))
+    return records

@@ -3,6 +3,10 @@
 Everything that opens a model opens a directory. A GGUF file gets a temporary one with its configuration, its tokenizer,
 a link to the file, and what says how to read it. With an adapter the directory has links to the files of the checkpoint
 and to the adapter. No weight is read or copied. The process removes it when it ends.
+
+Code that came with a checkpoint is never run. `auto_map` names classes in .py files beside a model. Where those are
+missing, transformers fails on the reference although it has the class itself. So the model and the tokenizer must be of
+classes that transformers has, and references are left out of what is written (`without_code`).
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ from typing import Any
 
 from compress import process_memory
 from compress.errors import CheckpointError, first_line
-from compress.importers import gguf, gguf_header, lora
+from compress.importers import companions, gguf_header, lora, open_checkpoint
+from compress.model import load
+from compress.model.skeleton import Skeleton
 from compress.progress import note
 from compress.run.job import Job
 from compress.storage import known_files, paths
@@ -31,10 +37,28 @@ def of(job: Job) -> Path:
     return resolve(job.model, job.adapter, job.dtype)
 
 
-def given(job: Job) -> list[str]:
+def locate(job: Job) -> list[str]:
     """Return where a job's model and adapter lie, which is the same in every process."""
-    path = paths.local_model(job.model) or _fetched(job.model)
+    path = paths.local_model(job.model) or _fetch(job.model)
     return [str(each.resolve()) for each in (path, job.adapter) if each is not None]
+
+
+def open_model(job: Job) -> Skeleton:
+    """Open the original that a job names, of which only headers are read. Raises CheckpointError for one not usable.
+
+    Notes tell which of the files beside the weights are left out.
+    """
+    checkpoint = open_checkpoint(of(job))
+    paths.check_apart(job.out, *map(Path, locate(job)))
+    if packed := checkpoint.config.get("quantization_config"):
+        method = packed.get("quant_method") if isinstance(packed, dict) else packed
+        raise CheckpointError(f"{job.model} is already quantized ({method}); give the original checkpoint")
+    skeleton = Skeleton(checkpoint)
+    skeleton.check_tensors()
+    check_tokenizer(checkpoint.directory)
+    for remark in companions.notes(checkpoint):
+        note(remark)
+    return skeleton
 
 
 def resolve(model: str, adapter: Path | None = None, dtype: str | None = None) -> Path:
@@ -42,26 +66,28 @@ def resolve(model: str, adapter: Path | None = None, dtype: str | None = None) -
 
     `adapter`: of a LoRA that is merged into it. `dtype`: that its configuration is to name. Raises CheckpointError.
     """
-    path = paths.local_model(model) or _fetched(model)
+    path = paths.local_model(model) or _fetch(model)
     file = paths.gguf_file(path)
     if file is None and adapter is None and dtype is None:
         return path
     # links are not followed: a file of a cache has its name on the link only
     files = gguf_header.split_files(file) if file is not None else sorted(path.iterdir())
-    return _directory(path.absolute(), file and file.absolute(), adapter and adapter.absolute(), dtype, _states(files))
+    return _make_directory(
+        path.absolute(), file and file.absolute(), adapter and adapter.absolute(), dtype, _file_states(files)
+    )
 
 
-def _states(files: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
+def _file_states(files: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
     """Return name, bytes and time of files: those of another model in the same place differ."""
-    found = ((file.name, file.stat()) for file in files if file.is_file())
-    return tuple((name, state.st_size, state.st_mtime_ns) for name, state in found)
+    states = ((file.name, file.stat()) for file in files if file.is_file())
+    return tuple((name, state.st_size, state.st_mtime_ns) for name, state in states)
 
 
-_made = set[Path]()  # directories of this process, whose links lead to the files that a user has named
+_made_directories = set[Path]()  # of this process, whose links lead to the files that a user has named
 
 
 @functools.cache
-def _directory(
+def _make_directory(
     path: Path, file: Path | None, adapter: Path | None, dtype: str | None, states: tuple[tuple[str, int, int], ...]
 ) -> Path:
     """Make the directory of a model that is no checkpoint directory by itself; anew where its files have changed."""
@@ -69,7 +95,7 @@ def _directory(
     atexit.register(_remove, folder, os.getpid())
     directory = folder / path.name.removesuffix(paths.GGUF)
     directory.mkdir()
-    _made.add(directory)
+    _made_directories.add(directory)
     if file is None:
         for each in path.iterdir():
             if each.is_file() and each.name != paths.MANIFEST:  # whose files are not all that is loaded
@@ -77,12 +103,12 @@ def _directory(
     else:
         from compress.model import gguf_names
 
-        for beside in sorted(file.parent.glob("*.gguf")):
-            if beside.name.lower().startswith(paths.PROJECTOR):
-                note(f"left out: {beside}, a tower for images beside the language model")
+        for neighbour in sorted(file.parent.glob("*.gguf")):
+            if neighbour.name.lower().startswith(paths.PROJECTOR):
+                note(f"left out: {neighbour}, a tower for images beside the language model")
         for part in gguf_header.split_files(file):
             (directory / part.name).symlink_to(part)
-        write_text(directory / gguf.MAP, json.dumps(gguf_names.write_directory(file, directory)))
+        gguf_names.write_directory(file, directory)
         process_memory.trim()  # a vocabulary takes several hundred bytes a token while it is read
     if dtype is not None:
         config = _with_dtype(read_json(directory / paths.CONFIG), dtype)
@@ -90,25 +116,25 @@ def _directory(
         write_text(directory / paths.CONFIG, json.dumps(config, indent=2))
     if adapter is not None:
         lora.check(adapter)
-        (directory / lora.FOLDER).symlink_to(adapter)
+        (directory / lora.ADAPTER_FOLDER).symlink_to(adapter)
     return directory
 
 
-def beside_model(directory: Path) -> Iterator[Path]:
+def model_files(directory: Path) -> Iterator[Path]:
     """Yield the files in the directory of a model, each where its user has it if `resolve` has made the directory."""
     for path in directory.iterdir():
         if os.path.isfile(path):
-            yield Path(os.readlink(path)) if directory in _made and path.is_symlink() else path
+            yield Path(os.readlink(path)) if directory in _made_directories and path.is_symlink() else path
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return a configuration, and those of its parts, with another type of numbers."""
-    changed = {key: _with_dtype(value, dtype) if _is_part(value) else value for key, value in config.items()}
+    changed = {key: _with_dtype(value, dtype) if _is_section(value) else value for key, value in config.items()}
     changed.pop("torch_dtype", None)  # the former name
     return {**changed, "dtype": dtype}
 
 
-def _is_part(value: Any) -> bool:
+def _is_section(value: Any) -> bool:
     """Return whether a value of a configuration is that of a part of the model, such as its text model."""
     return isinstance(value, dict) and bool({"dtype", "torch_dtype"} & value.keys())
 
@@ -119,16 +145,50 @@ def _remove(folder: Path, process: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fetched(model: str) -> Path:
+def _fetch(model: str) -> Path:
+    """Return the hub's snapshot of a model; CheckpointError where it cannot be fetched."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", known_files.CARD, *known_files.COPIED]
-    patterns += [pattern.upper() for pattern in known_files.LEGAL]
+    patterns += [pattern.upper() for pattern in known_files.LEGAL_PATTERNS]
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"{model} is no directory here and could not be fetched from the hub ({first_line(error)[:150]}); give the "
             "path of a downloaded checkpoint"
+        ) from error
+
+
+CODE_KEYS = ("auto_map", "custom_pipelines")
+TOKENIZER = "tokenizer_config.json"
+
+
+def without_code(value: Any) -> Any:
+    """Return a JSON value without these references, in inner objects too."""
+    if isinstance(value, dict):
+        return {key: without_code(inner) for key, inner in value.items() if key not in CODE_KEYS}
+    return [without_code(inner) for inner in value] if isinstance(value, list) else value
+
+
+def code_references(value: Any) -> Iterator[str]:
+    """Yield the keys of references to code in a JSON value."""
+    if isinstance(value, dict):
+        yield from (key for key in CODE_KEYS if key in value)
+        for inner in value.values():
+            yield from code_references(inner)
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Raise CheckpointError for a tokenizer that only code beside it can make."""
+    path = directory / TOKENIZER
+    if not path.is_file() or not any(code_references(read_json(path))):
+        return
+    try:
+        load.load_tokenizer(directory)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{path} names code of its own (auto_map), which is not run, and transformers cannot make the tokenizer "
+            f"without: {error}"
         ) from error

@@ -3,7 +3,7 @@
 It happens once all blocks are done. The Hessian of a head is that of the hidden states which the last block gives,
 behind everything that the model does to them before its head. Large tables are quantized some rows at a time.
 
-A tied table that stays one in a rotated model (`table_sizes.is_turned`) is quantized as it was, in the original basis.
+A tied table that stays one in a rotated model (`sizes.is_turned`) is quantized as it was, in the original basis.
 What the head multiplies it with is what it reads, turned back by the operations that are stored around it.
 """
 
@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from compress import formats, process_memory
 from compress.calib import stats as calib_stats
-from compress.errors import NumericalError
 from compress.formats import transforms
 from compress.model import lm_head
 from compress.model.skeleton import Skeleton
-from compress.run import layer_needs, quantize_linear, report, table_sizes
+from compress.run import quantize_linear, report, sizes
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.job import Job, RunState
 from compress.run.quantize_linear import NO_STATISTICS, InputStatistics, LinearTask, finish_statistics
@@ -40,7 +39,7 @@ class PackedTables(NamedTuple):
 
 def read_head(layers: Iterable[LayerPlan]) -> LayerPlan | None:
     """Return the head that is quantized by the hidden states that reach it, None without one."""
-    return next(filter(layer_needs.needs_statistics, layers), None)
+    return next(filter(sizes.needs_statistics, layers), None)
 
 
 @torch.no_grad()
@@ -50,7 +49,7 @@ def statistics(stream: CalibrationStream, layer: LayerPlan) -> InputStatistics:
     head = skeleton.model.get_output_embeddings()
     assert isinstance(head, nn.Linear), "the plan has found a head"
     total = calib_stats.HessianSum(head.in_features, stream.device)
-    ops = layer.stored.ops if table_sizes.is_turned(layer) else NO_TRANSFORMS
+    ops = layer.stored.ops if sizes.is_turned(layer) else NO_TRANSFORMS
     around = _around(skeleton, layer, stream.device)
     stream.meter.say("calibrating the output head")
     skeleton.load_rest(stream.device)
@@ -74,7 +73,7 @@ def statistics(stream: CalibrationStream, layer: LayerPlan) -> InputStatistics:
 def quantize(run: RunState, head: InputStatistics, say: Callable[[str], None]) -> PackedTables:
     """Quantize the tables of a plan; head: the statistics of the input of the output head."""
     made = [
-        (packed, report.checked(row, run.job.allow_partial))
+        (packed, report.check_row(row, run.job.allow_partial))
         for packed, row in quantize_each(run.job, run.prepared.skeleton, run.prepared.plan.tables, head, say)
     ]
     return PackedTables({row.name: weight for weight, row in made}, [row for _, row in made])
@@ -92,15 +91,13 @@ def quantize_each(
     if not layers:
         return
     device = torch.device(job.device)
-    with _loaded(skeleton, device, any(map(table_sizes.is_turned, layers))):
+    with _load_around_blocks(skeleton, device, any(map(sizes.is_turned, layers))):
         for layer in layers:
             say(f"quantizing {layer.spec.name}")
             started = time.monotonic()
             weight = skeleton.model.get_submodule(layer.spec.name).get_parameter("weight").detach()
-            if not all(torch.isfinite(part).all() for part in weight.split(lm_head.HEAD_ROWS)):
-                name = layer.spec.name
-                raise NumericalError(f"the weight of {name} has NaN or infinite values; repair the checkpoint")
-            given = head if layer_needs.needs_statistics(layer) else NO_STATISTICS
+            quantize_linear.check_finite(layer.spec.name, weight)
+            given = head if sizes.needs_statistics(layer) else NO_STATISTICS
             packed, row = _quantize(layer, weight, given, _around(skeleton, layer, device), job.seed)
             process_memory.check(job.max_memory)
             yield packed, dataclasses.replace(row, seconds=round(time.monotonic() - started, 4))
@@ -108,14 +105,14 @@ def quantize_each(
 
 def _around(skeleton: Skeleton, table: LayerPlan, device: torch.device) -> Mapping[str, Tensor]:
     """Return the tensors of what the edits of a model leave to run time around a table, {} for nothing."""
-    if not table_sizes.is_turned(table):
+    if not sizes.is_turned(table):
         return {}
     assert skeleton.edits is not None, "they have untied the head"
     return {name: tensor.to(device) for name, tensor in skeleton.edits.table_tensors().items()}
 
 
 @contextmanager
-def _loaded(skeleton: Skeleton, device: torch.device, is_turned: bool) -> Iterator[None]:
+def _load_around_blocks(skeleton: Skeleton, device: torch.device, is_turned: bool) -> Iterator[None]:
     """Load all outside of the blocks, as transforms have left it; `is_turned`: all but the head, as it was."""
     try:
         if is_turned:
@@ -135,7 +132,7 @@ def _quantize(
 
     All at once where the scales of some rows need another type than those of others.
     """
-    for rows in dict.fromkeys((table_sizes.chunk_rows(layer), layer.spec.shape[0])):
+    for rows in dict.fromkeys((sizes.chunk_rows(layer), layer.spec.shape[0])):
         chunks = [_chunk(layer, part, given, seed) for part in weight.split(rows)]
         if len({chunk.result.weight.stored for chunk in chunks}) == 1:
             break
@@ -156,7 +153,7 @@ class _Chunk(NamedTuple):
 
 
 def _chunk(layer: LayerPlan, rows: Tensor, given: InputStatistics, seed: int) -> _Chunk:
-    part = table_sizes.chunk(layer, rows.shape[0])
+    part = sizes.plan_rows(layer, rows.shape[0])
     result = quantize_linear.quantize(LinearTask(part, "", rows, given, None, None), seed)
     norm = rows.float().square().sum(dtype=torch.float64).item()
     return _Chunk(result, report.errors(rows, result.weight, given.stats), norm)

@@ -14,7 +14,6 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,23 +23,23 @@ from torch import Tensor
 from compress import plugins, process_memory
 from compress.errors import CheckpointError
 from compress.progress import Progress
-from compress.run import report, verify
+from compress.run import verify
 from compress.run.job import RunState
 from compress.storage import manifest
 from compress.storage.checkpoint import Readable, StoredTensor, read_header, sha256, write_shard
 from compress.storage.json_text import TEXT
 from compress.storage.workdir import Output
 from compress.tune import low_rank
-from compress.tune.whole_model import Work
+from compress.tune.whole_model import TuningWork
 
 LOW_RANK, WHOLE = "trained", "tuned"
 STAGES = (LOW_RANK, WHOLE)
-TITLES = {LOW_RANK: "low-rank parts", WHOLE: "end-to-end tuning"}  # of their notes in the report
+NOTE_TITLES = {LOW_RANK: "low-rank parts", WHOLE: "end-to-end tuning"}
 BEFORE, AFTER = "before.", "after."
 RECORD = {"note": TEXT, "sha256": (str, type(None))}
 
 
-class Training(NamedTuple):
+class TrainedTensors(NamedTuple):
     """A training that has ended."""
 
     note: str
@@ -54,20 +53,22 @@ def train(output: Output, run: RunState, progress: Progress) -> list[str]:
     blocks' outputs with the trained tensors, and add notes to the run.
     """
     directory, device, probes = output.model, torch.device(run.job.device), run.probes
-    for stage, make in _asked(output, run, progress):
+    for stage, make in _wanted_trainings(output, run, progress):
         verify.self_check(directory, run.hashes, probes, device, progress, run.start)
         training = _restore(output, stage)
         if training is None:
-            with manifest.unfinished():
+            with manifest.without_hashes():
                 training = _keep(output, stage, make())
-        run.notes[TITLES[stage]] = [training.note]
+        run.notes[NOTE_TITLES[stage]] = [training.note]
         if training.tensors:
             probes = verify.replay(directory, device, progress, training.tensors, run.start)
-            run.hashes.update(put_in(output, training))
+            run.hashes.update(put_into_shards(output, training))
     return probes
 
 
-def _asked(output: Output, run: RunState, progress: Progress) -> Iterator[tuple[str, Callable[[], Training]]]:
+def _wanted_trainings(
+    output: Output, run: RunState, progress: Progress
+) -> Iterator[tuple[str, Callable[[], TrainedTensors]]]:
     """Yield each training that the recipe asks for, and what does it."""
     if run.calibration is None:
         return
@@ -78,35 +79,23 @@ def _asked(output: Output, run: RunState, progress: Progress) -> Iterator[tuple[
         progress(text, blocks, blocks)
         process_memory.check(job.max_memory)
 
-    if (asked := low_rank.requested({x.spec.name: x.scheme.lowrank for x in prepared.plan.layers})) is not None:
+    if (settings := low_rank.find_request({x.spec.name: x.scheme.lowrank for x in prepared.plan.layers})) is not None:
 
-        def low_rank_parts() -> Training:
+        def low_rank_parts() -> TrainedTensors:
             source = prepared.skeleton.checkpoint.directory
-            result, factors = low_rank.train_model(output.model, source, tokens, asked, job.device, say)
-            return Training(result.note, factors)
+            result, factors = low_rank.train_model(output.model, source, tokens, settings, job.device, say)
+            return TrainedTensors(result.note, factors)
 
         yield LOW_RANK, low_rank_parts
     if (step := job.recipe.tuning("model")) is not None and job.pack:
 
-        def whole_model() -> Training:
+        def whole_model() -> TrainedTensors:
             device, arrangement = torch.device(job.device), prepared.arrangement
             how = arrangement.batch, output.blocks, arrangement.spill, say
-            work = Work(output.model, prepared.skeleton.checkpoint, tokens, device, *how)
-            return Training(*plugins.load("tune", step.method).train(step.config, work))
+            work = TuningWork(output.model, prepared.skeleton.checkpoint, tokens, device, *how)
+            return TrainedTensors(*plugins.load("tune", step.method).train(step.config, work))
 
         yield WHOLE, whole_model
-
-
-def intact_blocks(output: Output, count: int) -> list[dict[str, Any]]:
-    """Return the records of the finished blocks up to the first whose shard is not the file that was recorded.
-
-    The rest of the `count` blocks is forgotten, and computed again.
-    """
-    finished = output.finished_blocks(report.RECORD)
-    records = list(takewhile(lambda record: is_intact(output, record["file"], record["sha256"]), finished))
-    if len(records) < count:
-        output.forget_from(len(records))
-    return records
 
 
 def is_intact(output: Output, name: str, digest: str) -> bool:
@@ -127,7 +116,7 @@ def is_intact(output: Output, name: str, digest: str) -> bool:
         return False
 
 
-def _keep(output: Output, stage: str, training: Training) -> Training:
+def _keep(output: Output, stage: str, training: TrainedTensors) -> TrainedTensors:
     """Record what was trained; the shards still have the former tensors."""
     digest, tensors = None, training.tensors
     if tensors:
@@ -139,16 +128,16 @@ def _keep(output: Output, stage: str, training: Training) -> Training:
     return training
 
 
-def _restore(output: Output, stage: str) -> Training | None:
+def _restore(output: Output, stage: str) -> TrainedTensors | None:
     """Return what a former run has trained, None if it has not or if the file is damaged."""
     record = output.finished_stage(stage, RECORD)
     if record is None or not _has_file(output, stage, record):
         return None
     after = _tensors(output, stage, record, AFTER)
-    return Training(record["note"], {name: stored.read() for name, stored in after.items()})
+    return TrainedTensors(record["note"], {name: stored.read() for name, stored in after.items()})
 
 
-def put_in(output: Output, training: Training) -> dict[str, str]:
+def put_into_shards(output: Output, training: TrainedTensors) -> dict[str, str]:
     """Give the shards the trained tensors; return file -> sha256 of those that have any."""
     paths = sorted(output.model.glob("model-*.safetensors"))
     hashes = {path.name: write_into(path, training.tensors) for path in paths}

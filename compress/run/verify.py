@@ -98,7 +98,7 @@ def self_check(
             )
     progress("loading with transformers", 0, 0)
     try:
-        with manifest.unfinished():
+        with manifest.without_hashes():
             dry_load.check_written(directory)
     except CheckpointError as error:
         raise CheckpointError(f"self-check failed: {directory} was not put in place: {error}") from error
@@ -240,7 +240,7 @@ def _check_tables(skeleton: Skeleton, device: torch.device) -> None:
 def _check_beside(skeleton: Skeleton, device: torch.device) -> None:
     """Check the packed linears that are beside the text model."""
     for name, module in list(skeleton.model.named_modules()):
-        if isinstance(module, PackedLinear) and skeleton.is_beside(name):
-            skeleton.load_beside(name, device)
+        if isinstance(module, PackedLinear) and skeleton.is_off_text_path(name):
+            skeleton.load_linear(name, device)
             module.check(name)
             skeleton.free()

@@ -34,7 +34,7 @@ def quantize(x: Tensor, activations: Activations, in_scale: Tensor | None = None
     `in_scale` is needed where the scale is static.
     """
     unit, scale = _unit(x.detach(), activations, in_scale)
-    return _rounded(unit, activations), scale
+    return _round(unit, activations), scale
 
 
 def split(x: Tensor, activations: Activations, in_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def split(x: Tensor, activations: Activations, in_scale: Tensor | None = None) -
     """
     power = 256.0 if activations.dtype == "fp8" else 2.0 ** (activations.bits - 2)
     unit, scale = _unit(x, activations, in_scale)
-    q = _rounded(unit.detach(), activations)
+    q = _round(unit.detach(), activations)
     if x.requires_grad and torch.is_grad_enabled():
         limit = largest(activations) + (FP8_HALF_STEP if activations.dtype == "fp8" else 0.5)
         unit = torch.where(unit.abs() <= limit, unit, 0)  # a largest input that rounds beyond Q is not clipped
@@ -72,7 +72,7 @@ def _unit(x: Tensor, activations: Activations, in_scale: Tensor | None) -> tuple
     return wide / scale, scale
 
 
-def _rounded(unit: Tensor, activations: Activations) -> Tensor:
+def _round(unit: Tensor, activations: Activations) -> Tensor:
     """Return the nearest quantized numbers, 0 for NaN."""
     top = largest(activations)
     clamped = unit.clamp(-top, top).nan_to_num_(0.0)

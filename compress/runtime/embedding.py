@@ -20,8 +20,7 @@ from compress import formats
 from compress.errors import CheckpointError
 from compress.formats import transforms
 from compress.kernels import dispatch
-from compress.runtime.linear import PackedLinear, is_plain_linear
-from compress.runtime.packed import PackedModule
+from compress.runtime.linear import PackedLinear, PackedModule, is_plain_linear
 from compress.types import PackedWeight, Stored
 
 LIKE = "like"  # an empty tensor that is stored beside the table; its type is that of the rows, and of the model
@@ -29,7 +28,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BEFORE = "_tied_weights_keys_before"  # the attribute of a model in which what `swap` replaces is kept
 PROBE = (16, 64)  # rows and columns of the table on which an embedding is tried
 _PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever is set while a model is built
-FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)  # of code that is tried on it
+TRIAL_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
 
 class Constants(NamedTuple):
@@ -140,8 +139,8 @@ def constants(module: nn.Module, model: nn.Module | None = None) -> Constants | 
     buffers = _buffers(module, model)
     if any(buffer.isnan().any() for buffer in buffers.values() if buffer.is_floating_point()):
         return None
-    found = {dtype: _constants_of_type(module, buffers, dtype) for dtype in DTYPES}
-    known = {dtype: pair for dtype, pair in found.items() if pair is not None}
+    by_dtype = {dtype: _constants_of_type(module, buffers, dtype) for dtype in DTYPES}
+    known = {dtype: pair for dtype, pair in by_dtype.items() if pair is not None}
     return Constants(known, buffers) if len(known) == len(DTYPES) else None
 
 
@@ -157,17 +156,17 @@ def _buffers(module: nn.Embedding, model: nn.Module | None) -> dict[str, Tensor]
     owners = [each for each in model.modules() if hasattr(each, "_init_weights")] if model is not None else []
     owner = next((each for each in reversed(owners) if any(part is module for part in each.modules())), None)
     if owner is not None and own:
-        with suppress(*FAILURES), torch.random.fork_rng(devices=[]):
+        with suppress(*TRIAL_FAILURES), torch.random.fork_rng(devices=[]):
             cast(Any, owner)._init_weights(trial)
-    found = {}
+    buffers_in_full = {}
     for name, buffer in own.items():
         value = trial._buffers[name]
         is_known = value is not None and not (value.is_floating_point() and bool(value.isnan().any()))
         if is_known and buffer.is_floating_point():
-            found[name] = cast(Tensor, value)
+            buffers_in_full[name] = cast(Tensor, value)
         else:
-            found[name] = unknown[name] if buffer.is_meta else _wide(buffer.detach().cpu(), buffer)
-    return found
+            buffers_in_full[name] = unknown[name] if buffer.is_meta else _wide(buffer.detach().cpu(), buffer)
+    return buffers_in_full
 
 
 def _wide(value: Tensor, like: Tensor) -> Tensor:
@@ -195,7 +194,7 @@ def _constants_of_type(
     zeros, ones = (torch.full(PROBE, value, dtype=torch.float64, device="cpu") for value in (0.0, 1.0))
     try:
         added, both, rows = (_trial(module, each, typed)(ids) for each in (zeros, ones, table))
-    except FAILURES:
+    except TRIAL_FAILURES:
         return None
     offset = added.flatten()[0].item()
     factor = both.flatten()[0].item() - offset
@@ -254,10 +253,10 @@ def _tie_stored(model: nn.Module, names: set[str], keys: list[str]) -> None:
             pairs = getattr(module, table, None)
             if isinstance(pairs, dict) and any({start + a, start + b} <= names for a, b in pairs.items()):
                 vars(module).setdefault(BEFORE, vars(module).get("_tied_weights_keys"))
-                setattr(module, table, _replaced(pairs, start, names, keys))
+                setattr(module, table, _replace_pairs(pairs, start, names, keys))
 
 
-def _replaced(pairs: dict[str, str], start: str, names: set[str], keys: list[str]) -> dict[str, str]:
+def _replace_pairs(pairs: dict[str, str], start: str, names: set[str], keys: list[str]) -> dict[str, str]:
     """Return pairs of tied tensors, target -> source, with those of `names` replaced by one pair for each key."""
     replaced = {}
     for target, source in pairs.items():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 SINGLE = "proj"  # the name of the one matrix of an expert that is no more than a linear
-POST_NORM = "post_expert_norm"  # of transformers: a norm over what an expert gives
+POST_NORM = "post_expert_norm"  # transformers' name of a norm over what an expert gives
 
 ROUTED, SORTED, SHARED = "routed", "sorted", "shared"
 CALLS = {  # what a module's forward is given -> how its experts are called
@@ -31,7 +31,7 @@ CALLS = {  # what a module's forward is given -> how its experts are called
 Gate = Callable[..., Tensor]  # (the fused module without weights, outputs of all projections but the last) -> Tensor
 
 
-class Part(NamedTuple):
+class FusedPart(NamedTuple):
     """One projection of all experts: where their matrices [out, in] lie in a parameter of the fused module.
 
     The parameter is [experts, out, in], [experts, in, out] if `transposed`, or such matrices below each other in two
@@ -54,11 +54,11 @@ class Part(NamedTuple):
         return parameter[number][self.rows]
 
 
-class Layout(NamedTuple):
+class ExpertLayout(NamedTuple):
     """How a module holds and computes its experts."""
 
     experts: int
-    parts: tuple[Part, ...]  # in the order of computation; the last one reads what `gate` gives
+    parts: tuple[FusedPart, ...]  # in the order of computation; the last one reads what `gate` gives
     call: str  # ROUTED, SORTED or SHARED
     gate: Gate | None  # None: an expert is its one projection
     identities: int = 0  # numbers behind those of the experts, which give a token back as it is
@@ -71,25 +71,25 @@ class Layout(NamedTuple):
     @property
     def is_bilinear(self) -> bool:
         """Whether a channel of up is just multiplied into what down reads."""
-        return self.gate is multiplied
+        return self.gate is gated_product
 
     @property
     def is_open(self) -> bool:
         """Whether the module's inputs are read, and its outputs written, by projections and nothing else."""
         return self.call == ROUTED and not self.identities and not self.has_post_norm
 
-    def shape(self, module: nn.Module, part: Part) -> tuple[int, int]:
+    def shape(self, module: nn.Module, part: FusedPart) -> tuple[int, int]:
         """Return [out, in] of a projection."""
         out, columns = part.matrix(module.get_parameter(part.parameter).detach().to("meta"), self.experts, 0).shape
         return out, columns
 
 
-def multiplied(fused: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+def gated_product(fused: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
     """Return act(gate) * up."""
     return _activation(fused)(gate) * up
 
 
-def activated(fused: nn.Module, up: Tensor) -> Tensor:
+def activate(fused: nn.Module, up: Tensor) -> Tensor:
     """Return act(up)."""
     return _activation(fused)(up)
 
@@ -117,7 +117,7 @@ def _own_gate(fused: nn.Module) -> Callable[[Tensor], Tensor]:
     return cast(Callable[[Tensor], Tensor], fused._apply_gate)
 
 
-def describe(module: nn.Module) -> Layout | str | None:
+def describe(module: nn.Module) -> ExpertLayout | str | None:
     """Return the layout of a module of experts, the reason why it has none that is known, or None: it has no experts.
 
     The module may be on meta.
@@ -157,10 +157,10 @@ class _Family(NamedTuple):
     """Modules whose parameters have the same names."""
 
     dimensions: int  # of each of them
-    layout: Callable[[nn.Module, Shapes, str], Layout | str]
+    layout: Callable[[nn.Module, Shapes, str], ExpertLayout | str]
 
 
-def _gate_and_up_in_one(module: nn.Module, shapes: Shapes, call: str) -> Layout | str:
+def _gate_and_up_in_one(module: nn.Module, shapes: Shapes, call: str) -> ExpertLayout | str:
     fused, down = shapes["gate_up_proj"], shapes["down_proj"]
     inner, is_transposed = down[2], False
     if fused[1:] == (down[2], 2 * down[1]):
@@ -176,36 +176,40 @@ def _gate_and_up_in_one(module: nn.Module, shapes: Shapes, call: str) -> Layout 
         gate_rows, up_rows = slice(0, None, 2), slice(1, None, 2)
     fused_bias, down_bias = _bias("gate_up_proj", shapes), _bias("down_proj", shapes)
     parts = (
-        Part("gate_proj", "gate_up_proj", is_transposed, gate_rows, fused_bias),
-        Part("up_proj", "gate_up_proj", is_transposed, up_rows, fused_bias),
-        Part("down_proj", "down_proj", is_transposed, bias=down_bias),
+        FusedPart("gate_proj", "gate_up_proj", is_transposed, gate_rows, fused_bias),
+        FusedPart("up_proj", "gate_up_proj", is_transposed, up_rows, fused_bias),
+        FusedPart("down_proj", "down_proj", is_transposed, bias=down_bias),
     )
-    return Layout(down[0], parts, call, _gate(module, is_interleaved), identities)
+    return ExpertLayout(down[0], parts, call, _gate(module, is_interleaved), identities)
 
 
-def _without_gate(module: nn.Module, shapes: Shapes, call: str) -> Layout | str:
+def _without_gate(module: nn.Module, shapes: Shapes, call: str) -> ExpertLayout | str:
     is_transposed = bool(getattr(module, "is_transposed", False))
-    parts = tuple(Part(name, name, is_transposed, bias=_bias(name, shapes)) for name in PROJECTIONS[1:])
-    return Layout(shapes["down_proj"][0], parts, call, activated)
+    parts = tuple(FusedPart(name, name, is_transposed, bias=_bias(name, shapes)) for name in PROJECTIONS[1:])
+    return ExpertLayout(shapes["down_proj"][0], parts, call, activate)
 
 
-def _three(module: nn.Module, shapes: Shapes, call: str) -> Layout | str:
+def _three(module: nn.Module, shapes: Shapes, call: str) -> ExpertLayout | str:
     is_transposed = bool(getattr(module, "is_transposed", False))
-    parts = tuple(Part(name, name, is_transposed, bias=_bias(name, shapes)) for name in PROJECTIONS)
-    return Layout(shapes["down_proj"][0], parts, call, _gate(module, is_interleaved=False))
+    parts = tuple(FusedPart(name, name, is_transposed, bias=_bias(name, shapes)) for name in PROJECTIONS)
+    return ExpertLayout(shapes["down_proj"][0], parts, call, _gate(module, is_interleaved=False))
 
 
-def _stacked(module: nn.Module, shapes: Shapes, call: str) -> Layout | str:
+def _stacked_layout(module: nn.Module, shapes: Shapes, call: str) -> ExpertLayout | str:
     """Gate, up and down, which is transposed, with the experts below each other."""
     experts = getattr(module, "num_experts", None)
     if not isinstance(experts, int) or any(shape[0] % experts for shape in shapes.values()):
         return "experts below each other, whose number is not known"
-    parts = (Part("gate_proj", "mlp.w1"), Part("up_proj", "mlp.v1"), Part("down_proj", "mlp.w2", transposed=True))
-    return Layout(experts, parts, call, inner_multiplied)
+    parts = (
+        FusedPart("gate_proj", "mlp.w1"),
+        FusedPart("up_proj", "mlp.v1"),
+        FusedPart("down_proj", "mlp.w2", transposed=True),
+    )
+    return ExpertLayout(experts, parts, call, inner_multiplied)
 
 
-def _one(module: nn.Module, shapes: Shapes, call: str) -> Layout | str:
-    return Layout(shapes["weight"][0], (Part(SINGLE, "weight"),), call, None)
+def _one(module: nn.Module, shapes: Shapes, call: str) -> ExpertLayout | str:
+    return ExpertLayout(shapes["weight"][0], (FusedPart(SINGLE, "weight"),), call, None)
 
 
 def _bias(parameter: str, shapes: Shapes) -> str | None:
@@ -218,7 +222,7 @@ def _gate(module: nn.Module, is_interleaved: bool) -> Gate:
 
     own = getattr(type(module), "_apply_gate", None)
     if own is None or own is moe._default_apply_gate:
-        return multiplied
+        return gated_product
     return own_interleaved if is_interleaved else own_concatenated
 
 
@@ -227,6 +231,6 @@ FAMILIES: dict[tuple[str, ...], _Family] = {
     ("gate_up_proj", "down_proj"): _Family(3, _gate_and_up_in_one),
     ("gate_proj", "up_proj", "down_proj"): _Family(3, _three),
     ("up_proj", "down_proj"): _Family(3, _without_gate),
-    ("mlp.w1", "mlp.v1", "mlp.w2"): _Family(2, _stacked),
+    ("mlp.w1", "mlp.v1", "mlp.w2"): _Family(2, _stacked_layout),
     SINGLE_PARAMETER: _Family(3, _one),
 }

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
 from compress.runtime import expert_layouts
-from compress.runtime.expert_layouts import POST_NORM, ROUTED, SHARED, SORTED, Layout
+from compress.runtime.expert_layouts import POST_NORM, ROUTED, SHARED, SORTED, ExpertLayout
 from compress.runtime.linear import PackedLinear, is_plain_linear
 from compress.types import Pruning
 
@@ -35,13 +35,13 @@ def is_fused_experts(module: nn.Module) -> bool:
 
 def is_supported(module: nn.Module) -> bool:
     """Return whether a module holds fused experts in a layout that `Experts` computes."""
-    return isinstance(expert_layouts.describe(module), Layout)
+    return isinstance(expert_layouts.describe(module), ExpertLayout)
 
 
-def layout_of(module: nn.Module) -> Layout:
+def layout_of(module: nn.Module) -> ExpertLayout:
     """Return the layout of a module for which `is_supported` is true."""
     layout = expert_layouts.describe(module)
-    assert isinstance(layout, Layout), "the caller asks is_supported first"
+    assert isinstance(layout, ExpertLayout), "the caller asks is_supported first"
     return layout
 
 
@@ -123,7 +123,7 @@ class Experts(nn.ModuleDict):
     Beside them there may be a norm over what each expert gives. `len` counts the experts.
     """
 
-    layout: Layout
+    layout: ExpertLayout
     pruning: Pruning | None = None  # None: every token got all experts that the router chose
     pairs: Pairs | None = None  # what is dropped is counted here, if anywhere
     _template: nn.Module  # the fused module without data
@@ -242,8 +242,8 @@ class SortedExperts(Experts):
             return torch.cat([self.compute(i, part) for i, part in enumerate(parts)])
         outputs = []
         for i, part in enumerate(parts):
-            given = part.any(-1).nonzero()[:, 0]
-            outputs.append(torch.zeros_like(part).index_copy_(0, given, self.compute(i, part[given])))
+            chosen_tokens = part.any(-1).nonzero()[:, 0]
+            outputs.append(torch.zeros_like(part).index_copy_(0, chosen_tokens, self.compute(i, part[chosen_tokens])))
         return torch.cat(outputs)
 
     def tokens(self, number: int, *inputs: Tensor) -> ExpertTokens:

@@ -25,7 +25,7 @@ a row that is looked up passes the transposes of the orthogonal ones.
 "kv_cache", absent where generation keeps keys and values as they are, is described in compress/runtime/kv_config.py.
 
 Beside "quantization_config" stands a notice that makes a transformers without this package fail
-(compress/storage/notice.py). It is taken away when a model is loaded, and put back when one is saved.
+(compress/storage/config_json.py). It is taken away when a model is loaded, and put back when one is saved.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from compress.errors import CheckpointError, first_line, shown
 from compress.formats import stored
-from compress.runtime import embedding, expert_layouts, linears, renamed, saving
+from compress.runtime import embedding, expert_layouts, linears, saving
 from compress.runtime.experts import Experts, is_fused_experts
-from compress.runtime.linear import PackedLinear
-from compress.runtime.packed import PackedModule
+from compress.runtime.linear import PackedLinear, PackedModule
 from compress.storage import manifest, paths
 from compress.storage.checkpoint import MANIFEST
 from compress.types import Pruning, Stored
@@ -56,7 +55,7 @@ if TYPE_CHECKING:  # this file is imported while transformers.modeling_utils may
     from transformers import PreTrainedModel
 
 METHOD = paths.METHOD
-VERSION = 1  # of the layout described above
+LAYOUT_VERSION = 1
 
 
 class CompressConfig(QuantizationConfigMixin):
@@ -64,7 +63,7 @@ class CompressConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        version: int = VERSION,
+        version: int = LAYOUT_VERSION,
         default: dict[str, Any] | None = None,
         modules: dict[str, dict[str, Any]] | None = None,
         experts: dict[str, dict[str, Any]] | None = None,
@@ -72,9 +71,10 @@ class CompressConfig(QuantizationConfigMixin):
         quant_method: str = METHOD,
         **unknown: Any,
     ) -> None:
-        if type(version) is not int or version != VERSION:
+        if type(version) is not int or version != LAYOUT_VERSION:
             raise CheckpointError(
-                f"quantization_config has version {shown(version)}, this compress reads {VERSION}; upgrade compress"
+                f"quantization_config has version {shown(version)}, this compress reads {LAYOUT_VERSION}; upgrade "
+                "compress"
             )
         if unknown:
             raise CheckpointError(f"quantization_config has unknown keys {shown(sorted(unknown))}; upgrade compress")
@@ -215,12 +215,12 @@ class CompressQuantizer(HfQuantizer):
             _check_files(model, self._directory, {file.name for file in files})
         swap(model, self.quantization_config)
         self.packed = _packed_tensors(model)
-        for module in _packed(model):
+        for module in _packed_modules(model):
             if "weight" not in module.specs:  # of a cut matrix there is one, which is loaded
-                module.weight = _initialized(module.shape)
+                module.weight = _placeholder(module.shape)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        for module in _packed(model):
+        for module in _packed_modules(model):
             vars(module).pop("weight", None)
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
@@ -237,7 +237,7 @@ class CompressQuantizer(HfQuantizer):
                 model.set_submodule(name, module.fuse(dtype))
         for name, module in list(model.named_modules()):
             if isinstance(module, PackedLinear):
-                model.set_submodule(name, linears.dequantized(module, dtype))
+                model.set_submodule(name, linears.dequantize_module(module, dtype))
         embedding.restore(model, dtype)
         return model
 
@@ -258,12 +258,12 @@ def register() -> None:
 
 def _check_files(model: PreTrainedModel, directory: Path, weights: set[str]) -> None:
     """Compare the files that are about to be loaded with the manifest beside them."""
-    asked = manifest.is_asked()
-    if asked and not (directory / MANIFEST).is_file():
+    is_verified = manifest.is_asked()
+    if is_verified and not (directory / MANIFEST).is_file():
         from compress.runtime import kv_config
 
-        kv_config.fetched(model, directory, MANIFEST)
-    manifest.check_loaded(directory, weights, asked)
+        kv_config.fetch(model, directory, MANIFEST)
+    manifest.check_loaded(directory, weights, is_verified)
 
 
 def _set_pruning(model: nn.Module, config: CompressConfig) -> None:
@@ -284,12 +284,12 @@ def _names_in(model: nn.Module, listed: Collection[str]) -> dict[str, str]:
     """Return the listed modules: name in this model -> name in the list.
 
     The list names the modules of the whole model. A bare body (AutoModel) has no head and lacks the body's prefix; the
-    class of a text part (renamed.py) has other names, and one of another task has another head.
+    class of a text part (saving.py) has other names, and one of another task has another head.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     bare = getattr(model, "base_model", None) is model
     if not bare or not any(name.startswith(prefix) for name in listed):
-        return renamed.without_other_head(model, renamed.names_in(model, listed))
+        return saving.without_other_head(model, saving.names_in(model, listed))
     return {name.removeprefix(prefix): name for name in listed if name.startswith(prefix)}
 
 
@@ -317,12 +317,12 @@ def _packed_tensors(model: nn.Module) -> set[str]:
     return {f"{name}.{key}" for name, module in named for key in module.specs}
 
 
-def _packed(model: nn.Module) -> list[PackedModule]:
+def _packed_modules(model: nn.Module) -> list[PackedModule]:
     return [module for module in model.modules() if isinstance(module, PackedModule)]
 
 
-def _initialized(shape: tuple[int, int]) -> torch.Tensor:
-    """Return what stands for a weight [out_features, in_features] while weights are loaded.
+def _placeholder(shape: tuple[int, int]) -> torch.Tensor:
+    """Return a zero-byte placeholder parameter of the weight's shape [out_features, in_features].
 
     Some models initialize the weights of their linears by name whatever was loaded; this one is marked as loaded.
     """

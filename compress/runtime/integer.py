@@ -32,15 +32,15 @@ from compress.runtime import activation_quant as inputs
 from compress.types import Activations
 
 LEAST_GROUP = 64  # columns: with smaller groups, adding up their float32 outputs costs more than the integers save
-LEAST_CAPABILITY = {"int": (7, 5), "fp8": (8, 9)}  # of NVIDIA's GPUs with such matrix instructions
-MULTIPLE = 16  # rows, columns and tokens are padded to it for a GPU
-LEAST_TOKENS = 32  # torch._int_mm on a GPU takes more than 16
+MIN_CAPABILITY = {"int": (7, 5), "fp8": (8, 9)}  # NVIDIA's compute capability with such matrix instructions
+PADDED_MULTIPLE = 16  # rows, columns and tokens are padded to it for a GPU
+MIN_TOKENS = 32  # torch._int_mm on a GPU takes more than 16
 FEW = 4  # tokens up to which the CPU multiplies one after another: a product of more of them reorders the weight
 EXACT_IN_FP8 = 5  # bits: integers to 16 are numbers of float8_e4m3fn
 LARGEST_INT32 = 2**31 - 1
 
 
-class Product(NamedTuple):
+class IntegerProduct(NamedTuple):
     """What is multiplied with what, beside the tensors."""
 
     format: str
@@ -53,14 +53,14 @@ def is_real(
     format: str, params: Any, shape: tuple[int, int], activations: Activations, device: torch.device | str
 ) -> bool:
     """Whether products without gradients are computed from the codes, rather than from dequantized numbers."""
-    return not obstacle(Product(format, params, shape, activations), torch.device(device))
+    return not obstacle(IntegerProduct(format, params, shape, activations), torch.device(device))
 
 
 def describe(
     format: str, params: Any, shape: tuple[int, int], activations: Activations, device: torch.device | str
 ) -> str:
     """How the product is computed, for reports: "int8 x int8 integer matmul", "fp8 x fp8 matmul" or "fake: why"."""
-    product, on = Product(format, params, shape, activations), torch.device(device)
+    product, on = IntegerProduct(format, params, shape, activations), torch.device(device)
     if reason := obstacle(product, on):
         return f"fake: {reason}"
     name = "fp8 x fp8 matmul" if activations.dtype == "fp8" else "int8 x int8 integer matmul"
@@ -68,13 +68,13 @@ def describe(
     return f"{name}; few rows by the kernel of packed weights" if packed else name
 
 
-def obstacle(product: Product, device: torch.device) -> str:
+def obstacle(product: IntegerProduct, device: torch.device) -> str:
     """Why a product has to be computed from dequantized numbers; empty if it has not."""
     return _obstacle(product, dispatch.processor(device))
 
 
 @cache
-def _obstacle(product: Product, on: Processor) -> str:
+def _obstacle(product: IntegerProduct, on: Processor) -> str:
     params, (_, columns), activations = product.params, product.shape, product.activations
     if product.format != "int":
         return f"the format {product.format} has no integer codes"
@@ -93,7 +93,7 @@ def _obstacle(product: Product, on: Processor) -> str:
 def _missing(dtype: str, on: Processor) -> str:
     """What the processor lacks."""
     if on.capability is not None and torch.version.hip is None:
-        return "" if on.capability >= LEAST_CAPABILITY[dtype] else f"the GPU has no {dtype} matrix multiplication"
+        return "" if on.capability >= MIN_CAPABILITY[dtype] else f"the GPU has no {dtype} matrix multiplication"
     if on.type == "cpu" and dtype == "int":
         return "" if _cpu_is_exact() else "int8 products are not exact on this CPU"
     return f"no {dtype} matrix multiplication on {on.type}"
@@ -115,7 +115,7 @@ def _cpu_is_exact() -> bool:
     return True
 
 
-def taken(product: Product, x: Tensor) -> bool:
+def takes_integers(product: IntegerProduct, x: Tensor) -> bool:
     """Whether x [..., in] is multiplied with the codes."""
     if (x.requires_grad and torch.is_grad_enabled()) or x.shape[-1] != product.shape[1]:
         return False
@@ -124,14 +124,14 @@ def taken(product: Product, x: Tensor) -> bool:
     return is_direct(product, x.device) or not dispatch.taken(*product[:3], x)
 
 
-def is_direct(product: Product, device: torch.device) -> bool:
+def is_direct(product: IntegerProduct, device: torch.device) -> bool:
     """Whether the codes are multiplied as they are stored, so that nothing derived from them has to be kept."""
     params, columns = product.params, product.shape[1]
     one_group = params.group(columns) >= columns
     return device.type == "cpu" and params.bits == 8 and one_group and sys.byteorder == "little"
 
 
-def operands(product: Product, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+def operands(product: IntegerProduct, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """What `multiply` needs beside x: scales float32 [groups, out], and the codes of each group of columns.
 
     The codes are int8 [out, group], float8_e4m3fn for fp8, padded for a GPU; or the stored words, as bytes, if direct.
@@ -144,11 +144,11 @@ def operands(product: Product, tensors: Mapping[str, Tensor]) -> tuple[Tensor, .
     if product.activations.dtype == "fp8":
         signed = signed.to(inputs.FP8)
     pieces = signed.split(min(params.group(shape[1]), shape[1]), dim=1)
-    kept = [piece.contiguous() if _is_on_cpu(piece) else _pad(piece, MULTIPLE) for piece in pieces]
+    kept = [piece.contiguous() if _is_on_cpu(piece) else _pad(piece, PADDED_MULTIPLE) for piece in pieces]
     return scales.T.float().contiguous(), *kept
 
 
-def multiply(product: Product, x: Tensor, held: tuple[Tensor, ...], in_scale: Tensor | None) -> Tensor:
+def multiply(product: IntegerProduct, x: Tensor, held: tuple[Tensor, ...], in_scale: Tensor | None) -> Tensor:
     """x [..., in] times the weight whose `operands` are held -> [..., out] of the type of x."""
     out_features, in_features = product.shape
     q, tokens = inputs.quantize(x.reshape(-1, in_features), product.activations, in_scale)
@@ -196,7 +196,7 @@ def _on_cpu(q: Tensor, codes: Tensor) -> Tensor:
 def _on_gpu(q: Tensor, codes: Tensor) -> Tensor:
     """int32, float32 for fp8 [tokens, padded out]."""
     count = q.shape[0]
-    tokens = max(LEAST_TOKENS, -(-count // MULTIPLE) * MULTIPLE)
+    tokens = max(MIN_TOKENS, -(-count // PADDED_MULTIPLE) * PADDED_MULTIPLE)
     octets = F.pad(q.view(torch.int8), (0, codes.shape[1] - q.shape[1], 0, tokens - count))
     if codes.dtype == torch.int8:
         return torch._int_mm(octets, codes.t())[:count]
@@ -210,7 +210,7 @@ def _pad(matrix: Tensor, multiple: int) -> Tensor:
     return padded.view(matrix.dtype)
 
 
-def rescaled(y: Tensor, scale: Tensor) -> Tensor:
+def multiply_by_scales(y: Tensor, scale: Tensor) -> Tensor:
     """A product y [..., out] with inputs from `activations.split`, times their scales [..., 1], of the type of y."""
     return (y * scale).to(y.dtype)
 
@@ -219,11 +219,11 @@ def rescaled(y: Tensor, scale: Tensor) -> Tensor:
 
 
 @cache
-def _read(weight: str, activations: str) -> tuple[Product, list[str]]:
+def _read(weight: str, activations: str) -> tuple[IntegerProduct, list[str]]:
     known = json.loads(weight)
     format, shape = known["format"], (known["shape"][0], known["shape"][1])
     params = params_from_dict(format, known["params"])
-    product = Product(format, params, shape, Activations(**json.loads(activations)))
+    product = IntegerProduct(format, params, shape, Activations(**json.loads(activations)))
     return product, list(formats.get(format).specs(params, shape))
 
 
@@ -236,10 +236,10 @@ def linear(x: Tensor, tensors: list[Tensor], in_scale: Tensor | None, weight: st
     """
     product, names = _read(weight, activations)
     stored = dict(zip(names, tensors, strict=True))
-    if taken(product, x):
+    if takes_integers(product, x):
         return multiply(product, x, operands(product, stored), in_scale)
     q, scale = inputs.split(x, product.activations, in_scale)
-    return rescaled(dispatch.product(q, stored, *product[:3]), scale)
+    return multiply_by_scales(dispatch.product(q, stored, *product[:3]), scale)
 
 
 @linear.register_fake

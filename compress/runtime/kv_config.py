@@ -30,12 +30,12 @@ from compress.errors import CheckpointError, shown
 from compress.kv import generation
 from compress.kv import static as calibrated
 from compress.kv.cache import coded_layers, layer_types
-from compress.kv.head_shape import head_shape, states_heads
 from compress.kv.settings import KINDS, CacheSettings, cache_settings
+from compress.kv.static import head_shape, states_heads
 from compress.storage.checkpoint import CONFIG, read_header, sha256, write_shard
 
 FILE = "kv_cache.safetensors"
-VERSION = 1  # of the layout described above
+LAYOUT_VERSION = 1
 SNAPSHOTS = "snapshots"  # folder of the hub's cache that holds the files of commits
 
 
@@ -45,7 +45,7 @@ def plain_section(settings: CacheSettings, layer_count: int) -> dict[str, Any]:
     counts = Counter(map(repr, layers))
     common = max(layers, key=lambda layer: counts[repr(layer)])  # the first of the most common
     return {
-        "version": VERSION,
+        "version": LAYOUT_VERSION,
         "method": common["keys"]["method"],
         **common,
         "layers": {str(index): layer for index, layer in enumerate(layers) if layer != common},
@@ -74,10 +74,10 @@ def read(section: Mapping[str, Any], layer_count: int) -> CacheSettings:
     """Return the settings of a section, checked for a model of so many layers."""
     if not isinstance(section, Mapping):
         raise CheckpointError("quantization_config: kv_cache is not a table; write the checkpoint again")
-    if section.get("version") != VERSION:
+    if section.get("version") != LAYOUT_VERSION:
         raise CheckpointError(
             f"quantization_config: kv_cache has version {shown(section.get('version'))}, this compress reads "
-            f"{VERSION}; upgrade compress"
+            f"{LAYOUT_VERSION}; upgrade compress"
         )
     settings = cache_settings({key: value for key, value in section.items() if key not in ("version", "static")})
     settings.by_layer(layer_count)
@@ -94,7 +94,7 @@ def read_static(section: Mapping[str, Any], directory: Path, config: Any, settin
     codings, is_certain = coded_layers(config, settings), states_heads(config)
     heads = head_shape(config) if is_certain else (1, 1, 1)  # of which only names are taken
     if said is None:
-        with _refused(directory / CONFIG):
+        with _refuse_damage(directory / CONFIG):
             calibrated.check_names(codings, heads, {}, is_certain, settings.read)
         return {}
     if not isinstance(said, Mapping) or said.get("file") != FILE or not isinstance(said.get("sha256"), str):
@@ -107,7 +107,7 @@ def read_static(section: Mapping[str, Any], directory: Path, config: Any, settin
             f"{path} is not the file that was written with this checkpoint (of another model, cut short or damaged); "
             "download or write the checkpoint again"
         )
-    with _refused(path):
+    with _refuse_damage(path):
         stored = read_header(path)
         calibrated.check_names(codings, heads, stored, is_certain, settings.read)
         static = {name: tensor.read() for name, tensor in stored.items()}
@@ -117,7 +117,7 @@ def read_static(section: Mapping[str, Any], directory: Path, config: Any, settin
 
 
 @contextmanager
-def _refused(path: Path) -> Iterator[None]:
+def _refuse_damage(path: Path) -> Iterator[None]:
     """Turn what is wrong with calibrated tensors into a CheckpointError of the file that holds or needs them."""
     try:
         yield
@@ -132,31 +132,31 @@ def use(model: Any, section: Mapping[str, Any], directory: Path | None) -> None:
     settings = read(section, len(layer_types(model.config)))
     where = directory or Path(model.name_or_path)
     if section.get("static") is not None and not (where / FILE).is_file():
-        where = fetched(model, where, FILE) or where
+        where = fetch(model, where, FILE) or where
     static = read_static(section, where, model.config, settings)
     generation.attach(model, settings, static)
     if static:
         model.save_pretrained = MethodType(partial(_save, static), model)
 
 
-def fetched(model: Any, directory: Path, file: str) -> Path | None:
+def fetch(model: Any, directory: Path, file: str) -> Path | None:
     """Return the folder of a file in the hub's cache, into which from_pretrained fetches nothing but weights.
 
     directory: where these are, <cache>/<repository>/snapshots/<commit>/<folder>, so that the file comes from the same
     cache, commit and folder; without such, from the default cache and the commit of the configuration.
     """
-    given: dict[str, Any] = {"revision": getattr(model.config, "_commit_hash", None)}
+    download_options: dict[str, Any] = {"revision": getattr(model.config, "_commit_hash", None)}
     parts = directory.parts
     if SNAPSHOTS in parts[2:-1]:
         at = max(i for i, part in enumerate(parts[:-1]) if part == SNAPSHOTS)
         folder = "/".join(parts[at + 2 :])
-        given = {"cache_dir": str(Path(*parts[: at - 1])), "revision": parts[at + 1], "subfolder": folder}
+        download_options = {"cache_dir": str(Path(*parts[: at - 1])), "revision": parts[at + 1], "subfolder": folder}
     path = cached_file(
         model.name_or_path,
         file,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
-        **given,
+        **download_options,
     )
     return None if path is None else Path(path).parent
 

@@ -18,8 +18,8 @@ import dataclasses
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Self, cast
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, Self, cast
 from weakref import ref
 
 import torch
@@ -30,15 +30,70 @@ from compress import formats
 from compress.formats import lowrank as lowrank_format
 from compress.formats import transforms as operations
 from compress.kernels import dispatch
-from compress.kernels.beside import Weights
+from compress.kernels.fused import Weights
 from compress.runtime import activation_quant as inputs
 from compress.runtime import integer
-from compress.runtime.packed import PackedModule
 from compress.types import IN_SCALE, PackedWeight, Stored
 
-CACHE_LIMIT = 1 << 30  # bytes
-
+CACHE_LIMIT_NBYTES = 1 << 30
 Derived = tuple[Tensor, ...]
+
+
+class PackedModule(nn.Module):
+    """Hold the stored tensors of a weight `shape` = [rows, columns] as parameters that keep their types and are frozen.
+
+    `to(dtype)`, `half()` and `float()` move them at most to another device.
+    """
+
+    def __init__(self, stored: Stored, shape: tuple[int, int], device: torch.device | str | None = None) -> None:
+        """Reserve uninitialized storage. Raises ValueError if operations of the weight cannot have this shape."""
+        super().__init__()
+        self.stored, self.format, self.params, self.shape = stored, stored.format, stored.params, shape
+        self.specs = formats.specs(stored, shape)
+        self._unchecked: str | None = None  # its name, while `check` waits for tensors that are offloaded
+        for name, (size, kind) in self.specs.items():
+            tensor = torch.empty(size, dtype=kind, device=device)
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+    def check(self, name: str) -> None:
+        """Check stored tensors that have come from a file (`formats.check`), values that are offloaded when first used.
+
+        Raises CheckpointError, which begins with `name`.
+        """
+        weight = self.packed()
+        formats.check(weight, name)
+        self._unchecked = name if any(tensor.is_meta for tensor in weight.tensors.values()) else None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that go to disk, by name."""
+        return {name: getattr(self, name).detach() for name in self.specs}
+
+    def packed(self) -> PackedWeight:
+        return PackedWeight(self.stored, self.tensors, self.shape)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The weight [rows, columns], decoded anew."""
+        return formats.decode(self.packed(), dtype)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """Load, and check what is there now; where torch is going to raise an error of its own, leave it to that."""
+        errors: list[str] = rest[-1]
+        before = len(errors)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if len(errors) == before and any(prefix + name in state_dict for name in self.specs):
+            self.check(prefix.removesuffix("."))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Applied to the stored tensors for their device only: their types are part of the format."""
+        stored = {id(getattr(self, name)) for name in self.specs}
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if id(tensor) in stored and moved.dtype != tensor.dtype else moved
+
+        super()._apply(move, recurse)
+        return self
 
 
 class _Entry(NamedTuple):
@@ -73,9 +128,9 @@ class WeightCache:
         """The entry `key` of the module, built if it is absent or stale, kept if it fits."""
         own = module._parameters.values()  # module.parameters() costs more than a small product
         state = tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in own if t is not None)
-        found = self._entries.get(ref(module), {}).get(key)
-        if found is not None and found.built_from == state:
-            return found.derived
+        cached = self._entries.get(ref(module), {}).get(key)
+        if cached is not None and cached.built_from == state:
+            return cached.derived
         with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode cannot be trained through
             derived = build()
         entry = _Entry(state, derived, sum(t.nbytes for t in derived))
@@ -106,7 +161,7 @@ class WeightCache:
                 self._drop(module)
 
 
-CACHE = WeightCache(CACHE_LIMIT)
+CACHE = WeightCache(CACHE_LIMIT_NBYTES)
 
 
 def set_cache_limit(nbytes: int) -> None:
@@ -127,7 +182,7 @@ def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else (y + bias).to(y.dtype)
 
 
-def _traced() -> bool:
+def _is_traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
@@ -206,12 +261,12 @@ class PackedLinear(PackedModule):
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in_features], quantized if it is to be, times the stored matrix, plus the low-rank part and bias."""
         if self.lowrank is not None:
-            return self._corrected(x, bias, *self._factors(x.dtype))
+            return self._product_with_lowrank(x, bias, *self._factors(x.dtype))
         return self._matrix_product(x, bias)
 
-    def _corrected(self, x: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    def _product_with_lowrank(self, x: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         trained = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-        if self.activations is None and not trained and not _traced():
+        if self.activations is None and not trained and not _is_traced():
             y = self._weight.product_with_lowrank(x, self._parameters, a, b)
             if y is not None:
                 return _plus(y, bias)
@@ -228,32 +283,32 @@ class PackedLinear(PackedModule):
 
         tensors = {name: getattr(self, name) for name in self.specs if name.startswith(lowrank_format.PREFIX)}
         trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values())
-        return build() if trained or _traced() else CACHE.get(self, ("lowrank", dtype), build)
+        return build() if trained or _is_traced() else CACHE.get(self, ("lowrank", dtype), build)
 
     def _matrix_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in_features], quantized if it is to be, times the stored matrix, plus bias."""
         if self.activations is None:
             return self._multiply(x, bias)
-        y = self._quantized(x, integer.Product(self.format, self.params, self.shape, self.activations))
+        y = self._quantized_product(x, integer.IntegerProduct(self.format, self.params, self.shape, self.activations))
         return _plus(y, bias)
 
-    def _quantized(self, x: Tensor, product: integer.Product) -> Tensor:
+    def _quantized_product(self, x: Tensor, product: integer.IntegerProduct) -> Tensor:
         in_scale = self._parameters.get(IN_SCALE)
         tensors = {name: getattr(self, name) for name in self._matrix}
-        if _traced() and not (x.requires_grad and torch.is_grad_enabled()):
+        if _is_traced() and not (x.requires_grad and torch.is_grad_enabled()):
             return integer.linear(x, list(tensors.values()), in_scale, self._described, self._described_inputs)
-        if not _traced() and integer.taken(product, x):
+        if not _is_traced() and integer.takes_integers(product, x):
             if integer.is_direct(product, x.device):
                 held = integer.operands(product, tensors)
             else:
                 held = CACHE.get(self, "codes", lambda: integer.operands(product, tensors))
             return integer.multiply(product, x, held, in_scale)
         q, scale = inputs.split(x, product.activations, in_scale)
-        return integer.rescaled(self._multiply(q, None), scale)
+        return integer.multiply_by_scales(self._multiply(q, None), scale)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in_features] as it is times the stored matrix, plus bias."""
-        if _traced():
+        if _is_traced():
             y = dispatch.linear(x, [getattr(self, name) for name in self._matrix], self._described)
             return _plus(y, bias)
         product = self._weight.product(x, self._parameters)
@@ -285,7 +340,7 @@ class PackedLinear(PackedModule):
         return super()._apply(fn, recurse)
 
 
-class Beside:
+class FusedLinears:
     """Bare linears (`is_bare`) that read the same inputs, multiplied in one call where kernels can."""
 
     def __init__(self, linears: Sequence[PackedLinear]) -> None:
@@ -294,6 +349,6 @@ class Beside:
 
     def product(self, x: Tensor) -> Tensor | None:
         """Return what all linears give for x [..., in], behind each other; None: run them singly."""
-        if _traced():
+        if _is_traced():
             return None
         return self._weights.product(x, [linear._parameters for linear in self.linears])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compress.runtime.linear import PackedLinear, is_plain_linear
 
-UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)  # of a call with floats
+CALL_FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class TurnedLinear(nn.Linear):
@@ -36,9 +36,9 @@ def shape_of(module: nn.Module) -> tuple[int, int] | None:
 
 def foreign(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield name and module of the linears below `module` that are not of the class `nn.Linear`."""
-    for name, found in list(module.named_modules()):
-        if not is_plain_linear(found) and shape_of(found) is not None:
-            yield name, found
+    for name, child in list(module.named_modules()):
+        if not is_plain_linear(child) and shape_of(child) is not None:
+            yield name, child
 
 
 def as_linear(module: nn.Module) -> nn.Linear:
@@ -65,7 +65,7 @@ def as_stored(linear: nn.Module, name: str, parameter: Tensor) -> Tensor:
     return parameter.T if isinstance(linear, TurnedLinear) and name == "weight" else parameter
 
 
-def dequantized(packed: PackedLinear, dtype: torch.dtype) -> nn.Module:
+def dequantize_module(packed: PackedLinear, dtype: torch.dtype) -> nn.Module:
     """Return a module with the dequantized weight, of the class that was replaced when the model was loaded."""
     return in_place_of(packed, packed.to_linear(dtype))
 
@@ -83,7 +83,7 @@ def in_place_of(packed: PackedLinear, linear: nn.Module) -> nn.Module:
 
 
 def remember(packed: PackedLinear, replaced: nn.Module) -> None:
-    """Let `dequantized` know the module, on the meta device, whose place a PackedLinear takes."""
+    """Let `dequantize_module` know the module, on the meta device, whose place a PackedLinear takes."""
     if not is_plain_linear(replaced):
         vars(packed)["replaced"] = copy.deepcopy(replaced).to("meta")  # not a child: it holds no part of the model
 
@@ -114,7 +114,7 @@ def _is_turned(module: nn.Module) -> bool | None:
         x = torch.arange(2 * matrix.shape[1], dtype=torch.float32, device="cpu").reshape(2, -1) - 3
         try:
             y = _small(module, sizes, weight, bias)(x)
-        except UNFIT:
+        except CALL_FAILURES:
             continue
         if isinstance(y, Tensor) and torch.equal(y, nn.functional.linear(x, matrix, bias)):
             return turned

@@ -42,7 +42,7 @@ def _replace(name: str, old: Any, new: Any) -> None:
             setattr(module, name, new)
 
 
-def _packed(model: nn.Module) -> dict[str, PackedLinear]:
+def _packed_linears(model: nn.Module) -> dict[str, PackedLinear]:
     """Return the packed linears by name; none, and nothing imported, where no packed model was loaded."""
     if "compress.runtime.linear" not in sys.modules:
         return {}
@@ -55,10 +55,10 @@ def _with_packed(resolve: Callable[[Any, nn.Module], Any]) -> Callable[[Any, nn.
     """Return `resolve`, which lists the modules of "all-linear", with packed linears but the output head."""
 
     @functools.wraps(resolve)
-    def wrapped(peft_config: Any, model: nn.Module) -> Any:
-        asked = getattr(peft_config, "target_modules", None)
+    def resolve_with_packed(peft_config: Any, model: nn.Module) -> Any:
+        target_modules = getattr(peft_config, "target_modules", None)
         config = resolve(peft_config, model)
-        packed = _packed(model)
+        packed = _packed_linears(model)
         if not packed:
             return config
         from compress.runtime.linear import PackedLinear
@@ -67,11 +67,11 @@ def _with_packed(resolve: Callable[[Any, nn.Module], Any]) -> Callable[[Any, nn.
         if isinstance(config, LoraConfig):
             layer = functools.partial(PackedLoraLinear, dtype=_dtype(model))
             config._register_custom_module({PackedLinear: layer})  # called like a class
-        if isinstance(asked, str) and asked.lower() == ALL:
+        if isinstance(target_modules, str) and target_modules.lower() == ALL:
             config.target_modules |= packed.keys() - _left_out(model)
         return config
 
-    return wrapped
+    return resolve_with_packed
 
 
 def _left_out(model: Any) -> set[str]:
@@ -91,10 +91,10 @@ def _keeping_stored(prepare: Callable[..., Any]) -> Callable[..., Any]:
     """Return `prepare` with the stored tensors kept as they are, and gradient checkpointing as for bitsandbytes."""
 
     @functools.wraps(prepare)
-    def wrapped(model: Any, use_gradient_checkpointing: bool = True, *values: Any, **options: Any) -> Any:
-        if not _packed(model):
+    def prepare_around_stored(model: Any, use_gradient_checkpointing: bool = True, *values: Any, **options: Any) -> Any:
+        if not _packed_linears(model):
             return prepare(model, use_gradient_checkpointing, *values, **options)
-        from compress.runtime.packed import PackedModule
+        from compress.runtime.linear import PackedModule
 
         modules = [module for module in model.modules() if isinstance(module, PackedModule)]
         kept = [(parameter, parameter.data) for m in modules for parameter in map(m.get_parameter, m.specs)]
@@ -108,7 +108,7 @@ def _keeping_stored(prepare: Callable[..., Any]) -> Callable[..., Any]:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings or {})
         return model
 
-    return wrapped
+    return prepare_around_stored
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -1,27 +1,35 @@
-"""Write the config.json of packed models: the list of what is packed, and the notice for those without compress."""
+"""Match a model with the list of packed modules in config.json, when it is loaded and when it is saved again.
+
+A checkpoint of text beside images lists the modules of the whole model. AutoModelForCausalLM may open its text part by
+a class of its own, in which the same weights have shorter names, and the rest of the model is missing. A class of
+another task (AutoModelForSequenceClassification) has no output head.
+
+A saved config.json lists what is still packed, and has the notice for those without compress.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 
-from compress.runtime.packed import PackedModule
-from compress.storage import notice
+from compress.runtime.linear import PackedModule
+from compress.storage import config_json
 from compress.storage.checkpoint import write_text
 from compress.storage.paths import METHOD
 
 
 def take_notice_away(config: PreTrainedConfig) -> PreTrainedConfig:
     """Remove the notice from a configuration that has been read, so that the weights are looked for as always."""
-    if getattr(config, notice.KEY, None) == notice.TEXT:
-        delattr(config, notice.KEY)
+    if getattr(config, config_json.NOTICE_KEY, None) == config_json.NOTICE:
+        delattr(config, config_json.NOTICE_KEY)
     return config
 
 
@@ -44,7 +52,7 @@ def keep_notice() -> None:
             return
         values = _without_gone(json.loads(self.to_json_string(use_diff)), self.quantization_config)
         if values.get("quantization_config", {}).get("modules"):
-            values = notice.added(values)
+            values = config_json.add_notice(values)
         write_text(Path(json_file_path), json.dumps(values, indent=2, sort_keys=True) + "\n")
 
     to_json_file.keeps_notice = True  # type: ignore[attr-defined]
@@ -95,3 +103,46 @@ def no_longer_packed(model: nn.Module, listed: dict[str, str]) -> set[str]:
     }
     absent = {name for name in listed if name.partition(".")[0] not in modules}
     return {listed[name] for name in plain | absent}
+
+
+def names_in(model: nn.Module, listed: Collection[str]) -> dict[str, str]:
+    """Return name in this model -> name in the list, for modules that the whole model has under the listed names.
+
+    Names are changed as transformers changes those of the weights while it loads them. What the class says that it
+    leaves out of a checkpoint is left out. Names without a module stay as they are: the caller refuses them.
+    """
+    if _has_all(model, listed):
+        return {name: name for name in listed}
+    # transformers may be half loaded when this file is imported
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    whole: Any = model
+    renamings = [entry for entry in get_model_conversion_mapping(whole) if isinstance(entry, WeightRenaming)]
+    state = whole.state_dict()
+    left_out = whole._keys_to_ignore_on_load_unexpected or ()
+    names = {}
+    for name in listed:
+        if not any(re.search(pattern, f"{name}.weight") for pattern in left_out):
+            key, _ = rename_source_key(f"{name}.weight", renamings, [], whole.base_model_prefix, state)
+            names[key.removesuffix(".weight")] = name
+    return names if _has_all(model, names) else {name: name for name in listed}
+
+
+def without_other_head(model: Any, names: Mapping[str, str]) -> dict[str, str]:
+    """Return the names (in this model -> in the list) but for the head of the checkpoint's class, if this is another.
+
+    Such a class, of sequence classification say, has the body of the checkpoint and a head of its own, which
+    transformers initializes. Other names without a module are kept: the caller refuses them.
+    """
+    body, classes = model.base_model_prefix, model.config.architectures or ()
+    if not body or not hasattr(model, body) or not classes or type(model).__name__ in classes:
+        return dict(names)
+    heads = {name.partition(".")[0] for name in names} - {body, *(name for name, _ in model.named_children())}
+    return {name: listed for name, listed in names.items() if name.partition(".")[0] not in heads}
+
+
+def _has_all(model: nn.Module, names: Collection[str]) -> bool:
+    """Return whether the model has modules of these names; of the linears of experts, that of the experts will do."""
+    modules = {name for name, _ in model.named_modules()}
+    return all(name in modules or name.rsplit(".", 2)[0] in modules for name in names)

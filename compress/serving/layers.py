@@ -1,21 +1,30 @@
-"""Run a linear layer of an engine, fused or not, as the packed linears of the checkpoint that it stands for."""
+"""Run an engine's linear layers and blocks of experts as packed linears of the checkpoint.
+
+A linear layer, fused or not, stands for one or several linears of the checkpoint. An expert is three of them, with the
+checkpoint's own pruning of experts.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.errors import UnsupportedModelError
+from compress.errors import CheckpointError, UnsupportedModelError
+from compress.runtime import experts as runtime_experts
+from compress.runtime.expert_layouts import PROJECTIONS
 from compress.serving import parts
-from compress.serving.parts import Part, Parts, Region, Totals
+from compress.serving.config import PackedModules
+from compress.serving.parts import FusedShards, LinearShard, Region, Totals
 from compress.types import Stored
 
-PARTS = "packed"  # what a layer's parts are called among its children
-QKV = {"q": 0, "k": 1, "v": 2}
+SHARDS_CHILD = "packed"  # the name of a layer's shards among its children
+QKV_INDEX = {"q": 0, "k": 1, "v": 2}
 
 
 class PackedLinears(ABC):
@@ -38,7 +47,7 @@ class PackedLinears(ABC):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """Give the layer its parts and the placeholders that the engine loads into."""
+        """Give the layer its shards and the placeholders that the engine loads into."""
         rank, kv_rank = self.ranks(layer)
         first = rank * input_size_per_partition if input_size_per_partition != input_size else 0
         if isinstance(layer, self.qkv):
@@ -46,66 +55,70 @@ class PackedLinears(ABC):
         else:
             full, ranks = _outputs(output_partition_sizes, output_size, rank)
         columns = range(first, first + input_size_per_partition)
-        own = [
-            Region((whole, input_size), (range(place * size, (place + 1) * size),), columns)
-            for whole, place, size in zip(full, ranks, output_partition_sizes, strict=True)
+        regions = [
+            Region((whole, input_size), (range(position * size, (position + 1) * size),), columns)
+            for whole, position, size in zip(full, ranks, output_partition_sizes, strict=True)
         ]
-        self._build(layer, own, params_dtype)
+        self._build(layer, regions, params_dtype)
 
     @abstractmethod
     def ranks(self, layer: Any) -> tuple[int, int]:
         """Return the place of this process among those that share a layer, and among those that share its keys."""
 
     def _build(self, layer: Any, regions: list[Region], dtype: torch.dtype) -> None:
-        """Give the layer a part for each linear, and the placeholders that the engine loads into.
+        """Give the layer a shard for each linear, and the placeholders that the engine loads into.
 
         regions: of the linears that the engine fuses; dtype: of the linears that are not packed. Raises
         UnsupportedModelError where the engine fuses other ones.
         """
         if len(self.linears) == 1:  # a single one, or stored fused
-            regions = [parts.joined(regions)]
+            regions = [parts.join_regions(regions)]
         if len(regions) != len(self.linears):
             raise UnsupportedModelError(
                 f"{', '.join(self.linears)}: {self.engine} fuses {len(regions)} linears in their place; "
                 "serve with transformers"
             )
-        own = [
-            Part(name, stored, region, dtype)
+        shards = [
+            LinearShard(name, stored, region, dtype)
             for (name, stored), region in zip(self.linears.items(), regions, strict=True)
         ]
-        setattr(layer, PARTS, Parts(own))
+        setattr(layer, SHARDS_CHILD, FusedShards(shards))
         self.totals.waiting += 1
 
         def load(param: Any, tensor: Tensor, shard: Any = None) -> None:
-            index = 0 if len(own) == 1 else QKV.get(shard, shard)
-            own[index].load(param.stored_as, tensor, param.device)
+            index = 0 if len(shards) == 1 else QKV_INDEX.get(shard, shard)
+            shards[index].load(param.stored_as, tensor, param.device)
 
-        parts.add_placeholders(layer, [part.specs for part in own], load)
+        parts.add_placeholders(layer, [each.specs for each in shards], load)
 
     def complete(self, layer: Any, say: Callable[[str], object]) -> None:
-        """Build the layer's linears, all of whose tensors have come; errors and `say` as those of `finish`."""
-        own: Parts = getattr(layer, PARTS)
-        finish(layer, own, layer.params_dtype, self.totals, say)
-        own.finish()
+        """Build the layer's linears, all of whose tensors have come; errors and `say` as those of `finish_layer`."""
+        shards: FusedShards = getattr(layer, SHARDS_CHILD)
+        finish_layer(layer, shards, layer.params_dtype, self.totals, say)
+        shards.finish()
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the layer's outputs [..., out] for inputs x [..., in] of this rank."""
-        y: Tensor = layer._modules[PARTS].forward(x)  # no hooks: a call of a module costs as much as a small product
+        y: Tensor = layer._modules[SHARDS_CHILD].forward(
+            x
+        )  # no hooks: a call of a module costs as much as a small product
         return y if bias is None else y + bias
 
 
-def finish(layer: Any, own: Iterable[Part], dtype: torch.dtype, totals: Totals, say: Callable[[str], object]) -> None:
-    """Complete a layer whose tensors have all come, and say what is to be known when all layers are complete.
+def finish_layer(
+    layer: Any, shards: Iterable[LinearShard], dtype: torch.dtype, totals: Totals, say: Callable[[str], object]
+) -> None:
+    """Complete a layer whose tensors have all come; pass log lines to `say` once all layers are complete.
 
     Raises CheckpointError with the name of a tensor that did not come.
     """
-    own = list(own)
-    for part in own:
-        part.check()
+    shards = list(shards)
+    for shard in shards:
+        shard.check()
     device = parts.remove_placeholders(layer)
     layer.qweight = nn.Parameter(torch.empty(0, dtype=torch.int16, device=device), False)  # LoRA asks for its device
-    parts.warm(parts.linears_of(own), dtype)
-    for line in totals.finish(own):
+    parts.warm(parts.linears_of(shards), dtype)
+    for line in totals.finish(shards):
         say(line)
 
 
@@ -121,3 +134,107 @@ def _heads(layer: Any, rank: int, kv_rank: int) -> tuple[list[int], list[int]]:
     widths = [layer.head_size, layer.head_size, layer.v_head_size]
     full = [count * width for count, width in zip(counts, widths, strict=True)]
     return full, [rank, *[kv_rank // layer.num_kv_head_replicas] * 2]
+
+
+PROJECTION_OF_SHARD = dict(zip(("w1", "w3", "w2"), PROJECTIONS, strict=True))  # the engines' names of gate, up and down
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+LocalNumber = Callable[[int], int]  # number of an expert -> its number on this rank, or -1
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank computes of the experts of a block."""
+
+    hidden_size: int
+    inner: range  # of the intermediate features
+    full: int  # of these on all ranks
+
+    @property
+    def regions(self) -> dict[str, Region]:
+        """Region of each linear of an expert."""
+        first = Region.of_rows((self.full, self.hidden_size), self.inner)
+        last = Region((self.hidden_size, self.full), (range(self.hidden_size),), self.inner)
+        return {"w1": first, "w3": first, "w2": last}
+
+
+class PackedExpertLayer:
+    """Build and run the experts of a block one by one; the base of an engine's own class."""
+
+    activation: Callable[[Tensor], Tensor]
+
+    def __init__(self, module: str, listed: PackedModules) -> None:
+        """module: the experts' name in the checkpoint."""
+        self.module, self.listed, self.pruning = module, listed.below(module), listed.pruning.get(module)
+        self.totals = listed.totals
+
+    def build(self, layer: Any, numbers: Iterable[int], share: Share, dtype: torch.dtype, local: LocalNumber) -> None:
+        """Give the layer the shards of the experts `numbers`, in their local order, and placeholders."""
+        experts = nn.ModuleList()
+        for number in numbers:
+            linears = {shard: self._shard(number, shard, region, dtype) for shard, region in share.regions.items()}
+            experts.append(nn.ModuleDict(linears))
+        setattr(layer, SHARDS_CHILD, experts)
+        self.totals.waiting += 1
+        _add_placeholders(layer, experts, local)
+
+    def _shard(self, number: int, shard: str, region: Region, dtype: torch.dtype) -> LinearShard:
+        name = f"{self.module}.{number}.{PROJECTION_OF_SHARD[shard]}"
+        if name not in self.listed:
+            raise CheckpointError(f"{name} is not listed as packed, but other experts beside it are")
+        return LinearShard(name, self.listed[name], region, dtype)
+
+    def run(self, layer: Any, x: Tensor, routing: tuple[Tensor, Tensor], count: int, local: LocalNumber) -> Tensor:
+        """Return the weighted sums [tokens, hidden] over the experts of this rank; x [tokens, hidden].
+
+        routing: weights and numbers of experts, [tokens, top_k] each, numbers below `count` or else of no expert;
+        local: number -> that on this rank, -1 for an expert of another rank.
+        """
+        experts, (topk_weights, topk_ids) = getattr(layer, SHARDS_CHILD), routing
+        if self.pruning is not None:
+            topk_ids, topk_weights = runtime_experts.prune(x, topk_ids.long(), topk_weights, self.pruning, count)
+        out = torch.zeros_like(x)
+        before = self.weighs_inputs(layer)
+        for number in topk_ids.unique().tolist():
+            local_number = local(number) if 0 <= number < count else -1
+            if local_number == -1:  # of another rank, or dropped
+                continue
+            token, position = torch.where(topk_ids == number)
+            weight = topk_weights[token, position, None]
+            h = self._expert(experts[local_number], x[token] * weight.to(x.dtype) if before else x[token])
+            out.index_add_(0, token, (h if before else h * weight).to(out.dtype))
+        return out
+
+    def weighs_inputs(self, layer: Any) -> bool:
+        """Return whether the router's weights are those of an expert's inputs instead of its outputs."""
+        return bool(layer.apply_router_weight_on_input)
+
+    def _expert(self, expert: Any, x: Tensor) -> Tensor:
+        y: Tensor = expert["w2"](self.activation(expert["w1"](x)) * expert["w3"](x))
+        return y
+
+    @staticmethod
+    def shards_of(layer: Any) -> list[LinearShard]:
+        """Return the shards of all experts of a layer."""
+        return [part for expert in getattr(layer, SHARDS_CHILD) for part in expert.values()]
+
+
+def _add_placeholders(layer: Any, experts: Any, local: LocalNumber) -> None:
+    def load(  # as engines call it
+        param: Any,
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        local_number = local(expert_id)
+        if local_number != -1:
+            experts[local_number][shard_id].load(param.stored_as, loaded_weight, param.device)
+        return (local_number != -1) if return_success else None
+
+    parts.add_placeholders(layer, [expert[shard].specs for expert in experts for shard in ("w1", "w3")], load, "w13_")
+    parts.add_placeholders(layer, [expert["w2"].specs for expert in experts], load, "w2_")

@@ -1,13 +1,13 @@
 """Hold what one rank of an engine computes of the linears of a checkpoint, whatever the engine.
 
 An engine may fuse several linears of the checkpoint into one layer (q, k and v; gate and up; all experts of a block).
-Each of them has a format, parameters and transforms of its own, so nothing is fused here: a layer holds one `Part` for
-every linear and concatenates what they give. The engine's loader sees placeholders (`add_placeholders`), one for every
-name of a stored tensor, which hand a tensor to the part that it belongs to.
+Each of them has a format, parameters and transforms of its own, so nothing is fused here: a layer holds one
+`LinearShard` for every linear and concatenates their outputs. The engine's loader sees placeholders
+(`add_placeholders`), one for every name of a stored tensor, which hand a tensor to the shard that it belongs to.
 
-Ranks of tensor parallelism take rows or columns of a linear, cut exactly (compress/formats/cuts.py). What cannot be cut
-stays whole on every rank, which computes all of it and uses its share of the inputs or outputs: right, but nothing is
-saved. `Totals` tells how much that is. Where inputs are rounded with the scale of a token and ranks have different
+Ranks of tensor parallelism take rows or columns of a linear, cut exactly (compress/formats/__init__.py). What cannot be
+cut stays whole on every rank, which computes all of it and uses its share of the inputs or outputs: right, but nothing
+is saved. `Totals` tells how much that is. Where inputs are rounded with the scale of a token and ranks have different
 columns of it, each rank rounds with the scale of its own columns, so that numbers differ within the rounding.
 """
 
@@ -23,15 +23,14 @@ from torch import Tensor, nn
 
 from compress import formats
 from compress.errors import CheckpointError
-from compress.formats import cuts
-from compress.runtime.linear import CACHE, Beside, PackedLinear
+from compress.runtime.linear import CACHE, FusedLinears, PackedLinear
 from compress.types import PackedWeight, Stored
 
-PLAIN = "weight"  # the tensor of a linear that is not packed
-NO_LIMIT = 1 << 62  # bytes
+PLAIN_KEY = "weight"  # the tensor of a linear that is not packed
+UNLIMITED_NBYTES = 1 << 62
 MIB = 1 << 20
 
-Load = Callable[..., Any]  # (placeholder, tensor, and what else the engine's loader says)
+WeightLoader = Callable[..., Any]  # (placeholder, tensor, and what else the engine's loader passes)
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,13 @@ class Region:
         return self.rows == (range(self.shape[0]),) and self.columns == range(self.shape[1])
 
 
-def joined(regions: list[Region]) -> Region:
+def join_regions(regions: list[Region]) -> Region:
     """Return the region of a linear that the checkpoint stores below each other, from those of the fused ones."""
     rows: list[range] = []
     total = 0
     for region in regions:
-        for part in region.rows:
-            moved = range(part.start + total, part.stop + total)
+        for span in region.rows:
+            moved = range(span.start + total, span.stop + total)
             if rows and rows[-1].stop == moved.start:
                 moved = range(rows.pop().start, moved.stop)
             rows.append(moved)
@@ -65,7 +64,7 @@ def joined(regions: list[Region]) -> Region:
     return Region((total, regions[0].shape[1]), tuple(rows), regions[0].columns)
 
 
-class Part(nn.Module):
+class LinearShard(nn.Module):
     """Compute a rank's region of one linear of the checkpoint, without its bias.
 
     Its tensors come one by one. With the last of them it is cut and built.
@@ -82,7 +81,7 @@ class Part(nn.Module):
         self.linears = nn.ModuleList()  # one for each range of rows, once all tensors are here
         self._arrived: dict[str, Tensor] = {}
         try:
-            self.specs = {PLAIN: (region.shape, dtype)} if stored is None else formats.specs(stored, region.shape)
+            self.specs = {PLAIN_KEY: (region.shape, dtype)} if stored is None else formats.specs(stored, region.shape)
         except ValueError as error:
             raise CheckpointError(f"quantization_config: {name}: {error}") from error
 
@@ -104,23 +103,25 @@ class Part(nn.Module):
     def _build(self, tensors: dict[str, Tensor]) -> None:
         region = self.region
         if self.stored is None:
-            self.linears = nn.ModuleList(self._plain(tensors[PLAIN], rows) for rows in region.rows)
+            self.linears = nn.ModuleList(self._plain(tensors[PLAIN_KEY], rows) for rows in region.rows)
             return
         weight = PackedWeight(self.stored, tensors, region.shape)
         formats.check(weight, self.name)
         try:
-            weights = [cuts.cut(weight, rows, region.columns) for rows in region.rows]
+            weights = [formats.cut(weight, rows, region.columns) for rows in region.rows]
         except ValueError as error:
             self.whole_because, weights = str(error), [weight]
         self.linears = nn.ModuleList(PackedLinear.from_packed(each) for each in weights)
 
     def _plain(self, weight: Tensor, rows: range) -> nn.Linear:
         if tuple(weight.shape) != self.region.shape:
-            raise CheckpointError(f"{self.name}.{PLAIN} is {list(weight.shape)}, expected {list(self.region.shape)}")
+            raise CheckpointError(
+                f"{self.name}.{PLAIN_KEY} is {list(weight.shape)}, expected {list(self.region.shape)}"
+            )
         columns = self.region.columns
         linear = nn.Linear(len(columns), len(rows), bias=False, device="meta")
-        part = weight[rows.start : rows.stop, columns.start : columns.stop].to(self.dtype, copy=True)
-        linear.weight = nn.Parameter(part, requires_grad=False)
+        region_values = weight[rows.start : rows.stop, columns.start : columns.stop].to(self.dtype, copy=True)
+        linear.weight = nn.Parameter(region_values, requires_grad=False)
         return linear
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,38 +129,38 @@ class Part(nn.Module):
         if self.whole_because is not None:
             missing = (self.region.columns.start, self.region.shape[1] - self.region.columns.stop)
             y = self.linears[0](F.pad(x, missing) if any(missing) else x)
-            return joined_outputs([y[..., rows.start : rows.stop] for rows in self.region.rows])
-        return joined_outputs([linear(x) for linear in self.linears])
+            return join_outputs([y[..., rows.start : rows.stop] for rows in self.region.rows])
+        return join_outputs([linear(x) for linear in self.linears])
 
 
-class Parts(nn.ModuleList):
+class FusedShards(nn.ModuleList):
     """The linears of the checkpoint that an engine has fused into one layer, in the order of its outputs."""
 
-    _beside: Beside | None = None
+    _fused: FusedLinears | None = None
 
-    def __iter__(self) -> Iterator[Part]:
-        return cast(Iterator[Part], super().__iter__())
+    def __iter__(self) -> Iterator[LinearShard]:
+        return cast(Iterator[LinearShard], super().__iter__())
 
     def finish(self) -> None:
         """Find out whether one call can multiply with all of them, now that they are built."""
         linears = linears_of(self)
         bare = [each for each in linears if isinstance(each, PackedLinear) and each.is_bare]
-        if len(bare) == len(linears) and all(part.whole_because is None for part in self):
-            self._beside = Beside(bare)
+        if len(bare) == len(linears) and all(shard.whole_because is None for shard in self):
+            self._fused = FusedLinears(bare)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs [..., rows] of all parts for inputs x [..., columns] of this rank, behind each other."""
-        y = None if self._beside is None else self._beside.product(x)
-        return joined_outputs([part(x) for part in self]) if y is None else y
+        """Return the outputs [..., rows] of all shards for inputs x [..., columns] of this rank, behind each other."""
+        y = None if self._fused is None else self._fused.product(x)
+        return join_outputs([shard(x) for shard in self]) if y is None else y
 
 
-def joined_outputs(outputs: list[Tensor]) -> Tensor:
+def join_outputs(outputs: list[Tensor]) -> Tensor:
     """Return outputs behind each other."""
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
 def add_placeholders(
-    layer: nn.Module, specs: Iterable[Mapping[str, formats.Spec]], load: Load, prefix: str = ""
+    layer: nn.Module, specs: Iterable[Mapping[str, formats.Spec]], load: WeightLoader, prefix: str = ""
 ) -> None:
     """Give a layer an empty parameter for every stored tensor, whose `weight_loader` is `load`.
 
@@ -186,7 +187,7 @@ def warm(linears: Iterable[nn.Module], dtype: torch.dtype) -> None:
 
     All of it is made while the model is loaded, so that an engine which measures memory then counts it.
     """
-    CACHE.limit = NO_LIMIT
+    CACHE.limit = UNLIMITED_NBYTES
     for linear in linears:
         if isinstance(linear, PackedLinear):
             device = next(linear.parameters()).device
@@ -202,14 +203,14 @@ class Totals:
         self.count, self.nbytes = 0, 0  # packed linears, and their stored bytes on this rank
         self.whole: dict[str, int] = {}  # why linears could not be cut -> their bytes
 
-    def finish(self, parts: Iterable[Part]) -> list[str]:
-        """Add the parts of a layer; return what is to be said once it was the last one.
+    def finish(self, shards: Iterable[LinearShard]) -> list[str]:
+        """Add the shards of a layer; return log lines once it was the last one.
 
         From then on nothing more is kept decoded: memory does not grow while requests are served.
         """
-        for part in parts:
-            if part.stored is not None:
-                self.add(sum(tensor.nbytes for tensor in part.parameters()), part.whole_because)
+        for shard in shards:
+            if shard.stored is not None:
+                self.add(sum(tensor.nbytes for tensor in shard.parameters()), shard.whole_because)
         self.waiting -= 1
         if self.waiting:
             return []
@@ -223,18 +224,18 @@ class Totals:
             self.whole[whole_because] = self.whole.get(whole_because, 0) + nbytes
 
     def lines(self) -> list[str]:
-        """Say in a line what is held, and in one each what could not be cut and what is kept decoded."""
-        said = [f"{self.count} packed weights, {self.nbytes / MIB:.1f} MiB on this rank"]
+        """Return log lines: bytes on this rank, linears that could not be split, weights kept decoded."""
+        lines = [f"{self.count} packed weights, {self.nbytes / MIB:.1f} MiB on this rank"]
         if self.whole:
             reasons = "; ".join(sorted(self.whole))
-            said.append(f"{sum(self.whole.values()) / MIB:.1f} MiB of them are whole on every rank: {reasons}")
+            lines.append(f"{sum(self.whole.values()) / MIB:.1f} MiB of them are whole on every rank: {reasons}")
         if CACHE.nbytes:
-            said.append(
+            lines.append(
                 f"{CACHE.nbytes / MIB:.1f} MiB are kept decoded beside them, where no kernel reads what is stored"
             )
-        return said
+        return lines
 
 
-def linears_of(parts: Iterable[Part]) -> list[nn.Module]:
-    """Return the modules that parts consist of."""
-    return [linear for part in parts for linear in part.linears]
+def linears_of(shards: Iterable[LinearShard]) -> list[nn.Module]:
+    """Return the modules that shards consist of."""
+    return [linear for shard in shards for linear in shard.linears]

@@ -11,17 +11,16 @@ from torch import Tensor, nn
 
 from compress import formats
 from compress.errors import CheckpointError
-from compress.formats import cuts
 from compress.runtime.embedding import LIKE, PackedEmbedding
 from compress.runtime.linear import PackedLinear
 from compress.serving import parts
-from compress.serving.parts import PLAIN, Totals
+from compress.serving.parts import PLAIN_KEY, Totals
 from compress.types import PackedWeight, Stored
 
-TABLE = "table"  # what a layer's table is called among its children
+TABLE_CHILD = "table"  # the name of a layer's table among its children
 
 
-class Table(nn.Module):
+class TableShard(nn.Module):
     """Look rows of a table [tokens, hidden] up, and multiply with it.
 
     It may be stored in any of several ways, or not packed: which one it is shows when the tensors have come.
@@ -45,7 +44,7 @@ class Table(nn.Module):
     def specs(self) -> list[dict[str, formats.Spec]]:
         """What may come: the stored tensors of all candidates, and a plain table."""
         packed = [formats.specs(stored, self.shape) for stored in self.candidates.values()]
-        return [*packed, {LIKE: ((0,), self.dtype), PLAIN: (self.shape, self.dtype)}]
+        return [*packed, {LIKE: ((0,), self.dtype), PLAIN_KEY: (self.shape, self.dtype)}]
 
     def load(self, key: str, tensor: Tensor, device: torch.device | str) -> None:
         """Take a copy of a stored tensor to a device."""
@@ -58,20 +57,20 @@ class Table(nn.Module):
             return
         self._is_built = True
         tensors, self._arrived = self._arrived, {}
-        if PLAIN in tensors:
-            rows = tensors[PLAIN][self.rows.start : self.rows.stop].to(self.dtype, copy=True)
+        if PLAIN_KEY in tensors:
+            rows = tensors[PLAIN_KEY][self.rows.start : self.rows.stop].to(self.dtype, copy=True)
             self.plain = nn.Parameter(rows, requires_grad=False)
             return
-        packed = self._chosen(tensors)
+        packed = self._weight_of(tensors)
         try:
-            weight = cuts.cut(packed, self.rows, range(self.shape[1]))
+            weight = formats.cut(packed, self.rows, range(self.shape[1]))
         except ValueError as error:
             self.whole_because, weight = str(error), packed
         self.head = PackedLinear.from_packed(weight)
         if formats.has_rows(weight.stored):
             self.embedding = _embedding(weight, self.dtype)
 
-    def _chosen(self, tensors: dict[str, Tensor]) -> PackedWeight:
+    def _weight_of(self, tensors: dict[str, Tensor]) -> PackedWeight:
         """Return the weight in the form that these tensors have."""
         for name, stored in self.candidates.items():
             specs = formats.specs(stored, self.shape)
@@ -81,7 +80,7 @@ class Table(nn.Module):
                 return weight
         for name, stored in self.candidates.items():  # say what is wrong
             formats.check(PackedWeight(stored, tensors, self.shape), name)
-        raise CheckpointError(f"{self.name}.{PLAIN} is not in the checkpoint; download or write it again")
+        raise CheckpointError(f"{self.name}.{PLAIN_KEY} is not in the checkpoint; download or write it again")
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Return the rows [..., hidden] of ids [...], counted from the first row of this rank."""
@@ -138,8 +137,8 @@ class PackedTable:
         """Give the layer a table [tokens, hidden], of which this rank has some rows, and placeholders."""
         indices = layer.shard_indices
         rows = range(indices.org_vocab_start_index, indices.org_vocab_end_index)
-        table = Table(self.name, self.candidates, (layer.org_vocab_size, input_size), rows, params_dtype)
-        setattr(layer, TABLE, table)
+        table = TableShard(self.name, self.candidates, (layer.org_vocab_size, input_size), rows, params_dtype)
+        setattr(layer, TABLE_CHILD, table)
         self.totals.waiting += 1
 
         def load(param: Any, tensor: Tensor) -> None:
@@ -150,13 +149,13 @@ class PackedTable:
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """Let a head multiply with the table of the embedding."""
         parts.remove_placeholders(layer)
-        setattr(layer, TABLE, getattr(embed_tokens, TABLE))
+        setattr(layer, TABLE_CHILD, getattr(embed_tokens, TABLE_CHILD))
         self.is_tied = True
         return layer
 
-    def finish(self, layer: Any, is_head: bool) -> Table:
+    def finish(self, layer: Any, is_head: bool) -> TableShard:
         """Build the table from what has come, and return it; is_head: the layer multiplies with it."""
-        table: Table = getattr(layer, TABLE)
+        table: TableShard = getattr(layer, TABLE_CHILD)
         parts.remove_placeholders(layer)
         table.finish()
         if table.head is not None:
@@ -170,16 +169,16 @@ class PackedTable:
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         """Return the rows of token ids, counted from the first one of this rank."""
-        rows: Tensor = getattr(layer, TABLE).look_up(input_)
+        rows: Tensor = getattr(layer, TABLE_CHILD).look_up(input_)
         return rows
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return this rank's logits, padded as the engine pads the vocabulary."""
-        y: Tensor = getattr(layer, TABLE).project(x, layer.num_embeddings_per_partition)
+        y: Tensor = getattr(layer, TABLE_CHILD).project(x, layer.num_embeddings_per_partition)
         return y if bias is None else y + bias
 
 
-def plain_rows(layer: Any, table: Table) -> nn.Parameter:
+def plain_rows(layer: Any, table: TableShard) -> nn.Parameter:
     """Return the rows of a table that is not packed, padded as the engine pads the vocabulary."""
     assert table.plain is not None, "a table is packed or plain"
     missing = layer.num_embeddings_per_partition - table.plain.shape[0]

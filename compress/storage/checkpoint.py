@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError, first_line, shown
-from compress.storage import config_sizes, json_text, notice, paths, safetensors_header
+from compress.storage import config_json, json_text, paths, safetensors_header
 from compress.storage.files import open_regular, replacing
 
 INDEX = "model.safetensors.index.json"
@@ -193,7 +193,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     if weight_map:
         tensors = {name: stored for name, stored in tensors.items() if name in weight_map}
     largest = max((math.prod(stored.shape) for stored in tensors.values()), default=0)
-    config_sizes.check(config, str(directory / CONFIG), len(tensors), largest)
+    config_json.check_sizes(config, str(directory / CONFIG), len(tensors), largest)
     if not config.get("quantization_config"):
         _check_scaled(directory, tensors)
     return Checkpoint(directory, config, tensors)
@@ -213,7 +213,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Return config.json as a dict, without the notice to those who have no compress."""
     paths.check_checkpoint(directory)
     path = directory / CONFIG
-    config = notice.removed(read_json(path))
+    config = config_json.remove_notice(read_json(path))
     if not config.get("model_type"):
         raise CheckpointError(f"{path} names no model_type; is it a Hugging Face model configuration?")
     return config
@@ -252,11 +252,11 @@ def _weight_map(directory: Path) -> dict[str, str]:
 def _single_file(directory: Path) -> list[str]:
     if (directory / SINGLE).is_file():
         return [SINGLE]
-    found = sorted(p.name for p in directory.glob("*.safetensors"))
-    if len(found) == 1:
-        return found
-    if found:
-        raise CheckpointError(f"{directory} has {len(found)} safetensors files but no {INDEX}; add the index")
+    shards = sorted(p.name for p in directory.glob("*.safetensors"))
+    if len(shards) == 1:
+        return shards
+    if shards:
+        raise CheckpointError(f"{directory} has {len(shards)} safetensors files but no {INDEX}; add the index")
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt")) or any(directory.glob("*.pth")):
         raise CheckpointError(
             f"{directory} has only pickled weights (.bin), which can run code when loaded and are not read; "
@@ -268,9 +268,9 @@ def _single_file(directory: Path) -> list[str]:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one safetensors file; the header is checked against the file's size."""
     try:
-        return {entry.name: _stored(path, entry) for entry in safetensors_header.read(path).entries}
+        return {entry.name: _stored_tensor(path, entry) for entry in safetensors_header.read(path).entries}
     except ValueError as error:
-        raise safetensors_header.malformed(path, error) from error
+        raise safetensors_header.malformed_error(path, error) from error
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -278,7 +278,7 @@ def read_metadata(path: Path) -> dict[str, str]:
     return safetensors_header.read(path).metadata
 
 
-def _stored(path: Path, entry: safetensors_header.Entry) -> StoredTensor:
+def _stored_tensor(path: Path, entry: safetensors_header.Entry) -> StoredTensor:
     dtype, nbytes = DTYPES.get(entry.dtype), entry.stop - entry.start
     if dtype is None:
         raise ValueError(f"tensor {shown(entry.name)} is of type {shown(entry.dtype)}, which is not read")

@@ -11,8 +11,8 @@ from compress.errors import shown
 
 TEXT_LIMIT = 100 << 20  # bytes; the safetensors library refuses larger headers too
 CONTAINERS = 2_000_000  # lists and objects: each costs some 100 bytes of memory
-DEPTH = 64  # of lists and objects in each other
-DIGITS = 40  # of an integer
+MAX_DEPTH = 64  # lists and objects in each other
+MAX_DIGITS = 40  # an integer has no more
 
 
 def loads(raw: bytes | str, is_strict: bool = False) -> Any:
@@ -31,7 +31,7 @@ def loads(raw: bytes | str, is_strict: bool = False) -> Any:
     try:
         value = json.loads(text, **(STRICT if is_strict else PYTHONS))
     except RecursionError as error:
-        raise ValueError(f"nested more than {DEPTH} deep") from error
+        raise ValueError(f"nested more than {MAX_DEPTH} deep") from error
     _check_depth(value)
     if re.search(r"\\u[dD][89a-fA-F]", text):
         json.dumps(value, ensure_ascii=False).encode("utf-8")  # UnicodeEncodeError is a ValueError
@@ -83,7 +83,7 @@ def mismatch(value: Any, layout: Any, where: str = "it") -> str | None:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > DIGITS:
+    if len(digits) > MAX_DIGITS:
         raise ValueError(f"an integer of {len(digits)} digits")
     return int(digits)
 
@@ -120,7 +120,7 @@ STRICT: dict[str, Any] = {
 
 def _check_depth(value: Any) -> None:
     level = [value]
-    for _ in range(DEPTH):
+    for _ in range(MAX_DEPTH):
         level = [
             child
             for outer in level
@@ -130,4 +130,4 @@ def _check_depth(value: Any) -> None:
         ]
         if not level:
             return
-    raise ValueError(f"nested more than {DEPTH} deep")
+    raise ValueError(f"nested more than {MAX_DEPTH} deep")

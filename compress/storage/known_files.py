@@ -22,9 +22,24 @@ COPIED = (
     *("*.tiktoken", "tekken.json", "bpe.codes", "dict.txt", "emoji.json", "normalizer.json", "entity_vocab.json"),
     *("target_vocab.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json"),
 )
-LEGAL = ("license*", "licence*", "model_license*", "use_policy*", "notice*", "copying*")  # in capitals, too
+LEGAL_PATTERNS = (
+    "license*",
+    "licence*",
+    "model_license*",
+    "use_policy*",
+    "notice*",
+    "copying*",
+)  # and the same in capitals
 CARD, REPORT = "README.md", "report.json"
-WRITTEN = (CONFIG, "*.safetensors", "*.safetensors.index.json", MANIFEST, RECIPE, REPORT, CARD)  # by a run
+WRITTEN_PATTERNS = (
+    CONFIG,
+    "*.safetensors",
+    "*.safetensors.index.json",
+    MANIFEST,
+    RECIPE,
+    REPORT,
+    CARD,
+)  # a run writes these
 WEIGHTS = (".safetensors", ".index.json", ".gguf", ".onnx", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz")
 CODE = (".py", ".pkl", ".pickle", ".sh")
 # Files that say how the model was stored, or what was measured of it: a run writes its own, or none.
@@ -37,7 +52,7 @@ def is_copied(name: str) -> bool:
     """Return whether a file beside a model has the name of one that belongs to it, and holds no weights and no code."""
     if name.lower().endswith((*WEIGHTS, *CODE)):
         return False
-    is_legal = any(fnmatchcase(name.lower(), pattern) for pattern in LEGAL)
+    is_legal = any(fnmatchcase(name.lower(), pattern) for pattern in LEGAL_PATTERNS)
     return is_legal or any(fnmatchcase(name, pattern) for pattern in COPIED)
 
 
@@ -48,7 +63,7 @@ def is_of_source(name: str) -> bool:
 
 def is_published(name: str) -> bool:
     """Return whether a file of a finished checkpoint has the name of one that belongs to it."""
-    return is_copied(name) or any(fnmatchcase(name, pattern) for pattern in WRITTEN)
+    return is_copied(name) or any(fnmatchcase(name, pattern) for pattern in WRITTEN_PATTERNS)
 
 
 def is_inside(path: Path) -> bool:

@@ -123,7 +123,7 @@ def entries(directory: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def unfinished() -> Iterator[None]:
+def without_hashes() -> Iterator[None]:
     """Ask for no hashes meanwhile: what is loaded is being written, and has no manifest yet."""
     token = _is_unfinished.set(True)
     try:

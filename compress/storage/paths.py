@@ -17,14 +17,14 @@ GGUF, PROJECTOR = ".gguf", "mmproj"  # the second begins the name of a tower for
 CHAT_TEMPLATES = "additional_chat_templates"  # a folder in a model's, which transformers reads
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = "compress_manifest.json"
-UNFINISHED = "compress_unfinished"  # in a directory that a checkpoint is being copied to
-EXPORTED = "compress_export.json"  # in every exported directory: what it was made from
-SAVED_CACHE = "compress_kv"  # in the header of the cache of a prompt
-CONFIG_NBYTES = 16 << 20  # that are read of a configuration, at most
+UNFINISHED = "compress_unfinished"  # a file: a checkpoint is being copied here
+EXPORTED = "compress_export.json"  # names what an exported directory was made from
+SAVED_CACHE = "compress_kv"  # a key of the header of the cache of a prompt
+MAX_CONFIG_NBYTES = 16 << 20  # no more is read of a configuration
 METHOD = "compress"  # quant_method of packed checkpoints
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
-CHECKED_NBYTES = 1 << 20  # of a text that are looked at before anything else is done
-TABLES = (".csv", ".tsv", ".xls", ".xlsx")  # that no reader of ours reads
+MAX_CHECKED_NBYTES = 1 << 20  # no more of a text is looked at before anything else is done
+TABLE_SUFFIXES = (".csv", ".tsv", ".xls", ".xlsx")  # no reader of ours reads them
 TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 
 
@@ -49,9 +49,9 @@ def gguf_file(path: Path) -> Path | None:
         return path
     if not os.path.isdir(path) or any(path.glob("*.safetensors")):
         return None
-    found = sorted(each for each in path.iterdir() if each.name.lower().endswith(GGUF) and each.is_file())
-    found = [each for each in found if not each.name.lower().startswith(PROJECTOR)]
-    first = [each for each in found if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", each.name)]
+    files = sorted(each for each in path.iterdir() if each.name.lower().endswith(GGUF) and each.is_file())
+    files = [each for each in files if not each.name.lower().startswith(PROJECTOR)]
+    first = [each for each in files if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", each.name)]
     if len(first) > 1:
         raise CheckpointError(f"{path} holds {len(first)} GGUF models, {first[0].name} and others; give one of them")
     return first[0] if first else None
@@ -117,7 +117,7 @@ def check_corpus(source: str) -> None:
     check_kind(path)
     suffix = path.suffix.lower()
     with open_regular(path) as stream:
-        start = stream.read(CHECKED_NBYTES)
+        start = stream.read(MAX_CHECKED_NBYTES)
         if suffix == ".parquet":
             if not start.startswith(b"PAR1"):
                 raise CalibrationError(f"{source} is not a readable parquet file; write it again, or give another kind")
@@ -126,7 +126,7 @@ def check_corpus(source: str) -> None:
             raise CalibrationError(f"{source} is a binary file, or text in UTF-16; give a text in UTF-8")
         filled, read = start.strip(), start
         while read and not filled:
-            read = stream.read(CHECKED_NBYTES)
+            read = stream.read(MAX_CHECKED_NBYTES)
             filled = read.strip()
     if not filled.removeprefix(b"\xef\xbb\xbf").strip():
         raise CalibrationError(f"{source} holds blank lines only; give a file with text")
@@ -134,7 +134,7 @@ def check_corpus(source: str) -> None:
 
 def check_kind(path: Path) -> None:
     """Raise CalibrationError for a table whose header and separators would be taken for text."""
-    if path.suffix.lower() in TABLES:
+    if path.suffix.lower() in TABLE_SUFFIXES:
         raise CalibrationError(
             f"{path} is a table, whose header and separators are no text; write the column of texts as lines of JSON, "
             '{"text": "..."}, into a .jsonl file'
@@ -169,7 +169,7 @@ def holds(folder: Path, path: Path) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
-def exchanged(model: str, base: str | None) -> str | None:
+def exchange_note(model: str, base: str | None) -> str | None:
     """Return a note for a packed base of a model that is not packed: they may be exchanged; None for all others."""
     if base is None or not is_packed(Path(base)) or not _exists(model) or is_packed(Path(model)):
         return None
@@ -180,7 +180,7 @@ def is_packed(directory: Path) -> bool:
     """Tell whether a checkpoint of ours with packed weights lies here, as far as its configuration can be read."""
     try:
         with open_regular(directory / CONFIG) as stream:
-            config = json_text.loads(stream.read(CONFIG_NBYTES))
+            config = json_text.loads(stream.read(MAX_CONFIG_NBYTES))
         return bool(config["quantization_config"]["quant_method"] == METHOD)
     except (OSError, ValueError, KeyError, TypeError):
         return False

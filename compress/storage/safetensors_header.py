@@ -1,18 +1,20 @@
-"""Read the header of a safetensors file. What the safetensors library refuses is refused here, too.
+"""Read the header of a safetensors file, and check where the tensors of any file lie.
 
-The library's rules are strict so that one file cannot be two models for two readers: tensors lie one after another
-without a hole, no byte belongs to two of them or to none, and no name stands twice.
+What the safetensors library refuses is refused here, too. Its rules are strict so that one file cannot be two models
+for two readers: tensors lie one after another without a hole, no byte belongs to two of them or to none, none follows
+the last, and no name stands twice. Readers of other files with tensors (GGUF) check their layout by `layout_fault`.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from compress.errors import CheckpointError, first_line, shown
-from compress.storage import json_text, layout
+from compress.storage import json_text
 from compress.storage.files import open_regular
 
 HEADER_LIMIT = 100_000_000  # bytes; the library's
@@ -58,14 +60,14 @@ def read(path: Path) -> Header:
         metadata = _metadata(header.pop(METADATA, None))
         entries = [_entry(name, value, first) for name, value in header.items()]
     except ValueError as error:
-        raise malformed(path, error) from error
-    spans = [layout.Span(entry.name, entry.start, entry.stop) for entry in entries]
-    if wrong := layout.fault(spans, first, size):
+        raise malformed_error(path, error) from error
+    spans = [Span(entry.name, entry.start, entry.stop) for entry in entries]
+    if wrong := layout_fault(spans, first, size):
         raise CheckpointError(f"{path} {wrong}; download it again")
     return Header(metadata, entries)
 
 
-def malformed(path: Path, error: Exception) -> CheckpointError:
+def malformed_error(path: Path, error: Exception) -> CheckpointError:
     """Return the error that says what is wrong with a header."""
     return CheckpointError(f"{path} has a malformed safetensors header ({first_line(error)}); download it again")
 
@@ -89,3 +91,38 @@ def _entry(name: str, value: Any, first: int) -> Entry:
     if not is_sized or max((*counts, *shape, *offsets)) >= COUNT_LIMIT:
         raise ValueError(f"tensor {shown(name)} has a shape or offsets that are no sizes")
     return Entry(name, value["dtype"], tuple(shape), first + offsets[0], first + offsets[1])
+
+
+class Span(NamedTuple):
+    """The bytes of a tensor, counted from the start of the file."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def layout_fault(spans: Iterable[Span], first: int, size: int, alignment: int = 1) -> str | None:
+    """Return what is wrong with the layout of a file, as the end of a sentence about it; None if nothing is.
+
+    first: the place of the first tensor; size: of the file, both in bytes. Every tensor begins at the next multiple of
+    `alignment` behind the one before it. Behind the last there may be as much padding.
+    """
+    end, before = first, ""
+    for span in sorted(spans, key=lambda span: (span.start, span.stop)):
+        due = _round_up(end, alignment)
+        if span.start < due:
+            return f"is damaged: tensor {shown(span.name)} begins at byte {span.start}, inside of what is before it" + (
+                f" ({shown(before)})" if before else ""
+            )
+        if span.start > due:
+            return f"is damaged: {span.start - due} bytes in front of tensor {shown(span.name)} belong to no tensor"
+        end, before = span.stop, span.name
+    if size < end:
+        return f"is truncated: {size} bytes of {end}"
+    if size > (due := _round_up(end, alignment)):
+        return f"is damaged: {size - due} bytes behind its last tensor belong to no tensor"
+    return None
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -15,8 +15,10 @@
     OUT.partial/stream      hidden states that do not fit into memory; OUT.partial/gradients and cache-states likewise
     OUT.partial/old         the former OUT, while the new one takes its place
 
-With a folder for unfinished work OUT.partial lies in that, and the checkpoint is copied to OUT, not renamed
-(compress/storage/copied.py): OUT may be a mounted object store.
+With a folder for unfinished work OUT.partial lies in that, and the checkpoint is copied to OUT, not renamed: OUT may be
+a mounted object store, where nothing can be renamed or appended to. Files are copied one after the other, each written
+once from start to end; `config.json` last but one, so that nothing loads what is incomplete, and the manifest last: it
+is what makes the directory a checkpoint. Until then OUT holds a file UNFINISHED, by which the next run knows it.
 
 Killed at any moment, the next run with the same settings goes on after the last finished block. Other settings are
 refused. Nothing but these names is ever removed, and OUT itself only if --overwrite was given and it is a checkpoint
@@ -39,9 +41,10 @@ from typing import Any, ClassVar
 
 from compress import process_memory
 from compress.errors import CheckpointError, OutputError
-from compress.storage import copied, files, json_text, paths
-from compress.storage.checkpoint import read_json, write_text
-from compress.storage.files import sync_directory
+from compress.storage import files, json_text, paths
+from compress.storage.checkpoint import CONFIG, MANIFEST, read_json, write_text
+from compress.storage.files import open_new, sync_directory
+from compress.storage.paths import UNFINISHED
 
 SPARE = 64 << 20  # bytes that must stay free on the disk beside what the run writes
 NAMES = {"lock", "run.json", "run.json.part", "blocks", "model", "stream", "calibration", "old"}
@@ -223,7 +226,7 @@ class Output(WorkDirectory):
         with writing(self.out):
             paths.check_out(self.out, self.overwrite)
             if self.is_copied:
-                copied.put(self.model, self.out)
+                put_copies(self.model, self.out)
                 self._remove(self.model)
                 self._remove(self.calibration)
                 return
@@ -350,3 +353,32 @@ def writing(path: Path, option: str = "--out") -> Iterator[None]:
                 f"{place}: {os.strerror(error.errno)}; mend that and run the same command again"
             ) from error
         raise OutputError(f"cannot write {path}: {reason}") from error
+
+
+COPIED_LAST = (CONFIG, MANIFEST)
+
+
+def put_copies(model: Path, out: Path) -> None:
+    """Copy the files of a checkpoint, remove others in `out`. Raises OutputError for a copy that is not whole.
+
+    The caller has made sure that `out` may be replaced.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    open_new(out / UNFINISHED).close()
+    names = sorted(
+        (name for name in os.listdir(model)), key=lambda name: (name in COPIED_LAST, COPIED_LAST[-1] == name, name)
+    )
+    others = sorted(set(os.listdir(out)) - {*names, UNFINISHED})
+    for name in (*COPIED_LAST[::-1], *others):
+        if (out / name).is_file():
+            (out / name).unlink()
+    for name in names:
+        copy_whole(model / name, out / name)
+    (out / UNFINISHED).unlink()
+
+
+def copy_whole(source: Path, target: Path) -> None:
+    """Copy one file. Raises OutputError if the copy has another size."""
+    files.copy(source, target)
+    if target.stat().st_size != source.stat().st_size:
+        raise OutputError(f"{target} has {target.stat().st_size} bytes, not {source.stat().st_size}; run this again")

@@ -31,7 +31,7 @@ from compress.model import positions
 from compress.model.cache_pass import cached_layers
 from compress.progress import Progress, note, silent
 from compress.recipe import Recipe
-from compress.run import cache_bytes, kv_cache, prepare, source
+from compress.run import kv_cache, prepare, source
 from compress.run.job import Job, Prepared
 from compress.study import losses
 from compress.study.checkpoints import identify
@@ -199,7 +199,7 @@ def _caches(wanted: Wanted, study: Known, prepared: Prepared) -> dict[str | None
             continue
         nbytes = int(exact * (loss.cache_share or 1))
         if not settings.needs():
-            measured = cache_bytes.at_context(skeleton.config, settings, {}, skeleton.dtype, wanted.context)
+            measured = kv_cache.bytes_at_context(skeleton.config, settings, {}, skeleton.dtype, wanted.context)
             nbytes = int(measured.bytes_per_token * wanted.context)
         if nbytes < exact:
             caches[loss.recipe] = (nbytes, loss)

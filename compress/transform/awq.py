@@ -39,9 +39,9 @@ from compress.transform.folding import by_producer, fold, to_readers
 from compress.types import Scheme
 
 SCOPE = "block"
-FLOOR = 1e-4  # of the average channel
-CLIP_RATIOS = tuple(1 - 0.05 * i for i in range(1, 11))  # of the largest weight of a group
-CLIP_TOKENS = 512  # that clipping is measured on
+MIN_CHANNEL_SHARE = 1e-4  # share of the average channel
+CLIP_SHARES = tuple(1 - 0.05 * i for i in range(1, 11))  # shares of the largest weight of a group
+TOKENS_FOR_CLIPPING = 512
 CLIPPED_AT_ONCE = 64  # linears whose inputs are kept at the same time
 
 
@@ -79,7 +79,7 @@ def apply(
     if len(scalable) < len(sites):
         notes.append(f"{len(sites) - len(scalable)} sites are read by no linear with an integer grid")
     if config.clip:
-        notes.append(clip(block, batches, config, {p: g for p, g in grids.items() if p not in unclipped(sites)}))
+        notes.append(clip(block, batches, config, {p: g for p, g in grids.items() if p not in never_clipped(sites)}))
     return tuple(notes)
 
 
@@ -112,9 +112,9 @@ def best_scale(
         scale = scales(mean, step / ratios)
         wide = to_readers(site, scale).float()
         rounded = {r: search.Substitute(search.fake_weight(w * wide, grids[r]).div_(wide)) for r, w in weights.items()}
-        with search.substituted(block, rounded):
+        with search.substitute_weights(block, rounded):
             loss = trial.loss(reference)
-        if loss < (best.after * search.CLEARLY if best else float("inf")):
+        if loss < (best.after * search.CLEARLY_BETTER if best else float("inf")):
             best = BestScale(step / ratios, scale, best.before if best else loss, loss)
     return best
 
@@ -124,12 +124,12 @@ def scales(mean: Tensor, exponent: float) -> Tensor:
     alive = mean > 0
     if not alive.any():
         return torch.ones_like(mean)
-    relative = (mean / mean[alive].mean()).clamp(min=FLOOR) ** exponent
+    relative = (mean / mean[alive].mean()).clamp(min=MIN_CHANNEL_SHARE) ** exponent
     middle = (relative[alive].min() * relative[alive].max()).sqrt()
     return torch.where(alive, relative / middle, 1.0)
 
 
-def unclipped(sites: Sequence[Site]) -> set[str]:
+def never_clipped(sites: Sequence[Site]) -> set[str]:
     """Return the paths of queries and keys, whose products are compared nowhere.
 
     They stand beside the values, and read what these read.
@@ -142,8 +142,8 @@ def unclipped(sites: Sequence[Site]) -> set[str]:
 
 def clip(block: nn.Module, batches: BlockInputs, config: Config, grids: Mapping[str, grid.GridConfig]) -> str:
     """Clamp the weights of these linears in place, group by group; returns a note."""
-    sequences = min(config.sequences, CLIP_TOKENS)
-    tokens = min(config.tokens, CLIP_TOKENS // sequences)
+    sequences = min(config.sequences, TOKENS_FOR_CLIPPING)
+    tokens = min(config.tokens, TOKENS_FOR_CLIPPING // sequences)
     clamped = total = linears = 0
     for start in range(0, len(grids), CLIPPED_AT_ONCE):
         paths = list(grids)[start : start + CLIPPED_AT_ONCE]
@@ -172,10 +172,10 @@ def clamp(weight: Tensor, inputs: Tensor, config: grid.GridConfig) -> int:
         exact = columns.float().T.contiguous()  # [columns, rows]
         largest = exact.abs().amax(0)
         best, loss = largest, _error(exact, exact, factor, config, dtype)
-        for ratio in CLIP_RATIOS:
+        for ratio in CLIP_SHARES:
             limit = largest * ratio
             tried = _error(exact, exact.clamp(-limit, limit), factor, config, dtype)
-            better = tried < loss * search.CLEARLY
+            better = tried < loss * search.CLEARLY_BETTER
             best, loss = torch.where(better, limit, best), torch.where(better, tried, loss)
         changed += int((exact.abs() > best).sum())
         columns.copy_(exact.clamp_(-best, best).T)

@@ -1,17 +1,12 @@
-"""Define the bases that a model can be rotated into, and what a search among rotations needs to know of one."""
+"""Define the bases that a model can be rotated into, and find the rows of a linear that make its values."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from compress.formats import transforms
-from compress.model.edits import Edits
-from compress.model.graph import Attention, Graph
-from compress.model.skeleton import Skeleton
+from compress.model.graph import Attention
 from compress.numerics import hadamard
 
 
@@ -50,10 +45,10 @@ class Basis(Orthogonal):
             self.normal = normal / length if length > 1e-9 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._reflected(hadamard.transform(x * self.signs.to(x)))
+        return self._reflect(hadamard.transform(x * self.signs.to(x)))
 
     def transpose(self, x: Tensor) -> Tensor:
-        return hadamard.transpose(self._reflected(x)) * self.signs.to(x)
+        return hadamard.transpose(self._reflect(x)) * self.signs.to(x)
 
     def undoing(self) -> dict[str, Tensor | None]:
         """Return the transforms at run time whose product is Q^T: name -> what is stored of it, in their order."""
@@ -61,48 +56,11 @@ class Basis(Orthogonal):
         reflection: dict[str, Tensor | None] = {"reflection": normal.float()} if self.keep_mean else {}
         return {**reflection, "hadamard_transposed": None, "signs": transforms.pack_signs(self.signs < 0)}
 
-    def _reflected(self, x: Tensor) -> Tensor:
+    def _reflect(self, x: Tensor) -> Tensor:
         if self.normal is None:
             return x
         normal = self.normal.to(x)
         return x - 2 * (x @ normal)[..., None] * normal
-
-
-class SearchSettings(Protocol):
-    """The part of the transform's `Config` that the search reads."""
-
-    @property
-    def seeds(self) -> int: ...
-
-    @property
-    def search_samples(self) -> int: ...
-
-    @property
-    def learn(self) -> int: ...
-
-
-class SearchedRotation(Edits, Protocol):
-    """A rotation of a model (`rotate.Rotation`) whose bases can be exchanged."""
-
-    skeleton: Skeleton
-    graph: Graph
-    seed: int
-    width: int  # of the residual stream
-    keep_mean: bool  # whether the vector of ones must stay in its place
-    basis: Orthogonal | None  # of the residual stream
-    values: Mapping[int, Orthogonal]  # block -> of each head's values
-
-    @property
-    def config(self) -> SearchSettings: ...
-
-    def draw(self, number: int) -> None:
-        """Take the random rotation of this number."""
-
-    def use(self, residual: Orthogonal | None, values: Mapping[int, Orthogonal]) -> None:
-        """Take these bases: of the residual stream, and of the values of each block."""
-
-    def use_identity(self) -> None:
-        """Only move the norms' weights into their readers."""
 
 
 def value_rows(attention: Attention) -> Tensor:

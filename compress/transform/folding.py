@@ -72,7 +72,7 @@ def fold(block: nn.Module, site: Site, scale: Tensor, shift: Tensor | None = Non
         scale, shift, new_bias = norm.scale, norm.shift, norm.bias
         fits = bool(torch.isfinite(norm.weight).all())
     else:
-        new_bias = None if bias is None else _moved(bias, scale, shift)
+        new_bias = None if bias is None else _folded_bias(bias, scale, shift)
         fits = _fits(weight, 1 / scale[:, None])
     fits &= new_bias is None or bool(torch.isfinite(new_bias).all())
     wide, moved = to_readers(site, scale), None if shift is None else to_readers(site, shift)
@@ -106,11 +106,11 @@ def _norm(weight: Tensor, bias: Tensor | None, offset: bool, scale: Tensor, shif
     scale = torch.where(lost, 1.0, torch.where(gain == 0, scale, gain / rounded))
     if bias is None:
         return _Norm(stored, None, scale, None)
-    new_bias = _moved(bias, scale, shift)
+    new_bias = _folded_bias(bias, scale, shift)
     return _Norm(stored, new_bias, scale, None if shift is None else bias.double() - new_bias.double() * scale)
 
 
-def _moved(bias: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
+def _folded_bias(bias: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
     """Return the producer's new bias [channels], in its stored type."""
     exact = bias.double() if shift is None else bias.double() - shift
     return (exact / scale).to(bias.dtype)

@@ -18,47 +18,48 @@ Differences from the released code, and why:
 - Routers are readers like others. The head mixes with H_K (x) H of any size, in the order of its heads.
 - Embeddings that are the output head, too, become two tables, E Q^T and E diag(g) Q^T with the final norm's weight g.
   Where the recipe packs them, E is stored once, as it was: its rows are turned when they are looked up, and what the
-  head reads is turned back and multiplied by g at run time (`table_ops`). compress/run/table_plan.py decides, and says
-  why where two are stored. The released code unties always.
+  head reads is turned back and multiplied by g at run time (`table_ops`). compress/run/outside_plan.py decides, and
+  says why where two are stored. The released code unties always.
 - Sizes that are no power of two have Hadamard matrices of their own (compress/numerics/hadamard.py), never padding.
 
 Refused: norms with weights between a block's output and the stream (their weight cannot be moved past Q), and all else
 that changes the stream channel by channel. With `residual: auto` such a model keeps its stream as it is, which is said,
 and what lies inside its blocks is rotated. Not done: R3 in front of the key cache, which is that cache's own.
 
-Which random rotation is drawn matters. `seeds` draws several and keeps the one whose roughly quantized model is closest
-to the original (rotation_search.py); `learn` goes on from there by gradient descent (spin.py). What was found is kept
-in the run's working directory, so that a resumed run has the same.
+The transform `spin` (compress/papers/transform/spin.py) tries several random rotations, and learns one.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from compress.errors import CalibrationError, UnsupportedModelError
+from compress.errors import UnsupportedModelError
 from compress.model import blockwise, edits
 from compress.model.blockwise import BlockArgs
 from compress.model.graph import Attention, Block, Graph, norm_kind, trace
 from compress.model.lm_head import edited_by
 from compress.model.skeleton import Skeleton
 from compress.quant.incoherence import derived_seed
-from compress.storage.checkpoint import Readable, read_header, write_shard
-from compress.transform import rotation_search, spin, widened
+from compress.storage.checkpoint import Readable
+from compress.transform import widened
 from compress.transform.bases import Basis, Orthogonal, value_rows
 from compress.types import WeightTransforms
 
 SCOPE = "model"
+C = TypeVar("C", bound="Config")
 PROBE_TOKENS = 16
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.01, torch.bfloat16: 0.03}  # of weights that are rounded to a type
-LEAST = 1e-3  # of the states: a change that a block makes is taken to be so large at least
+TOLERANCE = {
+    torch.float32: 1e-3,
+    torch.float16: 0.01,
+    torch.bfloat16: 0.03,
+}  # relative error of weights that are rounded to a type
+MIN_CHANGE_SHARE = 1e-3  # a block's change is taken to be at least this share of its states
 CHUNK = 1 << 20  # numbers of a matrix that are widened at a time
 
 
@@ -69,46 +70,38 @@ class Config:
     values: bool = True  # R2: rotate the values of each head; merged into weights
     online: bool = True  # R4 and head mixing: Hadamard transforms at run time of the inputs of quantized down and
     # output projections
-    seeds: int = 1  # [rotations] drawn at random and tried; each is one pass of `search_samples` through the blocks
-    search_samples: int = 8  # [samples] of calibration on which rotations are tried
-    learn: int = 0  # [steps] of learning the rotation, each about ten times a pass of 2048 tokens; spin.py says how
-    # much memory
-
-    def __post_init__(self) -> None:
-        for key, least in (("seeds", 1), ("search_samples", 1), ("learn", 0)):
-            if getattr(self, key) < least:
-                raise ValueError(f"{key} {getattr(self, key)} is less than {least}")
-        for key, default in (("seeds", 1), ("learn", 0)):
-            if getattr(self, key) > default and not (self.residual or self.values):
-                raise ValueError(f"{key} {getattr(self, key)} without residual and values: nothing is drawn")
 
 
 def apply(skeleton: Skeleton, config: Config, seed: int) -> Rotation:
     """Return the rotation of this model; no weight is read. Raises UnsupportedModelError where there is none."""
-    graph, says = trace(skeleton), []
+    return Rotation(skeleton, *settle(skeleton, config), seed)
+
+
+def settle(skeleton: Skeleton, config: C) -> tuple[C, Graph, tuple[str, ...]]:
+    """Return settings whose `residual` is what this model allows, its graph, and lines for the report.
+
+    The embeddings of a model whose stream is rotated are untied. Raises UnsupportedModelError.
+    """
+    graph = trace(skeleton)
     obstacle = _obstacle(graph, skeleton) if config.residual else ""
     if obstacle and config.residual != "auto":
         raise UnsupportedModelError(
             f"{obstacle}, so that the stream cannot be rotated; set `residual: auto` for rotate, which then rotates "
             "what lies inside the blocks, or remove it"
         )
-    if obstacle:
-        says.append(f"the residual stream is not rotated, because {obstacle}")
-    if obstacle and not config.values and (config.seeds > 1 or config.learn):
-        raise UnsupportedModelError(
-            f"{obstacle}, so that nothing is left to draw; set `seeds: 1` and `learn: 0`, or `values: true` for rotate"
-        )
     config = replace(config, residual=bool(config.residual and not obstacle))
     if config.residual:
         skeleton.untie()
-    return Rotation(skeleton, config, graph, seed, tuple(says))
+    return config, graph, (f"the residual stream is not rotated, because {obstacle}",) if obstacle else ()
 
 
 class Rotation:
     """Edits the parameters of a model as they are loaded. `online`: linear -> the operations left to run time."""
 
-    def __init__(self, skeleton: Skeleton, config: Config, graph: Graph, seed: int, says: tuple[str, ...] = ()) -> None:
-        self.skeleton, self.config, self.graph, self.seed, self.says = skeleton, config, graph, seed, says
+    samples = 0  # of calibration that `choose` reads
+
+    def __init__(self, skeleton: Skeleton, config: Config, graph: Graph, says: tuple[str, ...], seed: int) -> None:
+        self.skeleton, self.config, self.graph, self.says, self.seed = skeleton, config, graph, says, seed
         self.width = skeleton.config.get_text_config().hidden_size
         self.offset = self.keep_mean = False
         if config.residual:
@@ -118,7 +111,6 @@ class Rotation:
         self.values: Mapping[int, Orthogonal] = {}  # block -> of each head's values
         self.calls: blockwise.ModelArgs  # set by begin
         self.online = dict(self._online()) if config.online else {}
-        self.samples = config.learn + (config.search_samples if config.seeds > 1 or config.learn else 0)
         self.draw(0)
 
     def draw(self, number: int) -> None:
@@ -137,41 +129,9 @@ class Rotation:
         """Take these bases: of the residual stream, and of the values of each block."""
         self.basis, self.values = residual, values
 
-    def use_identity(self) -> None:
-        """Only move the norms' weights into their readers."""
-        self.use(Orthogonal() if self.basis is not None else None, {})
-
     def choose(self, bench: edits.EditContext) -> list[str]:
-        """Decide on a rotation by the recipe's `seeds` and `learn`, or as the run that is resumed; the report's notes.
-
-        Raises BudgetError, CalibrationError or RecipeError where learning is asked for and cannot be.
-        """
-        config, kept = self.config, bench.folder / "rotation"
-        if config.seeds == 1 and not config.learn:
-            return list(self.says)
-        if kept.is_file():
-            return [*self.says, *self._restore(kept)]
-        if config.learn and bench.tokens is None:
-            raise CalibrationError("rotate: nothing can be learned without a calibration text; set `learn: 0`")
-        self.begin(bench.device)
-        best, notes = rotation_search.choose(self, bench)
-        self.draw(best)
-        matrices: dict[str, Tensor] = {}
-        if config.learn:
-            matrices, note = spin.learn(self, bench)
-            notes.append(note)
-        text = torch.frombuffer(bytearray(json.dumps(notes).encode()), dtype=torch.uint8)
-        write_shard(kept, {"number": torch.tensor([best]), "notes": text, **matrices})
-        return [*self.says, *self._restore(kept)]
-
-    def _restore(self, path: Path) -> list[str]:
-        stored = {name: tensor.read() for name, tensor in read_header(path).items()}
-        self.draw(int(stored.pop("number")))
-        notes: list[str] = json.loads(stored.pop("notes").numpy().tobytes())
-        if stored:
-            values = {int(name): Orthogonal(matrix) for name, matrix in stored.items() if name != "residual"}
-            self.use(Orthogonal(stored["residual"]) if self.basis is not None else None, values)
-        return notes
+        """Decide nothing, the first rotation is used; return lines for the report."""
+        return list(self.says)
 
     def _online(self) -> Iterator[tuple[str, WeightTransforms]]:
         for index, block in enumerate(self.graph.blocks):
@@ -213,8 +173,6 @@ class Rotation:
 
     def table_ops(self) -> WeightTransforms | str:
         """Return the operations of a table E that serves as embeddings, Q e, and as output head, E diag(g) Q^T."""
-        if self.config.learn:
-            return "a learned rotation is a matrix, and no fast transform"
         embeddings = self.skeleton.model.get_input_embeddings()
         if embeddings not in [self.skeleton.model.get_submodule(name) for name in self.graph.outside.writers]:
             return "the embeddings go through a linear on their way to the stream"
@@ -266,7 +224,7 @@ class Rotation:
             _values(wide, graph.attention, self.values[index])
         moved = self.basis.forward(states) if self.basis is not None else states
         rounded = min((p.dtype for p in wide.parameters() if p.dtype in TOLERANCE), key=lambda x: -TOLERANCE[x])
-        self._compare(before, change(moved), rounded, name, LEAST * states.norm())
+        self._compare(before, change(moved), rounded, name, MIN_CHANGE_SHARE * states.norm())
         widened.take(block, wide)
 
     def _compare(

@@ -26,7 +26,7 @@ from compress.quant import grid
 from compress.runtime import activation_quant
 from compress.types import Activations, Scheme
 
-CLEARLY = 1 - 1e-4  # of an error, below which another is better: ties do not hang on the rounding of sums
+CLEARLY_BETTER = 1 - 1e-4  # another error below this share of one is better: ties do not hang on the rounding of sums
 
 
 class Watcher(Protocol):
@@ -134,7 +134,7 @@ class Trial:
         x = tensors[0] if tensors else None
         if len(tensors) != 1 or not isinstance(x, Tensor):
             if self.keep:
-                self.kept.append(_Kept(*_copied(args, kwargs), (self.keep, self.batch)))
+                self.kept.append(_Kept(*_copy_arguments(args, kwargs), (self.keep, self.batch)))
             self.full = self.missing == 0
             return
         if x.dim() == 2:  # tokens of several sequences, or those routed to an expert
@@ -145,7 +145,7 @@ class Trial:
             part = x[: self.keep, : self.tokens]
             self.full = self.missing == 0
         if part.numel():
-            self.kept.append(_Kept(*_copied(*_swapped(args, kwargs, x, part)), (1, 1)))
+            self.kept.append(_Kept(*_copy_arguments(*_swap_argument(args, kwargs, x, part)), (1, 1)))
 
     def rows_of_input(self) -> Tensor:
         """Return the kept inputs [tokens, channels] of a linear, float32; there may be none."""
@@ -157,7 +157,7 @@ class Trial:
         """Return what the module gives on its kept calls, float32: at most `tokens` of each sequence that counts."""
         outputs = []
         for kept in self.kept:
-            args, kwargs = _copied(kept.args, kept.kwargs)
+            args, kwargs = _copy_arguments(kept.args, kept.kwargs)
             out = self.module(*args, **kwargs)
             out = out[0] if isinstance(out, tuple) else out
             counting, all_sequences = kept.share
@@ -203,7 +203,7 @@ class Substitute(NamedTuple):
 
 
 @contextmanager
-def substituted(block: nn.Module, substitutes: Mapping[str, Substitute]) -> Iterator[None]:
+def substitute_weights(block: nn.Module, substitutes: Mapping[str, Substitute]) -> Iterator[None]:
     """Give the linears at these paths other weights while active; afterwards they are as before."""
     before: list[tuple[nn.Parameter, Tensor]] = []
     handles = []
@@ -244,7 +244,7 @@ def fake_activations(inputs: Tensor, activations: Activations, bound: float) -> 
     return activation_quant.fake_quantize(inputs, activations, torch.tensor([scale], device=inputs.device))
 
 
-def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _copy_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Copy the arguments' tensors of numbers, which a module may write over."""
 
     def copy(value: Any) -> Any:
@@ -253,7 +253,7 @@ def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
     return tuple(map(copy, args)), {name: copy(value) for name, value in kwargs.items()}
 
 
-def _swapped(
+def _swap_argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Put `new` in the place of `old` among arguments."""

@@ -29,7 +29,7 @@ from compress.transform.search import Range, observe
 from compress.types import Scheme
 
 SCOPE = "block"
-SMALLEST, LARGEST = 1e-5, 1e5  # of a scale
+MIN_SCALE, MAX_SCALE = 1e-5, 1e5
 
 
 @dataclass(frozen=True)
@@ -72,5 +72,5 @@ def scales(block: nn.Module, site: Site, largest: Tensor, alpha: float, schemes:
     readers = [block.get_submodule(r).get_parameter("weight").detach() for r in site.readers if r in schemes]
     weights = torch.stack([weight.abs().amax(0).double() for weight in readers]).amax(0)
     inputs, weights = by_producer(site, largest.double()).amax(0), by_producer(site, weights).amax(0)
-    scale = (inputs**alpha / weights ** (1 - alpha)).clamp(SMALLEST, LARGEST)
+    scale = (inputs**alpha / weights ** (1 - alpha)).clamp(MIN_SCALE, MAX_SCALE)
     return torch.where((inputs > 0) & (weights > 0), scale, 1.0)

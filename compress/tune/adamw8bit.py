@@ -29,7 +29,7 @@ States = Literal["32bit", "8bit"]
 BLOCK = 256  # numbers that share a scale
 SMALLEST = 4096  # numbers of a tensor with 8-bit moments
 CHUNK = 1 << 18  # numbers that are decoded at a time; a multiple of BLOCK
-POWERS = range(-6, 1)  # of ten
+POWERS_OF_TEN = range(-6, 1)
 
 
 @functools.cache
@@ -39,14 +39,14 @@ def levels(is_signed: bool) -> Tensor:
     Of a power of ten from 0.1 to 1 the levels are the middles of even steps; 0 and 1 are levels, too.
     """
     positive = []
-    for number, power in enumerate(POWERS):
+    for number, power in enumerate(POWERS_OF_TEN):
         edges = torch.linspace(0.1, 1, 2 ** (number + (not is_signed)) + 1)
         positive.append(10.0**power * ((edges[:-1] + edges[1:]) / 2))
     above = torch.cat(positive)
     return torch.cat([*([-above] if is_signed else []), above, torch.tensor([0.0, 1.0])]).sort().values
 
 
-class _Search(NamedTuple):
+class _CodeSearch(NamedTuple):
     """What finds the nearest level: for the upper 16 bits of a float32 the code of the least number that begins so.
 
     No two of the bounds between levels begin alike, so that one comparison tells this code from the next.
@@ -57,7 +57,7 @@ class _Search(NamedTuple):
 
 
 @functools.cache
-def _search(is_signed: bool, device: torch.device) -> _Search:
+def _search(is_signed: bool, device: torch.device) -> _CodeSearch:
     table = levels(is_signed)
     middles = (table[:-1] + table[1:]) / 2
     starts = torch.arange(1 << 16)
@@ -67,17 +67,17 @@ def _search(is_signed: bool, device: torch.device) -> _Search:
     numbers = (middles.view(torch.int32) >> 16) & 0xFFFF
     assert numbers.unique().numel() == numbers.numel()
     bounds = torch.full((1 << 16,), torch.inf).index_put((numbers.long(),), middles)
-    return _Search(codes.to(device, torch.int32), bounds.to(device))
+    return _CodeSearch(codes.to(device, torch.int32), bounds.to(device))
 
 
-class Coded(NamedTuple):
+class CodedState(NamedTuple):
     """A tensor in 8 bits."""
 
     codes: Tensor  # [numel] uint8: indices of levels
     scales: Tensor  # [blocks] float32: the largest magnitude in each block of 256 numbers
 
 
-def encode(values: Tensor, is_signed: bool) -> Coded:
+def encode(values: Tensor, is_signed: bool) -> CodedState:
     """Code values [numel], float32, each as the nearest level times the scale of its block.
 
     What is not signed must not be negative, and is coded as 0 only if it is 0.
@@ -90,10 +90,10 @@ def encode(values: Tensor, is_signed: bool) -> Coded:
     codes = search.codes[starts] + (relative > search.bounds[starts])
     if not is_signed:
         codes = torch.maximum(codes, (blocks > 0).int())
-    return Coded(codes.view(-1)[:numel].to(torch.uint8), scales)
+    return CodedState(codes.view(-1)[:numel].to(torch.uint8), scales)
 
 
-def decode(coded: Coded, is_signed: bool) -> Tensor:
+def decode(coded: CodedState, is_signed: bool) -> Tensor:
     """Return the values [numel], float32."""
     numel, table = coded.codes.numel(), levels(is_signed).to(coded.codes.device)
     values = torch.nn.functional.pad(table[coded.codes.int()], (0, -numel % BLOCK)).view(-1, BLOCK)
@@ -168,7 +168,8 @@ class AdamW8bit(torch.optim.Optimizer):
         for start in range(0, flat.numel(), CHUNK):
             part, blocks = slice(start, start + CHUNK), slice(start // BLOCK, (start + CHUNK) // BLOCK)
             held = [
-                Coded(state[f"{name}_codes"][part], state[f"{name}_scales"][blocks]) for name in ("first", "second")
+                CodedState(state[f"{name}_codes"][part], state[f"{name}_scales"][blocks])
+                for name in ("first", "second")
             ]
             moments = [decode(held[0], is_signed=True), decode(held[1], is_signed=False)]
             _update(flat[part], gradient[part], moments[0], moments[1], state["step"], group)

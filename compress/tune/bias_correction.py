@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compress.model.blockwise import attached
-from compress.tune.held_block import HeldBlock, Sizes
-from compress.tune.portions import Batches
+from compress.tune.held_block import Batches, BlockSizes, HeldBlock
 from compress.types import PackedWeight
 
 SCOPE = "block"
@@ -47,7 +46,7 @@ class Config:
             raise ValueError(f"held_out {self.held_out} is less than 2: no mean would be measured")
 
 
-def workspace(config: Config, sizes: Sizes) -> int:
+def workspace(config: Config, sizes: BlockSizes) -> int:
     """Return the bytes that correction takes beside the block."""
     return sizes.numel * (4 + 4 + 4) + 2 * sizes.states  # the block, and weights, in float32
 
@@ -78,7 +77,7 @@ class BlockTuning(HeldBlock):
     @torch.no_grad()
     def finish(self) -> tuple[dict[str, PackedWeight], dict[str, Tensor], str]:
         """Correct the biases; return all packed weights, the biases that have changed, and a note."""
-        groups = self.called(self._biased())
+        groups = self.call_order(self._linears_with_bias())
         if not groups:
             return self.packed, {}, "bias correction: no linear or norm of the block has a bias, nothing was done"
         own = {name: parameter.float() for name, parameter in self.block.named_parameters()}
@@ -86,8 +85,10 @@ class BlockTuning(HeldBlock):
         del own
         first = best = self.error({})
         for group in groups:
-            found, _, _ = self._means(group, {})
-            shifts = {path: expected[path] - found[path] for path in group if path in expected and path in found}
+            means_now, _, _ = self._means(group, {})
+            shifts = {
+                path: expected[path] - means_now[path] for path in group if path in expected and path in means_now
+            }
             best = self._shift(shifts, best)
         last = groups[-1][-1]
         _, of_block, of_model = self._means([], {})
@@ -100,13 +101,13 @@ class BlockTuning(HeldBlock):
     def error(self, parameters: Mapping[str, Tensor]) -> float:
         """Return the relative squared error on the held-out batches, each token divided by its root mean square."""
         error, tokens = 0.0, 0
-        for hidden, call, target in self.portions.held():
-            found, expected = (
+        for hidden, call, target in self.portions.held_out():
+            states, expected = (
                 x / x.square().mean(-1, keepdim=True).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
                 for x in (self.run(parameters, hidden, call), target.float())
             )
-            error += (found - expected).square().mean(-1).sum(dtype=torch.float64).item()
-            tokens += found[..., 0].numel()
+            error += (states - expected).square().mean(-1).sum(dtype=torch.float64).item()
+            tokens += states[..., 0].numel()
         return error / tokens
 
     def _bias(self, path: str) -> nn.Parameter:
@@ -124,22 +125,22 @@ class BlockTuning(HeldBlock):
         self.changed.update(stored)
         return after
 
-    def _biased(self) -> list[str]:
+    def _linears_with_bias(self) -> list[str]:
         """Return the paths of modules whose outputs have a bias: linears, and norms, whose weight is a vector."""
-        found = []
+        paths = []
         for path, module in self.model.named_modules():
             own = dict(module.named_parameters(recurse=False))
             is_norm = "weight" in own and own["weight"].dim() == 1
             if "bias" in own and (is_norm or isinstance(module, nn.Linear)):
-                found.append(path)
-        return found
+                paths.append(path)
+        return paths
 
     def _means(
         self, paths: Iterable[str], parameters: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """Return the means of these modules' outputs, of the block's, and of the full-precision model's; float64."""
         sums = {path: _Mean() for path in paths}
-        found, expected = _Mean(), _Mean()
+        means_now, expected = _Mean(), _Mean()
 
         def hook(path: str, total: _Mean) -> RemovableHandle:
             def note(_: nn.Module, args: object, output: Tensor) -> None:
@@ -149,8 +150,8 @@ class BlockTuning(HeldBlock):
 
         with attached([hook(path, total) for path, total in sums.items()]):
             for hidden, call, target in self.portions.others():
-                found.add(self.run(parameters, hidden, call))
+                means_now.add(self.run(parameters, hidden, call))
                 expected.add(target)
         means = {path: mean.total / mean.count for path, mean in sums.items() if mean.total is not None and mean.count}
-        assert found.total is not None and expected.total is not None
-        return means, found.total / found.count, expected.total / expected.count
+        assert means_now.total is not None and expected.total is not None
+        return means, means_now.total / means_now.count, expected.total / expected.count

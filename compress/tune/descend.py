@@ -1,6 +1,7 @@
 """Train parameters by AdamW: against any loss, or so that a block gives what it gave before it was changed.
 
-The rate rises over WARM_UP steps and falls along a cosine to LAST of itself; gradients are cut at the norm MOST_NORM.
+The rate rises over WARM_UP_STEPS and falls along a cosine to FINAL_RATE_SHARE of itself; gradients are cut at the
+norm MAX_GRADIENT_NORM.
 The moments of AdamW are kept in float32 or in 8 bits (compress/tune/adamw8bit.py).
 """
 
@@ -16,9 +17,9 @@ from compress.errors import NumericalError
 from compress.model.blockwise import BlockArgs, BlockInputs
 from compress.tune.adamw8bit import AdamW8bit, States
 
-LAST = 0.05  # of the rate, at the end
-WARM_UP = 10  # steps
-MOST_NORM = 1.0  # of the gradient
+FINAL_RATE_SHARE = 0.05
+WARM_UP_STEPS = 10
+MAX_GRADIENT_NORM = 1.0
 
 Output = Callable[[Tensor, BlockArgs], Tensor]  # hidden states and the block's other arguments -> what the block gives
 
@@ -40,8 +41,8 @@ def descend(
     is_small = states == "8bit"
     optimizer = AdamW8bit(parameters, rate) if is_small else torch.optim.AdamW(parameters, rate, weight_decay=0.0)
     for step in range(steps):
-        warmth = min(1.0, (step + 1) / WARM_UP)
-        cosine = LAST + (1 - LAST) * (1 + math.cos(math.pi * step / steps)) / 2
+        warmth = min(1.0, (step + 1) / WARM_UP_STEPS)
+        cosine = FINAL_RATE_SHARE + (1 - FINAL_RATE_SHARE) * (1 + math.cos(math.pi * step / steps)) / 2
         for group in optimizer.param_groups:
             group["lr"] = rate * warmth * cosine
         optimizer.zero_grad()
@@ -49,7 +50,7 @@ def descend(
         if not math.isfinite(value):
             what = f"the loss in training is {value} at step {step + 1}"
             raise NumericalError(f"{what}; lower its rate: train_rate of low-rank parts, rate of tune")
-        torch.nn.utils.clip_grad_norm_(parameters, MOST_NORM)
+        torch.nn.utils.clip_grad_norm_(parameters, MAX_GRADIENT_NORM)
         optimizer.step()
         if behind(step):
             return
@@ -91,7 +92,32 @@ def relative_error(target: Output, output: Output, batches: BlockInputs) -> floa
     """Return the squared error of what `output` gives over the square of what `target` gives, of all batches."""
     error = size = 0.0
     for hidden, call in batches():
-        expected, found = target(hidden, call).float(), output(hidden, call).float()
-        error += (found - expected).square().sum(dtype=torch.float64).item()
+        expected, states = target(hidden, call).float(), output(hidden, call).float()
+        error += (states - expected).square().sum(dtype=torch.float64).item()
         size += expected.square().sum(dtype=torch.float64).item()
     return error / size
+
+
+def check_descent(steps: int, rate: float) -> None:
+    """Raise ValueError for a training that cannot be: at least one step, and a rate between 0 and 1."""
+    if steps < 1:
+        raise ValueError(f"steps {steps} is less than 1")
+    check_rate("rate", rate)
+
+
+def check_rate(name: str, rate: float) -> None:
+    """Raise ValueError for a rate that is not between 0 and 1."""
+    if not 0 < rate < 1:
+        raise ValueError(f"{name} {rate} is not between 0 and 1")
+
+
+def check_codes_rate(codes_rate: float) -> None:
+    """Raise ValueError for a distance of codes, in steps of the grid, that is not between 0 and 16."""
+    if not 0 < codes_rate <= 16:
+        raise ValueError(f"codes_rate {codes_rate} is not between 0 and 16")
+
+
+def check_held_out(held_out: int) -> None:
+    """Raise ValueError where all batches or samples would be held out."""
+    if held_out < 2:
+        raise ValueError(f"held_out {held_out} is less than 2: nothing would be trained on")

@@ -30,11 +30,10 @@ from compress.model import blockwise
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
 from compress.tune.adamw8bit import States, saved_nbytes
-from compress.tune.descend import descend, is_checked
-from compress.tune.settings import check_held_out
-from compress.tune.streamed import StreamedModel, Text
+from compress.tune.descend import check_held_out, descend, is_checked
+from compress.tune.streamed import StreamedModel, TrainingText
 from compress.tune.trained import Trained
-from compress.tune.whole_model import DiskSizes, Result, Sizes, Work
+from compress.tune.whole_model import DiskSizes, TuningResult, TuningWork, WholeModelSizes
 
 SCOPE = "model"
 CHECKS = 5  # times that the held-out divergence is measured behind the start
@@ -70,7 +69,7 @@ class Config:
         check_held_out(self.held_out)
 
 
-def workspace(config: Config, sizes: Sizes, batch: int, is_spilled: bool) -> int:
+def workspace(config: Config, sizes: WholeModelSizes, batch: int, is_spilled: bool) -> int:
     """Return the bytes that `train` takes on a CPU, with `batch` samples in a block at a time."""
     blocks = len(sizes.packed)
     step = max(1, config.batch_tokens // sizes.seq_len) * sizes.seq_len
@@ -90,10 +89,10 @@ def positions(config: Config, samples: int, seq_len: int) -> int:
     That is forward, again, and backward by states and by weights. Patience may end training before.
     """
     held, of_step = max(1, samples // config.held_out), max(config.batch_tokens, seq_len)
-    return 4 * config.steps * of_step + _taught(config, samples, seq_len) + (CHECKS + 1) * held * seq_len
+    return 4 * config.steps * of_step + _trained_tokens(config, samples, seq_len) + (CHECKS + 1) * held * seq_len
 
 
-def _taught(config: Config, samples: int, seq_len: int) -> int:
+def _trained_tokens(config: Config, samples: int, seq_len: int) -> int:
     """Return the tokens that the original predicts, at most."""
     held, of_step = max(1, samples // config.held_out), max(config.batch_tokens, seq_len)
     return min(samples * seq_len, config.steps * of_step + held * seq_len)
@@ -105,12 +104,12 @@ def disk(config: Config, sizes: DiskSizes) -> int:
     That is while the original's predictions are written, with its hidden states beside them; or behind that, with those
     of the packed model. What is trained is kept as it was and as it is.
     """
-    tokens = _taught(config, sizes.samples, sizes.seq_len)
+    tokens = _trained_tokens(config, sizes.samples, sizes.seq_len)
     making = reference_logprobs.making_nbytes(tokens, sizes.vocabulary, config.top_k)
     return making + 4 * tokens * sizes.hidden + 2 * 4 * sizes.trained
 
 
-def train(config: Config, work: Work) -> Result:
+def train(config: Config, work: TuningWork) -> TuningResult:
     """Tune a packed checkpoint against the original; its files stay as they are."""
     started = time.monotonic()
     held = max(1, len(work.tokens) // config.held_out)
@@ -130,10 +129,12 @@ def train(config: Config, work: Work) -> Result:
     checked = model.text(unseen, work.batch, files[1], reference, len(used))
     try:
         if not text.is_separable:
-            return Result("not tuned end to end: blocks of this model hand each other more than hidden states", {})
+            return TuningResult(
+                "not tuned end to end: blocks of this model hand each other more than hidden states", {}
+            )
         training = _Training(config, work, model, (text, checked), of_step // batch)
         tensors = training.run()
-        return Result(training.note(bool(tensors), time.monotonic() - started), tensors)
+        return TuningResult(training.note(bool(tensors), time.monotonic() - started), tensors)
     finally:
         text.stream.close()
         checked.stream.close()
@@ -143,7 +144,12 @@ class _Training:
     """The numbers of a model in training, and the best that they have been."""
 
     def __init__(
-        self, config: Config, work: Work, model: StreamedModel, texts: tuple[Text, Text], batches: int
+        self,
+        config: Config,
+        work: TuningWork,
+        model: StreamedModel,
+        texts: tuple[TrainingText, TrainingText],
+        batches: int,
     ) -> None:
         """texts: what is trained on, and what is not; batches: of a step."""
         self.config, self.work, self.model, self.batches = config, work, model, batches
@@ -154,7 +160,7 @@ class _Training:
             name: Trained(tensor, rates[name] / self.rate) for name, tensor in model.stored.items() if rates[name]
         }
         self.fixed = {name: tensor.float() for name, tensor in model.stored.items() if not rates[name]}
-        self.first = self.best = self._measured()
+        self.first = self.best = self._held_out_loss()
         self.taken = self.since = 0  # steps; checks since the best one
 
     def run(self) -> dict[str, Tensor]:
@@ -192,15 +198,15 @@ class _Training:
         self.taken = step + 1
         if not is_checked(step, self.config.steps, CHECKS):
             return False
-        if (found := self._measured()) < self.best:
-            self.best, self.since = found, 0
+        if (loss := self._held_out_loss()) < self.best:
+            self.best, self.since = loss, 0
             for master in self.masters.values():
                 master.keep()
         else:
             self.since += 1
         return self.since == self.config.patience > 0
 
-    def _measured(self) -> float:
+    def _held_out_loss(self) -> float:
         """Return the mean divergence on the samples that are not trained on, in nats a token."""
         positions = self.checked.batches[-1].stop * self.checked.seq_len
         return self.model.divergence(self.checked, self.checked.batches, self._numbers()) / positions

@@ -37,7 +37,7 @@ from compress.runtime.linear import PackedLinear
 from compress.tune.descend import descend, match, relative_error
 from compress.types import Correction, PackedWeight
 
-BATCH_TOKENS = 1024  # of a step
+TOKENS_PER_STEP = 1024
 LOGITS = 5  # float32 numbers for each logit that are alive at a time: both models' own, logarithms, gradients
 MASTERS = 16  # bytes of a trained parameter: itself, its gradient, two moments
 STATES = 4  # times the activations of a forward pass that a forward and a backward pass take
@@ -46,7 +46,7 @@ FACTORS = tuple(lowrank.PREFIX + side for side in "ab")
 
 
 @dataclass(frozen=True)
-class Request:
+class LowRankRequest:
     """Training of a whole model, as a recipe asks for it."""
 
     steps: int
@@ -54,7 +54,7 @@ class Request:
     names: frozenset[str]  # the linears whose parts are trained
 
 
-class Result(NamedTuple):
+class LowRankResult(NamedTuple):
     """KL in nats a token on the samples that were held out."""
 
     before: float
@@ -74,13 +74,13 @@ class Result(NamedTuple):
         )
 
 
-def requested(settings: Mapping[str, Correction | None]) -> Request | None:
+def find_request(settings: Mapping[str, Correction | None]) -> LowRankRequest | None:
     """Return what the settings of all linears ask for, the most steps of any; None for no training."""
     trained = {name: part for name, part in settings.items() if part is not None and part.train}
     if not trained:
         return None
     most = max(trained.values(), key=lambda part: part.train)
-    return Request(most.train, most.train_rate, frozenset(trained))
+    return LowRankRequest(most.train, most.train_rate, frozenset(trained))
 
 
 class TrainingSizes(NamedTuple):
@@ -97,7 +97,7 @@ class TrainingSizes(NamedTuple):
 def whole_workspace(sizes: TrainingSizes, seq_len: int) -> int:
     """Return the bytes that `train_model` takes on a CPU: two float32 models, decoded weights, and one step."""
     models = 4 * (2 * sizes.parameters - sizes.linears) + sizes.packed + 4 * sizes.linears
-    step = max(1, BATCH_TOKENS // seq_len) * seq_len * 4 * (sizes.states + LOGITS * sizes.vocabulary)
+    step = max(1, TOKENS_PER_STEP // seq_len) * seq_len * 4 * (sizes.states + LOGITS * sizes.vocabulary)
     return models + step + MASTERS * sizes.trained
 
 
@@ -110,8 +110,8 @@ def block_workspace(weights: int, packed: int, trained: int, states: int) -> int
 
 
 def train_model(
-    directory: Path, source: Path, tokens: Tensor, request: Request, device: str, say: Callable[[str], None]
-) -> tuple[Result, dict[str, Tensor]]:
+    directory: Path, source: Path, tokens: Tensor, request: LowRankRequest, device: str, say: Callable[[str], None]
+) -> tuple[LowRankResult, dict[str, Tensor]]:
     """Train the packed checkpoint in `directory` against the original; its files stay as they are.
 
     Also returns the trained factors by their names on disk, none if they are no better.
@@ -125,7 +125,7 @@ def train_model(
     used, unseen = (tokens[:-held], tokens[-held:]) if len(tokens) > 1 else (tokens, tokens)
     masters = _open(packed_model, layers.values())
     before = _divergence(original_model, packed_model, unseen.to(device))
-    batch = max(1, BATCH_TOKENS // tokens.shape[1])
+    batch = max(1, TOKENS_PER_STEP // tokens.shape[1])
 
     def loss(step: int) -> float:
         say(f"training low-rank parts, step {step + 1} of {request.steps}")
@@ -138,7 +138,7 @@ def train_model(
     after = _divergence(original_model, packed_model, unseen.to(device))
     seconds, count = time.monotonic() - started, sum(master.numel() for master in masters)
     trained = {f"{name}.{key}": layers[name].get_parameter(key).detach().cpu() for name in layers for key in FACTORS}
-    result = Result(before, after, request.steps, seconds, count, after < before)
+    result = LowRankResult(before, after, request.steps, seconds, count, after < before)
     return result, trained if result.improved else {}
 
 
@@ -165,14 +165,14 @@ def train_block(
     def original(hidden: Tensor, call: BlockArgs) -> Tensor:
         return call_block(block, call, hidden)[0]
 
-    def corrected(hidden: Tensor, call: BlockArgs) -> Tensor:
+    def output_with_product(hidden: Tensor, call: BlockArgs) -> Tensor:
         return call_block(copied, call, hidden)[0]
 
-    before = relative_error(original, corrected, batches)
-    match(masters, most.train_blocks, most.train_rate, original, corrected, batches)
+    before = relative_error(original, output_with_product, batches)
+    match(masters, most.train_blocks, most.train_rate, original, output_with_product, batches)
     for layer in layers.values():
         _close(layer)
-    after = relative_error(original, corrected, batches)
+    after = relative_error(original, output_with_product, batches)
     note = f"low-rank parts trained for {most.train_blocks} steps: error of the block {before:.3g} -> {after:.3g}"
     if not after < before:
         return dict(packed), f"{note}; no better, so they stay as they were"

@@ -37,7 +37,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 Numbers = Mapping[str, Tensor]  # name on disk -> values, float32
 
 
-class Text(NamedTuple):
+class TrainingText(NamedTuple):
     """Samples [samples, seq_len] on their way into the first block, and the predictions of the original for them."""
 
     stream: HiddenStates
@@ -61,7 +61,7 @@ class Text(NamedTuple):
         return self.calls.at(index, samples.start, samples.stop - samples.start)
 
 
-class _Block(NamedTuple):
+class _StreamedBlock(NamedTuple):
     """A block as it is stored."""
 
     module: nn.Module  # without weights, every linear a plain one
@@ -87,7 +87,7 @@ class StreamedModel:
                 if isinstance(module, PackedEmbedding):
                     module.uses_kernels = False
         self.modules: dict[int, nn.Module] = {}
-        self.held: dict[int, _Block] = {}
+        self.held: dict[int, _StreamedBlock] = {}
         self.stored: dict[str, Tensor] = {}
         self.vectors: set[str] = set()  # of these, norms and biases
         self.behind: dict[str, str] = {}  # parameter outside of the blocks -> name on disk, of those that are trained
@@ -101,15 +101,17 @@ class StreamedModel:
         self.vectors.update(self.behind.values())
         self._as_on_disk()
 
-    def text(self, tokens: Tensor, batch: int, file: Path | None, reference: ReferenceLogprobs, first: int = 0) -> Text:
+    def text(
+        self, tokens: Tensor, batch: int, file: Path | None, reference: ReferenceLogprobs, first: int = 0
+    ) -> TrainingText:
         """Embed tokens [samples, seq_len], int64; file: where hidden states go, None: they stay in memory."""
         stream = HiddenStates(len(tokens), file)
         calls = blockwise.record_inputs(self.skeleton, tokens, batch, stream, self.device)
         batches = [slice(start, min(start + batch, len(tokens))) for start in range(0, len(tokens), batch)]
-        return Text(stream, calls, batches, reference, first, tokens.shape[1])
+        return TrainingText(stream, calls, batches, reference, first, tokens.shape[1])
 
     @torch.no_grad()
-    def divergence(self, text: Text, batches: Sequence[slice], numbers: Numbers) -> float:
+    def divergence(self, text: TrainingText, batches: Sequence[slice], numbers: Numbers) -> float:
         """Return the sum of KL(original || this model) over all positions of these batches, in nats."""
         states = [text.hidden(samples, self.device) for samples in batches]
         for index in range(len(self.skeleton.blocks)):
@@ -118,12 +120,14 @@ class StreamedModel:
         return sum(self._head(hidden, text, samples) for hidden, samples in zip(states, batches, strict=True))
 
     @torch.no_grad()
-    def gradients(self, text: Text, batches: Sequence[slice], numbers: Numbers) -> tuple[float, dict[str, Tensor]]:
+    def gradients(
+        self, text: TrainingText, batches: Sequence[slice], numbers: Numbers
+    ) -> tuple[float, dict[str, Tensor]]:
         """Return the same sum and its gradients by `numbers`, by names on disk; none for what has no part in it."""
         front = [[text.hidden(samples, self.device) for samples in batches]]
         for index in range(len(self.skeleton.blocks)):
             front.append(self._forward(index, front[-1], text, batches, numbers))
-        behind, total, found = front.pop(), 0.0, dict[str, Tensor]()
+        behind, total, of_all = front.pop(), 0.0, dict[str, Tensor]()
         self._place(numbers)
         outside = {name: self.outside.model.get_parameter(path) for path, name in self.behind.items()}
         for parameter in outside.values():
@@ -134,16 +138,16 @@ class StreamedModel:
             behind[number] = cast(Tensor, hidden.grad)
         for name, parameter in outside.items():
             if parameter.grad is not None:
-                found[name], parameter.grad = parameter.grad, None
+                of_all[name], parameter.grad = parameter.grad, None
             parameter.requires_grad_(False)
         for index in reversed(range(len(self.skeleton.blocks))):
             calls = [text.call(index, samples) for samples in batches]
             behind, of_block = self._pull_back(index, front.pop(), calls, behind, numbers)
-            found.update(of_block)
-        return total, found
+            of_all.update(of_block)
+        return total, of_all
 
     def _forward(
-        self, index: int, states: Iterable[Tensor], text: Text, batches: Iterable[slice], numbers: Numbers
+        self, index: int, states: Iterable[Tensor], text: TrainingText, batches: Iterable[slice], numbers: Numbers
     ) -> list[Tensor]:
         """Return what a block gives for the hidden states of these batches."""
         block = self._block(index)
@@ -152,7 +156,7 @@ class StreamedModel:
             made.append(_run(block.module, weights, text.call(index, samples), hidden))
         return made
 
-    def _head(self, hidden: Tensor, text: Text, samples: slice) -> float:
+    def _head(self, hidden: Tensor, text: TrainingText, samples: slice) -> float:
         """Return the sum of the divergence behind the last block; its gradient is left in `hidden` if that needs it."""
         total = 0.0
         for row, sample in enumerate(range(samples.start, samples.stop)):
@@ -184,33 +188,35 @@ class StreamedModel:
             with torch.enable_grad():
                 _run(block.module, weights, call, hidden.requires_grad_()).backward(gradient)
             before.append(cast(Tensor, hidden.grad))
-        found = {}
+        gradients = {}
         for path, name in block.vectors.items():
             if (by_vector := weights[path].grad) is not None:
-                found[name] = by_vector
+                gradients[name] = by_vector
         for path, names in block.inner.items():
             if (by_weight := weights.pop(f"{path}.weight").grad) is not None:  # else an expert that no token went to
-                found.update(_through(block.packed[path], names, numbers, by_weight))
-        return before, found
+                gradients.update(_through(block.packed[path], names, numbers, by_weight))
+        return before, gradients
 
-    def _block(self, index: int) -> _Block:
+    def _block(self, index: int) -> _StreamedBlock:
         if (held := self.held.get(index)) is not None:
             return held
         loaded, prefix = self.skeleton.load_block(index, self.device), self.skeleton.block_prefix(index)
         packed = {path: module.packed() for path, module in loaded.named_modules() if isinstance(module, PackedLinear)}
         if index not in self.modules:
-            self.modules[index] = _emptied(loaded)
+            self.modules[index] = _without_weights(loaded)
         owned = {f"{path}.{key}" for path, weight in packed.items() for key in weight.tensors}
         plain = {path: tensor.detach() for path, tensor in loaded.named_parameters() if path not in owned}
-        inner = {path: self._trained(prefix, path, weight) for path, weight in packed.items()}
+        inner = {path: self._train_packed(prefix, path, weight) for path, weight in packed.items()}
         vectors = {path: name for path in plain if (name := self._vector(prefix + path, plain[path])) is not None}
         self.skeleton.free()
-        block = _Block(self.modules[index], packed, plain, {p: names for p, names in inner.items() if names}, vectors)
+        block = _StreamedBlock(
+            self.modules[index], packed, plain, {p: names for p, names in inner.items() if names}, vectors
+        )
         if self.is_held:
             self.held[index] = block
         return block
 
-    def _trained(self, prefix: str, path: str, weight: PackedWeight) -> dict[str, str]:
+    def _train_packed(self, prefix: str, path: str, weight: PackedWeight) -> dict[str, str]:
         """Return tensor -> name on disk for what is trained of a packed linear."""
         floats = (key for key, tensor in weight.tensors.items() if tensor.dtype in FLOATS and key != IN_SCALE)
         named = {key: self._on_disk(f"{prefix}{path}.{key}", weight.tensors[key]) for key in floats}
@@ -249,7 +255,7 @@ class StreamedModel:
             self.outside.model.get_parameter(path).data.copy_(numbers[name])
 
 
-def _emptied(block: nn.Module) -> nn.Module:
+def _without_weights(block: nn.Module) -> nn.Module:
     """Return a copy of a block without weights, packed linears as plain ones; configurations stay shared."""
     memo: dict[int, object] = {id(p): nn.Parameter(p.detach().to("meta"), False) for p in block.parameters()}
     for module in block.modules():
@@ -261,7 +267,7 @@ def _emptied(block: nn.Module) -> nn.Module:
     return copy.deepcopy(block, memo)
 
 
-def _weights(block: _Block, numbers: Numbers) -> dict[str, Tensor]:
+def _weights(block: _StreamedBlock, numbers: Numbers) -> dict[str, Tensor]:
     """Return all parameters of a block, decoded, float32; none that is trained shares memory with what is held."""
     weights = {path: tensor for path, tensor in block.plain.items() if path not in block.vectors}
     weights.update({path: numbers[name].clone() for path, name in block.vectors.items()})
@@ -287,5 +293,5 @@ def _through(packed: PackedWeight, names: Mapping[str, str], numbers: Numbers, g
     with torch.enable_grad():
         moved = PackedWeight(packed.stored, {**packed.tensors, **leaves}, packed.shape)
         weight = formats.decode(moved, torch.float32)
-    found = torch.autograd.grad(weight, list(leaves.values()), gradient, allow_unused=True)
-    return {name: each for name, each in zip(names.values(), found, strict=True) if each is not None}
+    slopes = torch.autograd.grad(weight, list(leaves.values()), gradient, allow_unused=True)
+    return {name: each for name, each in zip(names.values(), slopes, strict=True) if each is not None}

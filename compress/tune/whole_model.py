@@ -12,7 +12,7 @@ from torch import Tensor
 from compress.storage.checkpoint import Checkpoint
 
 
-class Work(NamedTuple):
+class TuningWork(NamedTuple):
     """A packed checkpoint, and what it is tuned with."""
 
     directory: Path
@@ -25,14 +25,14 @@ class Work(NamedTuple):
     say: Callable[[str], None]
 
 
-class Result(NamedTuple):
+class TuningResult(NamedTuple):
     """What has come of tuning."""
 
     note: str
     tensors: dict[str, Tensor]  # by their names on disk, as they are stored; none if nothing is better
 
 
-class Sizes(NamedTuple):
+class WholeModelSizes(NamedTuple):
     """Numbers of elements, and bytes, that the memory of tuning depends on."""
 
     rest: int  # parameters outside of the blocks

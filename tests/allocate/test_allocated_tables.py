@@ -16,20 +16,18 @@ from transformers import AutoModelForCausalLM
 
 from compress import api, recipe
 from compress.allocate import (
-    choices,
+    cost,
     decide,
     decision,
-    estimator_cost,
     forecast,
     metrics,
     prepare_options,
     session,
     table,
 )
-from compress.allocate.estimator_cost import Speed
-from compress.allocate.joint_kl import JointKL
+from compress.allocate.joint_kl import JointKL, TokenSeconds
 from compress.allocate.sensitivity import Measurements
-from compress.allocate.table_units import TABLE_KL
+from compress.allocate.table import TABLE_KL
 from compress.allocate.variants import Database
 from compress.errors import BudgetError, RecipeError
 from compress.progress import silent
@@ -69,7 +67,7 @@ def measured(
 ) -> Iterator[tuple[str, Path, Measurements]]:
     """The name of a model, its directory, and its opened measurements."""
     directory = pico_dir(request.param)
-    with session.session(asked(directory, tmp_path_factory.mktemp("table")), silent) as store:
+    with session.open_measurements(asked(directory, tmp_path_factory.mktemp("table")), silent) as store:
         yield request.param, directory, store
 
 
@@ -96,7 +94,7 @@ def test_units_have_exact_bytes_and_only_options_they_can_have(measured: tuple[s
     found = metrics.table(store, frozenset())
     units = [unit for unit in found.units if unit.is_table]
     assert [unit.name for unit in units] == NAMES[name] and found.units[-1].is_table
-    packed = store.database.measured(2)
+    packed = store.database.measurements_of(2)
     for unit in units:
         offered = {entry.option for entry in unit.entries}
         needs_inputs = name == "llama_tied" or unit.name == "lm_head"
@@ -126,7 +124,7 @@ def test_a_damage_is_the_divergence_of_the_model_with_one_table_changed(
 def test_joint_choices_are_divergences_of_whole_models(measured: tuple[str, Path, Measurements]) -> None:
     name, directory, store = measured
     found = metrics.table(store, frozenset())
-    evaluator = choices.evaluator(store, found)
+    evaluator = metrics.evaluator(store, found)
     asked_for = [tuple((i + k) % len(unit.entries) for i, unit in enumerate(found.units)) for k in range(4)]
     kls = evaluator.divergence(asked_for, range(2))
     for choice, kl in zip(asked_for, kls, strict=True):
@@ -142,8 +140,8 @@ def test_passes_are_counted_as_they_are_computed(measured: tuple[str, Path, Meas
     """A head of its own takes one pass for all its options, embeddings one for each."""
     name, _, store = measured
     metrics.table(store, frozenset())
-    work = estimator_cost.work(store.opened, "weight", store.samples)
-    assert work.block_tokens / 2 == pytest.approx(store.kept(TABLE_KL)["forwards"])
+    work = cost.count_passes(store.opened, "weight", store.samples)
+    assert work.block_tokens / 2 == pytest.approx(store.read_unfinished(TABLE_KL)["forwards"])
     assert work.block_tokens / (2 * 2 * 24) == (3 if name == "llama_tied" else 2 + 1)
 
 
@@ -163,7 +161,7 @@ def test_the_checkpoint_has_the_bytes_of_the_choice(
     name, directory, store = measured
     job = dataclasses.replace(asked(directory, tmp_path, f"allocate.target={target}"), measurements=tmp_path / "m")
     shutil.copytree(store.database.folder, tmp_path / "m", ignore=shutil.ignore_patterns("candidates-*"))
-    decided = decide.decided(job, silent)
+    decided = decide.decide(job, silent)
     facts = decided.allocation
     assert facts is not None and facts["with tables"]
     result = api.quantize(job)
@@ -191,7 +189,7 @@ def test_a_killed_measurement_goes_on(
         return {path.name: path.read_bytes() for path in paths}
 
     def run(folder: str) -> None:
-        with session.session(dataclasses.replace(job, measurements=tmp_path / folder), silent) as store:
+        with session.open_measurements(dataclasses.replace(job, measurements=tmp_path / folder), silent) as store:
             metrics.table(store, frozenset())
 
     job, divergence, made = asked(pico_dir("llama"), tmp_path), JointKL.divergence, []
@@ -228,7 +226,7 @@ def test_a_table_that_is_ignored_or_cannot_be_packed_is_no_unit(
     sizes, without = (table.assemble(each, {}, {}, 0, {}) for each in (opened, plain))
     keep, dense = sizes.units[-1].entries[-1], 4 * 264 * 64
     assert keep.nbytes == dense and sizes.other_nbytes == without.other_nbytes - dense
-    monkeypatch.setattr("compress.model.tables._refused", lambda *_: "an odd thing")
+    monkeypatch.setattr("compress.model.towers._why_refused", lambda *_: "an odd thing")
     assert prepare_options.options(job).tables == ()
 
 
@@ -246,18 +244,18 @@ def test_options_that_suit_no_table_are_refused(pico_dir: Callable[..., Path], t
 def test_auto_takes_only_what_can_be_added_to_the_kl_of_tables(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     job = asked(pico_dir("llama"), tmp_path, "allocate.estimator=auto")
     opened = prepare_options.options(job)
-    known = Speed(1.0, 1.0)
-    assert {cost.estimator for cost in estimator_cost.costs(opened, known, 32)} == {"kl_one_at_a_time", "kl_shares"}
-    found, said = estimator_cost.best(opened, known, 32, 0.0)
+    known = TokenSeconds(1.0, 1.0)
+    assert {each.estimator for each in cost.rank_estimators(opened, known, 32)} == {"kl_one_at_a_time", "kl_shares"}
+    found, said = cost.best_estimator(opened, known, 32, 0.0)
     assert (found.estimator, found.samples) == ("kl_shares", 8) and "does not fit" in said
     plain = prepare_options.options(asked(pico_dir("llama"), tmp_path, "allocate.tables=[]"))
-    cheaper = estimator_cost.work(plain, "kl_shares", 2)
-    assert estimator_cost.work(opened, "kl_shares", 2).block_tokens - cheaper.block_tokens == 3 * 2 * 2 * 24
+    cheaper = cost.count_passes(plain, "kl_shares", 2)
+    assert cost.count_passes(opened, "kl_shares", 2).block_tokens - cheaper.block_tokens == 3 * 2 * 2 * 24
     short = dataclasses.replace(job, budget=1e-9)
     with pytest.raises(BudgetError, match="more than --budget"):
-        session.measured(dataclasses.replace(asked(pico_dir("llama"), tmp_path), budget=1e-9), silent)
+        decide.measure(dataclasses.replace(asked(pico_dir("llama"), tmp_path), budget=1e-9), silent)
     with pytest.raises(BudgetError, match="least that tables can be allocated by"):
-        session.measured(short, silent)
+        decide.measure(short, silent)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +274,7 @@ def test_every_allocator_that_adds_up_or_measures_takes_tables(
     name, directory, store = measured
     text = RECIPE.replace("  method: knapsack\n", "").replace("  estimator: kl_one_at_a_time\n", "")
     text = text.replace("allocate:\n", "allocate:\n" + "".join(f"  {x}\n" for x in _lines(settings)))
-    found = decision.decision(store, asked(directory, tmp_path, text=text).recipe.allocate, Target("5bpw"))  # type: ignore[arg-type]
+    found = decision.decide_target(store, asked(directory, tmp_path, text=text).recipe.allocate, Target("5bpw"))  # type: ignore[arg-type]
     assert found["bpw"] <= 5 and set(NAMES[name]) <= set(found["units"])
 
 
@@ -288,12 +286,12 @@ def _lines(settings: str) -> list[str]:
 
 def test_in_a_rotated_basis_both_tables_are_units(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     job = asked(pico_dir("llama_tied"), tmp_path, "transform=[{method: rotate}]", "allocate.target=4bpw")
-    decided = decide.decided(job, silent)
+    decided = decide.decide(job, silent)
     assert decided.allocation is not None and decided.allocation["units"].keys() >= set(NAMES["llama"])
     result = api.quantize(job)
     on_disk = sum(tensor.nbytes for tensor in stored_tensors(job.out).values())
     assert on_disk == result["nbytes"]["total"] == decided.allocation["nbytes"]
-    with session.session(job, silent) as store:
+    with session.open_measurements(job, silent) as store:
         found = metrics.table(store, frozenset())
         kept = [unit.entries[-1].damage[TABLE_KL] for unit in found.units if unit.is_table]
         nearly = [unit.entries[-2].damage[TABLE_KL] for unit in found.units if unit.is_table]
@@ -305,7 +303,7 @@ def test_a_cache_shares_the_target_with_tables(pico_dir: Callable[..., Path], tm
     text = RECIPE + "kv_cache: {method: kivi, bits: 2, sink: 2, residual_length: 16, flush: 8}\n"
     overrides = ("allocate.target=90KiB", "allocate.context=64", "allocate.cache_bits=[2, 4]", "calibration.seq_len=96")
     job = asked(pico_dir("llama"), tmp_path, *overrides, text=text)
-    facts = decide.decided(job, silent).allocation
+    facts = decide.decide(job, silent).allocation
     assert facts is not None and facts["nbytes"] <= 90 << 10 and "lm_head" in facts["units"]
     assert api.quantize(job)["nbytes"]["total"] == facts["nbytes"] - facts["cache"]["nbytes"]
 
@@ -330,7 +328,7 @@ def test_the_command_line_says_what_a_target_counts(pico_dir: Callable[..., Path
 
 
 def test_a_plan_without_measurements_lists_the_tables(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
-    found = forecast.decided(asked(pico_dir("llama_tied"), tmp_path), silent)
+    found = forecast.forecast(asked(pico_dir("llama_tied"), tmp_path), silent)
     assert isinstance(found, forecast.Unmeasured)
     assert (found.tables, found.table_options, found.linears) == (("model.embed_tokens",), 4, 14)
     assert [row["option"] for row in found.uniform] == ["bits=2", "bits=3", "bits=6"]

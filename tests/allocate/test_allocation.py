@@ -15,15 +15,14 @@ import torch
 import compress
 from compress import api, recipe
 from compress.allocate import (
-    choices,
     decide,
     decision,
     metrics,
     pareto,
     prepare_options,
-    quantize_options,
     session,
     table,
+    variants,
 )
 from compress.allocate.methods import uniform
 from compress.allocate.problem import Problem
@@ -62,14 +61,14 @@ def asked(model: Path, folder: Path, *overrides: str, text: str = RECIPE) -> Job
 @pytest.fixture(scope="module")
 def opened(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measurements]:
     folder = tmp_path_factory.mktemp("table")
-    with session.session(asked(model, folder), silent) as found:
+    with session.open_measurements(asked(model, folder), silent) as found:
         yield found
 
 
 def test_every_level_is_packed_and_counted(opened: Measurements) -> None:
     found = metrics.table(opened, frozenset())
     assert len(found.units) == 8 and {len(unit.entries) for unit in found.units} == {5}
-    measured = dict(quantize_options.linears(opened.opened, opened.database))
+    measured = opened._rows()
     for unit in found.units:
         assert [entry.nbytes for entry in unit.entries] == sorted(entry.nbytes for entry in unit.entries)
         for entry in unit.entries:
@@ -87,7 +86,7 @@ def test_damage_of_a_level_is_that_of_its_decoded_weight(opened: Measurements) -
     original = opened.originals(skeleton, 1)[name]
     for number in range(3):
         change = levels.weight(name, str(number), original) - original
-        measured = dict(quantize_options.linears(opened.opened, opened.database))[name][str(number)]
+        measured = opened._rows()[name][str(number)]
         assert measured["weight"] == pytest.approx(change.double().square().sum().item(), rel=1e-5)
         assert measured["relative"] == pytest.approx((change.norm() / original.norm()).item() ** 2, rel=1e-4)
 
@@ -162,7 +161,7 @@ def test_budgets_are_kept_and_spent(bpw: float, opened: Measurements) -> None:
 def test_a_bound_on_the_divergence_is_met_by_the_smallest_of_its_kind(opened: Measurements) -> None:
     settings = opened.opened.allocation
     found = metrics.table(opened, frozenset({"kl_one_at_a_time"}))
-    bench = choices.evaluator(opened, found)
+    bench = metrics.evaluator(opened, found)
     smallest = decision.solve(opened, settings, Target("4.7bpw"))[2].choice
     bound = bench.divergence([smallest], range(2))[0] / 4
     _, _, result = decision.solve(opened, settings, Target(f"{bound:.8f}kl"))
@@ -190,10 +189,8 @@ def test_a_quantized_model_has_the_bytes_and_the_options_of_its_allocation(
     opened: Measurements, model: Path, tmp_path: Path
 ) -> None:
     job = asked(model, tmp_path, "allocate.target=5.5bpw")
-    shutil.copytree(
-        opened.database.folder, prepare_options.folder_of(job), ignore=shutil.ignore_patterns("candidates-*")
-    )
-    decided = decide.decided(job, silent)
+    shutil.copytree(opened.database.folder, variants.folder_of(job), ignore=shutil.ignore_patterns("candidates-*"))
+    decided = decide.decide(job, silent)
     assert decided.recipe.allocate is None and decided.allocation is not None
     result = api.quantize(job)
     assert result["bpw"] == pytest.approx(decided.allocation["bpw"]) and result["bpw"] <= 5.5
@@ -201,14 +198,14 @@ def test_a_quantized_model_has_the_bytes_and_the_options_of_its_allocation(
     written = recipe.load(str(tmp_path / "out" / "recipe.yaml"))
     assert written == dataclasses.replace(decided.recipe, name=written.name)
     assert report.load(tmp_path / "out")["allocation"]["units"] == decided.allocation["units"]
-    again = decide.decided(job, silent)
+    again = decide.decide(job, silent)
     assert again == decided
 
 
 def test_rules_decide_before_the_allocation(model: Path, tmp_path: Path) -> None:
     text = RECIPE + 'rules: [{match: "*.o_proj", bits: 8}]\nignore: ["*.down_proj"]\n'
     job = asked(model, tmp_path, "allocate.target=6bpw", "allocate.estimator=weight", text=text)
-    decided = decide.decided(job, silent)
+    decided = decide.decide(job, silent)
     result = api.quantize(decided)
     bits = {row["name"].rsplit(".")[-1]: row["bpw"] for row in result["layers"]}
     assert "down_proj" not in bits and bits["o_proj"] > 8
@@ -223,7 +220,7 @@ def test_a_killed_measurement_goes_on_to_the_same_bytes(
         return {path.name: path.read_bytes() for path in sorted((folder / "levels").iterdir())}
 
     job = asked(model, tmp_path)
-    with session.session(dataclasses.replace(job, measurements=tmp_path / "whole"), silent):
+    with session.open_measurements(dataclasses.replace(job, measurements=tmp_path / "whole"), silent):
         pass
     job = dataclasses.replace(job, measurements=tmp_path / "killed")
     add, calls = Database.add, []
@@ -235,9 +232,9 @@ def test_a_killed_measurement_goes_on_to_the_same_bytes(
         add(self, block, *rest)
 
     monkeypatch.setattr(Database, "add", killed)
-    with pytest.raises(KeyboardInterrupt), session.session(job, silent):
+    with pytest.raises(KeyboardInterrupt), session.open_measurements(job, silent):
         pass
-    with session.session(job, silent):
+    with session.open_measurements(job, silent):
         pass
     assert calls == [0, 1, 1]
     assert levels(tmp_path / "killed") == levels(tmp_path / "whole")
@@ -254,7 +251,7 @@ def test_measurements_of_something_else_are_refused(
     shutil.copytree(opened.database.folder, copy, ignore=shutil.ignore_patterns("candidates-*"))
     other = asked(model, tmp_path, override, text=RECIPE.replace("{bits: 3}, ", "")) if "bits" in override else None
     job = dataclasses.replace(other or asked(model, tmp_path, override), measurements=copy)
-    with pytest.raises(OutputError, match=f"measured with another {what}"), session.session(job, silent):
+    with pytest.raises(OutputError, match=f"measured with another {what}"), session.open_measurements(job, silent):
         pass
 
 
@@ -262,7 +259,7 @@ def test_two_runs_do_not_share_a_folder(opened: Measurements, model: Path, tmp_p
     job = asked(model, tmp_path)
     with (
         pytest.raises(OutputError, match="in use by another run"),
-        session.session(dataclasses.replace(job, measurements=opened.database.folder), silent),
+        session.open_measurements(dataclasses.replace(job, measurements=opened.database.folder), silent),
     ):
         pass
 
@@ -276,7 +273,7 @@ def test_two_runs_do_not_share_a_folder(opened: Measurements, model: Path, tmp_p
 )
 def test_nothing_to_decide(text: str, overrides: tuple[str, ...], message: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=message):
-        decide.decided(asked(model, tmp_path, *overrides, text=text), silent)
+        decide.decide(asked(model, tmp_path, *overrides, text=text), silent)
 
 
 def test_a_level_that_is_missing_is_named(opened: Measurements) -> None:
@@ -305,17 +302,17 @@ def test_between_uniform_options_the_log_of_the_divergence_is_a_line() -> None:
 @pytest.mark.parametrize("transform", ["rotate", "smooth"])
 def test_behind_a_transform_kept_weights_change_nothing(transform: str, model: Path, tmp_path: Path) -> None:
     job = asked(model, tmp_path, f"transform=[{{method: {transform}}}]")
-    with session.session(job, silent) as opened:
+    with session.open_measurements(job, silent) as opened:
         found = metrics.table(opened, frozenset())
         kept, low = found.uniform("keep"), found.uniform("gptq bits=2")
         assert kept is not None and low is not None
-        kl = choices.evaluator(opened, found).divergence([kept, low], range(2))
+        kl = metrics.evaluator(opened, found).divergence([kept, low], range(2))
     assert kl[0] < 1e-6 and kl[1] > 1e-4
 
 
 def test_a_bound_that_the_method_itself_does_not_keep_is_not_claimed(opened: Measurements) -> None:
     found = metrics.table(opened, frozenset())
-    bench = choices.evaluator(opened, found)
+    bench = metrics.evaluator(opened, found)
     middle = found.uniform("gptq bits=5")
     assert middle is not None
     bound = 1.01 * bench.divergence([middle], range(2))[0]
@@ -324,14 +321,17 @@ def test_a_bound_that_the_method_itself_does_not_keep_is_not_claimed(opened: Mea
     assert result.choice == middle and bench.divergence([result.choice], range(2))[0] <= bound
 
 
-def test_scores_of_other_samples_are_measured_anew(opened: Measurements) -> None:
-    first = metrics.table(opened, frozenset({"lim"})).units[0].scores["lim"]
+def test_damages_of_other_samples_are_measured_anew(opened: Measurements) -> None:
+    def measure() -> float:
+        return metrics.table(opened, frozenset({"gradient"})).units[0].entries[0].damage["gradient"]
+
+    first = measure()
     opened.samples = 1
     try:
-        assert metrics.table(opened, frozenset({"lim"})).units[0].scores["lim"] != first
+        assert measure() != first
     finally:
         opened.samples = 2
-    assert metrics.table(opened, frozenset({"lim"})).units[0].scores["lim"] == first
+    assert measure() == first
 
 
 def test_bytes_of_a_choice_are_those_of_the_whole_model(opened: Measurements, model: Path) -> None:
@@ -350,7 +350,7 @@ quantize: {{method: rtn, bits: 3, group_size: 32}}
 allocate: {{samples: 2, options: [{{bits: 3}}, {{bits: 3, lowrank: {{rank: 4}}}}, {{bits: 3, {part}}}]}}
 """
     name = "model.layers.0.mlp.down_proj"
-    with session.session(asked(model, tmp_path, text=text), silent) as found:
+    with session.open_measurements(asked(model, tmp_path, text=text), silent) as found:
         original = found.originals(found.source(), 0)[name]
         levels = [found.database.weight(0, name, number, original) for number in range(3)]
     assert (levels[1] - levels[2]).abs().max() > 1e-4

@@ -5,90 +5,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
+from allocator_tables import BITS, ESTIMATORS, best, bits, model, problem, run, with_values
 
 from compress import plugins
-from compress.allocate import uniform_options
-from compress.allocate.methods import adaquant, experts, knapsack, layerwise, lq_lora, uniform
-from compress.allocate.problem import FROM_BASE, KL_ONE_AT_A_TIME, Allocated, Choice, Entry, Problem, Unit
+from compress.allocate.methods import experts, knapsack, uniform
+from compress.allocate.problem import Choice, Problem, Unit, UnitEntry, entries_at, option_named, rank_options
 from compress.errors import BudgetError, RecipeError
+from compress.papers.allocate import adaquant, layerwise, lq_lora
 
-ESTIMATORS = (
-    "hessian",
-    "output",
-    "weight",
-    "fisher",
-    "gradient",
-    KL_ONE_AT_A_TIME,
-    FROM_BASE,
-    "noise",
-    "expert",
-)
-BITS = (2, 3, 4, 8)
 PURE = [uniform, knapsack, layerwise, lq_lora, adaquant]
-
-
-def model(
-    blocks: int = 4,
-    kinds: Sequence[int] = (1, 4, 3),
-    is_expert: bool = False,
-    seed: int = 0,
-    bits: Sequence[int] = BITS,
-) -> tuple[Unit, ...]:
-    """Per block one unit of each size in `kinds` (thousands of weights) with every estimator and score at random."""
-    rng = np.random.default_rng(seed)
-    units = []
-    for block in range(blocks):
-        for part, size in enumerate(kinds):
-            alphas = {name: float(rng.lognormal(0, 1.5)) for name in ESTIMATORS}
-            alphas["expert_squares"] = alphas[KL_ONE_AT_A_TIME] * alphas["expert"]
-            entries = tuple(
-                Entry(f"bits={b}", size * 125 * b + 16, b, {k: a * size * 4.0**-b for k, a in alphas.items()})
-                for b in bits
-            )
-            scores = {name: float(rng.random()) for name in ("lim", "zd", "share", "routing")}
-            name = f"model.layers.{block}.experts.{part}" if is_expert else f"model.layers.{block}.part{part}"
-            units.append(Unit(name, (name,), block, size * 1000, entries, is_expert, scores))
-    return tuple(units)
-
-
-def with_values(units: Sequence[Unit], key: str, values: Sequence[Any], of: Callable[[Any], Any] = lambda v: v) -> Any:
-    """Units with a score each, or a damage for each entry, of their own."""
-    found = []
-    for unit, value in zip(units, values, strict=True):
-        if isinstance(value, Sequence):
-            pairs = zip(unit.entries, value, strict=True)
-            entries = tuple(dataclasses.replace(e, damage={**e.damage, key: of(v)}) for e, v in pairs)
-            found.append(dataclasses.replace(unit, entries=entries))
-        else:
-            found.append(dataclasses.replace(unit, scores={**unit.scores, key: of(value)}))
-    return tuple(found)
-
-
-def problem(units: tuple[Unit, ...], bpw: float) -> Problem:
-    return Problem(units, int(bpw * sum(unit.numel for unit in units) / 8))
-
-
-def run(method: ModuleType, given: Problem, **settings: Any) -> Allocated:
-    found: Allocated = method.allocate(given, method.Config(**settings), None)
-    assert given.nbytes(found.choice) <= given.budget
-    return found
-
-
-def bits(given: Problem, choice: Choice) -> list[float]:
-    return [unit.entries[i].bits for unit, i in zip(given.units, choice, strict=True)]
-
-
-def best(given: Problem, damage: Callable[[Unit, Entry], float]) -> float:
-    """Least damage of all choices."""
-    losses = [[(entry.nbytes, damage(unit, entry)) for entry in unit.entries] for unit in given.units]
-    sums = ((sum(b for b, _ in c), sum(d for _, d in c)) for c in itertools.product(*losses))
-    return min(d for b, d in sums if b <= given.budget)
 
 
 # All of them.
@@ -128,11 +58,11 @@ def test_solver_limits_are_checked(method: ModuleType) -> None:
 def test_levels() -> None:
     units = model(1, (1, 2))
     units = (units[0], dataclasses.replace(units[1], entries=units[1].entries[1:3]))  # the second has 3 and 4 bits
-    assert uniform_options.ranked(units) == ["bits=2", "bits=3", "bits=4", "bits=8"]
-    assert [uniform_options.at(units, f"bits={b}") for b in BITS] == [[0, 0], [1, 0], [2, 1], [3, 1]]
-    assert uniform_options.named(units, "high", None, -1) == "bits=8"
+    assert rank_options(units) == ["bits=2", "bits=3", "bits=4", "bits=8"]
+    assert [entries_at(units, f"bits={b}") for b in BITS] == [[0, 0], [1, 0], [2, 1], [3, 1]]
+    assert option_named(units, "high", None, -1) == "bits=8"
     with pytest.raises(RecipeError, match="allocate: high 'bits=5' is none of the options, which are bits=2, bits=3"):
-        uniform_options.named(units, "high", "bits=5", -1)
+        option_named(units, "high", "bits=5", -1)
 
 
 # Uniform.
@@ -213,81 +143,6 @@ def test_a_block_without_damage_keeps_it() -> None:
     assert run(knapsack, problem(units, 3), estimator="hessian", scale="noise").facts["damage"] == 0
 
 
-# Layerwise.
-
-
-def test_layerwise_raises_whole_blocks_by_score() -> None:
-    """Scores of a block are weighted by its units' weights: 0.7, 0.9, 0.1, 0.5 for lim."""
-    scores = [0.1, 0.9, 0.6, 1.0, 0.4, 0.0, 0.5, 0.5]
-    units = model(4, (1, 3), bits=(4, 8))
-    given = problem(with_values(units, "lim", scores), 6.3)
-    found = run(layerwise, given)
-    assert bits(given, found.choice) == [8, 8, 8, 8, 4, 4, 4, 4]
-    assert found.facts == {"high": "bits=8", "low": "bits=4", "blocks at high": 2}
-    given = problem(with_values(units, "zd", scores), 6.3)  # fewer large weights: more important
-    assert bits(given, run(layerwise, given, score="zd").choice) == [4, 4, 4, 4, 8, 8, 8, 8]
-    assert layerwise.needs(layerwise.Config(score="zd")) == {"zd"}
-
-
-def test_layerwise_fills_the_next_block() -> None:
-    given = problem(with_values(model(3, (1, 3), bits=(4, 8)), "lim", [3.0, 3.0, 2.0, 2.0, 1.0, 1.0]), 5.8)
-    assert bits(given, run(layerwise, given).choice) == [8, 8, 8, 4, 4, 4]
-    assert bits(given, run(layerwise, given, fill=False).choice) == [8, 8, 4, 4, 4, 4]
-    left = given.budget - given.nbytes(run(layerwise, given).choice)
-    assert left < 500  # what the smallest unit would take
-
-
-def test_layerwise_options_by_name() -> None:
-    given = problem(model(3), 3.6)
-    assert set(bits(given, run(layerwise, given, low="bits=3", high="bits=4").choice)) == {3, 4}
-    with pytest.raises(BudgetError, match="bits=4 everywhere takes 12144 bytes, more than the budget of 10800"):
-        run(layerwise, given, low="bits=4")
-    with pytest.raises(RecipeError, match="high 'bits=2' is not larger than low 'bits=3'"):
-        run(layerwise, given, low="bits=3", high="bits=2")
-
-
-# LQ-LoRA.
-
-
-@pytest.mark.parametrize("estimator", ["weight", "fisher"])
-def test_lq_lora_is_exact(estimator: str) -> None:
-    given = problem(model(2, seed=2), 3.1)
-    found = run(lq_lora, given, estimator=estimator)
-    least = best(given, lambda unit, entry: entry.damage[estimator])
-    assert given.damage(found.choice, estimator) == pytest.approx(least, rel=1e-5)
-    assert lq_lora.needs(lq_lora.Config(estimator=estimator)) == {estimator}  # type: ignore[arg-type]
-
-
-# AdaQuant.
-
-
-def test_adaquant_counts_changes_against_the_base() -> None:
-    """Changes below 1e-6 count as 1e-6, even negative ones; the base is free."""
-    changes = [[0.5, 0.1], [0.05, 0.1], [0.4, 0.1], [0.1 + 1e-9, 0.1]]
-    given = Problem(with_values(model(4, (1,), bits=(4, 8)), FROM_BASE, changes), 2 * (516 + 1016))
-    found = run(adaquant, given)
-    assert bits(given, found.choice) == [8, 4, 8, 4]
-    assert found.facts["damage"] == pytest.approx(2e-6, rel=1e-9)
-    everything = run(adaquant, Problem(given.units, 4 * 1016))
-    assert set(bits(given, everything.choice)) == {8} and everything.facts["damage"] == 0
-
-
-def test_adaquant_with_one_low_option() -> None:
-    given = problem(model(3, (1, 2), seed=3), 5)
-    assert set(bits(given, run(adaquant, given, low="bits=4").choice)) == {4, 8}
-    found = run(adaquant, given)
-
-    def change(unit: Unit, entry: Entry) -> float:
-        base = unit.entries[-1]
-        return 0.0 if entry is base else max(entry.damage[FROM_BASE] - base.damage[FROM_BASE], 1e-6)
-
-    assert found.facts["damage"] == pytest.approx(best(given, change), rel=1e-5)
-    with pytest.raises(RecipeError, match="low 'bits=5' is none of the options"):
-        run(adaquant, given, low="bits=5")
-    with pytest.raises(BudgetError, match="the smallest allowed options take"):
-        run(adaquant, problem(given.units, 3), low="bits=4")
-
-
 # Experts.
 
 PAPER: dict[str, Any] = {"error": "norms", "alpha": 1.0, "beta": 1.5, "gamma": 2.0}
@@ -297,7 +152,7 @@ def mixture(blocks: int, per_block: int, seed: int = 0) -> tuple[Unit, ...]:
     return model(blocks, (1,) * per_block, is_expert=True, seed=seed, bits=(1, 2, 3))
 
 
-def published(given: Problem, gamma: float = 2.0) -> Callable[[Unit, Entry], float]:
+def published(given: Problem, gamma: float = 2.0) -> Callable[[Unit, UnitEntry], float]:
     """Damage as the paper has it."""
     total = {
         (unit.block, name): sum(u.scores[name] for u in given.units if u.block == unit.block)
@@ -305,14 +160,14 @@ def published(given: Problem, gamma: float = 2.0) -> Callable[[Unit, Entry], flo
         for name in ("share", "routing")
     }
 
-    def damage(unit: Unit, entry: Entry) -> float:
+    def damage(unit: Unit, entry: UnitEntry) -> float:
         share, routing = (unit.scores[name] / total[unit.block, name] for name in ("share", "routing"))
         return share * routing**1.5 * entry.damage["expert"] ** gamma
 
     return damage
 
 
-def least_mixture(given: Problem, damage: Callable[[Unit, Entry], float]) -> float:
+def least_mixture(given: Problem, damage: Callable[[Unit, UnitEntry], float]) -> float:
     """Of all choices with an expert at 3 and one at 2 bits in every block."""
     found = math.inf
     blocks = sorted({unit.block for unit in given.units})

@@ -14,9 +14,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from compress import recipe
-from compress.allocate import kv_budget
-from compress.allocate.kv_budget import CacheCosts, CacheOption, TensorCosts
-from compress.allocate.problem import KL_ONE_AT_A_TIME, Choice, Entry, Problem, Unit
+from compress.allocate import cache_options, cache_units
+from compress.allocate.cache_options import CacheOption
+from compress.allocate.cache_units import CacheCosts, TensorCosts
+from compress.allocate.problem import KL_ONE_AT_A_TIME, Choice, Problem, Unit, UnitEntry
 from compress.allocate.solver import damages_of, solve
 from compress.errors import BudgetError, RecipeError
 from compress.kv import generation
@@ -36,14 +37,14 @@ CONTEXT = 250
 SIZE = 529_664  # bytes of the model's tensors
 
 
-def offer(seed: int) -> kv_budget.CacheOffer:
+def offer(seed: int) -> cache_units.CacheOffer:
     generator = torch.Generator().manual_seed(seed)
     options = tuple(CacheOption(f"bits={b}", b, {"bits": b}) for b in (2, 4))
     units = []
     for layer, kind in product(range(2), ("keys", "values")):
         damage = float(torch.rand(1, generator=generator))
         units.append(TensorCosts(layer, kind, 800, (300, 500), (1.0, 0.1), (damage, damage / 16)))
-    return kv_budget.CacheOffer(options, CacheCosts(tuple(units), 70, 100), 64, 2)
+    return cache_units.CacheOffer(options, CacheCosts(tuple(units), 70, 100), 64, 2)
 
 
 def by_solver(share: Problem) -> Choice:
@@ -57,10 +58,12 @@ def test_the_budget_is_divided_as_all_divisions_together_say(seed: int) -> None:
     weights = []
     for number in range(3):
         damage = float(torch.rand(1, generator=generator))
-        entries = tuple(Entry(f"bits={b}", 100 * b, b, {KL_ONE_AT_A_TIME: damage * 4.0 ** (2 - b)}) for b in (2, 3, 4))
+        entries = tuple(
+            UnitEntry(f"bits={b}", 100 * b, b, {KL_ONE_AT_A_TIME: damage * 4.0 ** (2 - b)}) for b in (2, 3, 4)
+        )
         weights.append(Unit(f"model.layers.{number}.a", (f"model.layers.{number}.a",), number, 800, entries))
     for room in (70 + 4 * 300 + 600, 2300, 2750, 10**6):
-        nbytes, choice = kv_budget.divided(found, weights, room)
+        nbytes, choice = cache_units.divide(found, weights, room)
         units = [*weights, *found.units]
         best = min(
             sum(unit.entries[i].damage[KL_ONE_AT_A_TIME] for unit, i in zip(units, each, strict=True))
@@ -75,12 +78,12 @@ def test_the_budget_is_divided_as_all_divisions_together_say(seed: int) -> None:
         )
         taken = rest + sum(u.entries[i].damage[KL_ONE_AT_A_TIME] for u, i in zip(found.units, choice, strict=True))
         assert best * (1 - 1e-9) <= taken <= 1.05 * best  # the greedy, on seven units
-        for estimator, spent in (("output_error", by_solver), ("rule", kv_budget.raised)):
-            total, other = kv_budget.divided(found, weights, room, estimator)  # type: ignore[arg-type]
+        for estimator, spent in (("output_error", by_solver), ("rule", cache_units.raise_bits)):
+            total, other = cache_units.divide(found, weights, room, estimator)  # type: ignore[arg-type]
             share = Problem(found.units, nbytes - 70)
             assert total <= nbytes and other == spent(share)
     with pytest.raises(BudgetError, match="smallest options take .* 1.24 KiB of it the cache of 64 tokens"):
-        kv_budget.divided(found, weights, 70 + 4 * 300 + 599)
+        cache_units.divide(found, weights, 70 + 4 * 300 + 599)
 
 
 @pytest.fixture(scope="module")
@@ -181,14 +184,14 @@ def test_bad_input(tmp_path: Path) -> None:
     cache = recipe.load(str(path)).kv_cache
     assert cache is not None
     with pytest.raises(RecipeError, match="9 bits"):
-        kv_budget.options(cache, (2, 9))
+        cache_options.options(cache, (2, 9))
     fp8 = recipe.load("kv8", ["kv_cache={method: fp8}"]).kv_cache
     assert fp8 is not None
     for wanted in ((2,), (2, 2)):
         with pytest.raises(RecipeError, match="not two or more different numbers"):
-            kv_budget.options(cache, wanted)
+            cache_options.options(cache, wanted)
     with pytest.raises(RecipeError, match="fp8 has no bits to choose"):
-        kv_budget.options(fp8, ())
+        cache_options.options(fp8, ())
     cache_only = tmp_path / "only.yaml"
     cache_only.write_text("kv_cache: {method: kivi}\nallocate: {context: 9, options: [{bits: 2}, {bits: 3}]}")
     with pytest.raises(RecipeError, match="options are for weights"):

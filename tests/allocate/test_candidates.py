@@ -19,7 +19,7 @@ from compress.allocate.memory_split import MemorySplit
 from compress.allocate.prefix_tree import Resources
 from compress.calib import reference_logprobs
 from compress.errors import BudgetError, NumericalError
-from compress.model import tables
+from compress.model import towers
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform import rotate
@@ -54,7 +54,7 @@ def linears(directory: Path) -> list[str]:
 
 def everything(directory: Path) -> list[str]:
     """Linears, token embeddings and output head."""
-    return [*linears(directory), *(table.spec.name for table in tables.find(source(directory)[0]))]
+    return [*linears(directory), *(table.spec.name for table in towers.find_tables(source(directory)[0]))]
 
 
 def assignments(names: Sequence[str], count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -232,7 +232,7 @@ def test_any_order_any_company_any_memory(pico_dir: Callable[..., Path], tmp_pat
             assert torch.equal(mine.per_sample(asked, range(SAMPLES)), whole)
             if not room.keeps:
                 assert all(p.is_meta for p in mine.evaluator.skeleton.model.parameters())
-    assert [file.name for file in tmp_path.iterdir()] == [reference_logprobs.NAME]
+    assert [file.name for file in tmp_path.iterdir()] == [reference_logprobs.STORE_FILE]
 
 
 @pytest.mark.slow
@@ -306,10 +306,10 @@ def test_what_is_shared_is_computed_once(
 def test_room(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     skeleton = source(pico_dir("llama"))[0]
     needed = memory_split.sizes(skeleton, LENGTH, 8, 4)
-    assert needed.whole == sum(p.numel() for p in skeleton.model.parameters()) * 4 < needed.kept
-    rest, room = needed.whole, needed.kept + needed.whole
-    assert MemorySplit.within(needed, needed.kept + rest) == MemorySplit(True, rest // 2, rest // 3)
-    tight = MemorySplit.within(needed, needed.kept + rest - 1)
+    assert needed.whole == sum(p.numel() for p in skeleton.model.parameters()) * 4 < needed.all_loaded
+    rest, room = needed.whole, needed.all_loaded + needed.whole
+    assert MemorySplit.within(needed, needed.all_loaded + rest) == MemorySplit(True, rest // 2, rest // 3)
+    tight = MemorySplit.within(needed, needed.all_loaded + rest - 1)
     assert not tight.keeps and tight.states > rest // 3
     assert MemorySplit.within(needed, needed.least) == MemorySplit(False, 0, 0)
     with pytest.raises(BudgetError, match="at least"):

@@ -12,8 +12,8 @@ import torch
 
 from compress.allocate import mutation, solver
 from compress.allocate.mutation import Moves
-from compress.allocate.problem import KL_ONE_AT_A_TIME, Entry, Problem, Unit
-from compress.allocate.surrogate import UNEXPLAINED, Observation, Surrogate
+from compress.allocate.problem import KL_ONE_AT_A_TIME, Problem, Unit, UnitEntry
+from compress.allocate.search_state import UNEXPLAINED_DEVIATION, Observation, Surrogate
 from landscape import Landscape
 
 
@@ -44,7 +44,7 @@ def test_givers_and_takers_are_uniform_in_groups_by_their_size(tmp_path: Path, m
     monkeypatch.setattr(mutation, "flips", lambda rng: 1)
     pairs: Counter[tuple[int, int]] = Counter()
     for _ in range(8000):
-        if child := mutation.switched(sizes, (1,) * 8, groups, rng):
+        if child := mutation.switch_levels(sizes, (1,) * 8, groups, rng):
             pairs[child.index(0), child.index(2)] += 1
     assert set(pairs) == {pair for group in groups for pair in itertools.permutations(group, 2)}
     for group in groups:  # len / 8 for the group, 1 / len for giver and taker each
@@ -56,13 +56,13 @@ def test_trades_between_sizes(tmp_path: Path) -> None:
     problem = Landscape(tmp_path, blocks=2).problem()
     sizes, rng = sizes_of(problem), Random(0)
     parent = (1,) * 8
-    children = [child for _ in range(500) if (child := mutation.traded(sizes, parent, rng))]
+    children = [child for _ in range(500) if (child := mutation.trade(sizes, parent, rng))]
     crossed = 0
     for child in children:
         pairs = enumerate(zip(parent, child, strict=True))
         steps = [(new - old) * problem.units[u].entries[0].nbytes // 2 for u, (old, new) in pairs]
         assert problem.nbytes(child) <= problem.budget
-        assert 1 <= sum(abs(new - old) for old, new in zip(parent, child, strict=True)) <= mutation.MOST_CHANGES
+        assert 1 <= sum(abs(new - old) for old, new in zip(parent, child, strict=True)) <= mutation.MAX_CHANGES
         crossed += len({abs(step) for step in steps if step}) > 1
     assert crossed > 100  # most change units of different sizes
 
@@ -70,9 +70,9 @@ def test_trades_between_sizes(tmp_path: Path) -> None:
 def test_uniform_start(tmp_path: Path) -> None:
     bench = Landscape(tmp_path)
     rng = Random(0)
-    assert mutation.rounded_down(sizes_of(bench.problem(3.0)), rng) == (1,) * 12
+    assert mutation.round_down(sizes_of(bench.problem(3.0)), rng) == (1,) * 12
     problem = bench.problem(3.4)
-    drawn = {mutation.rounded_down(sizes_of(problem), rng) for _ in range(50)}
+    drawn = {mutation.round_down(sizes_of(problem), rng) for _ in range(50)}
     assert len(drawn) == 50
     for choice in drawn:
         assert max(choice) == 2 and 0 <= problem.budget - problem.nbytes(choice) < 128 * 5
@@ -82,8 +82,8 @@ def test_uniform_start(tmp_path: Path) -> None:
 def test_switches_in_groups_keep_the_bytes(tmp_path: Path, rule: str) -> None:
     problem = Landscape(tmp_path).problem()
     sizes, groups, rng = sizes_of(problem), mutation.groups(problem, rule), Random(0)
-    parent = mutation.rounded_down(sizes, rng)
-    children = {mutation.switched(sizes, parent, groups, rng) for _ in range(300)} - {None}
+    parent = mutation.round_down(sizes, rng)
+    children = {mutation.switch_levels(sizes, parent, groups, rng) for _ in range(300)} - {None}
     assert len(children) > 50
     for child in children:
         assert problem.nbytes(child) == problem.nbytes(parent)
@@ -92,26 +92,28 @@ def test_switches_in_groups_keep_the_bytes(tmp_path: Path, rule: str) -> None:
 
 
 def test_switches_keep_the_bytes_of_uneven_levels() -> None:
-    entries = tuple(Entry(str(n), n, n) for n in (1, 2, 4, 8))
+    entries = tuple(UnitEntry(str(n), n, n) for n in (1, 2, 4, 8))
     problem = Problem(tuple(Unit(f"{u}.x", (f"{u}",), u, 8, entries) for u in range(5)), 20)
     sizes, rng = Moves(problem, [[-float(e.nbytes) for e in entries]] * 5), Random(0)
     parent = (2, 1, 3, 2, 0)
-    children = {mutation.switched(sizes, parent, mutation.groups(problem, "size"), rng) for _ in range(200)} - {None}
+    children = {mutation.switch_levels(sizes, parent, mutation.groups(problem, "size"), rng) for _ in range(200)} - {
+        None
+    }
     assert children and {problem.nbytes(child) for child in children} == {problem.nbytes(parent)}
 
 
 def test_guided_changes_fill_the_budget_and_mostly_improve(tmp_path: Path) -> None:
     problem = Landscape(tmp_path).problem()
     sizes, values, rng = sizes_of(problem), solver.damages_of(problem, KL_ONE_AT_A_TIME), Random(0)
-    parent = mutation.filled(sizes, (0,) * 12, values)
-    children = {child for _ in range(300) if (child := mutation.guided(sizes, parent, values, rng))}
+    parent = mutation.fill(sizes, (0,) * 12, values)
+    children = {child for _ in range(300) if (child := mutation.mutate_guided(sizes, parent, values, rng))}
     assert len(children) > 50 and parent not in children
     for child in children:
         room = problem.budget - problem.nbytes(child)
         assert room >= 0
         for unit, now in zip(problem.units, child, strict=True):
             assert all(e.nbytes - unit.entries[now].nbytes > room for e in unit.entries[now + 1 :])
-    chance = [child for _ in range(300) if (child := mutation.traded(sizes, parent, rng))]
+    chance = [child for _ in range(300) if (child := mutation.trade(sizes, parent, rng))]
     median = [sorted(problem.damage(c, KL_ONE_AT_A_TIME) for c in some)[len(some) // 2] for some in (children, chance)]
     assert median[0] < median[1]
 
@@ -142,7 +144,7 @@ def test_surrogate_is_the_normal_posterior() -> None:
         for unit, (old, new) in one.change.items():
             row[entries.index((unit, old))], row[entries.index((unit, new))] = -1, 1
     size = (rows * mean).norm(dim=1)
-    own = torch.diag(size.square() * UNEXPLAINED**2)
+    own = torch.diag(size.square() * UNEXPLAINED_DEVIATION**2)
     noise = torch.diag(size.square() * n * n / torch.tensor([2.0, 8.0, 4.0], dtype=torch.float64))
     total = rows @ covariance @ rows.T + own + noise
     y = torch.tensor([one.difference for one in measured], dtype=torch.float64)
@@ -150,12 +152,12 @@ def test_surrogate_is_the_normal_posterior() -> None:
     wanted = mean + covariance @ rows.T @ gain
     found = torch.tensor([v for row in model.mean() for v in row], dtype=torch.float64)
     torch.testing.assert_close(found, wanted)
-    expected = rows @ wanted + own @ gain
-    torch.testing.assert_close(torch.tensor(model.expected(), dtype=torch.float64), expected)
+    expected_differences = rows @ wanted + own @ gain
+    torch.testing.assert_close(torch.tensor(model.expected_differences(), dtype=torch.float64), expected_differences)
 
 
 def test_surrogate_without_measurements_is_the_table() -> None:
     values = [[3.0, 1.0], [2.0, 0.5]]
     model = Surrogate(values, [[0, 0]], [])
     assert model.mean() == values
-    assert model.expected() == []
+    assert model.expected_differences() == []

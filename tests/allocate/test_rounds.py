@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from compress import recipe
-from compress.allocate import choices, decision, metrics, session
+from compress.allocate import decision, metrics, session
 from compress.allocate.methods import knapsack
-from compress.allocate.problem import Choice, Entry, Problem, Unit
-from compress.allocate.rounds import MOST, scaled
+from compress.allocate.problem import Choice, Problem, Unit, UnitEntry
+from compress.allocate.rounds import MAX_FACTOR, rescale
 from compress.allocate.sensitivity import Measurements
 from compress.progress import silent
 from compress.recipe.schema import Target
@@ -46,7 +46,7 @@ def asked(model: Path, folder: Path, *overrides: str) -> Job:
 
 @pytest.fixture(scope="module")
 def opened(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measurements]:
-    with session.session(asked(model, tmp_path_factory.mktemp("table")), silent) as found:
+    with session.open_measurements(asked(model, tmp_path_factory.mktemp("table")), silent) as found:
         yield found
 
 
@@ -74,7 +74,7 @@ def test_shares_are_those_of_the_whole_model_half_way(opened: Measurements, mode
 
 def test_shares_add_up_to_the_divergence(opened: Measurements) -> None:
     found = metrics.table(opened, frozenset({"kl_shares"}))
-    evaluator = choices.evaluator(opened, found)
+    evaluator = metrics.evaluator(opened, found)
     choice = found.uniform(found.options[2])
     assert choice is not None
     kl = evaluator.divergence([choice], range(2))[0]
@@ -84,7 +84,7 @@ def test_shares_add_up_to_the_divergence(opened: Measurements) -> None:
 def test_shares_go_on_after_the_last_finished_option(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with session.session(asked(model, tmp_path), silent) as store:
+    with session.open_measurements(asked(model, tmp_path), silent) as store:
         complete = metrics.table(store, frozenset({"kl_shares"}))
         path = store.database.folder / "measured-kl_shares.json"
         content = json.loads(path.read_text())
@@ -100,9 +100,9 @@ def test_shares_go_on_after_the_last_finished_option(
 
 def test_rounds_stay_within_the_budget_and_are_told(opened: Measurements) -> None:
     allocation = opened.opened.allocation
-    plain = decision.decision(opened, allocation, Target("6bpw"))
+    plain = decision.decide_target(opened, allocation, Target("6bpw"))
     config = dataclasses.replace(allocation.config, rounds=2)
-    facts = decision.decision(opened, dataclasses.replace(allocation, config=config), Target("6bpw"))
+    facts = decision.decide_target(opened, dataclasses.replace(allocation, config=config), Target("6bpw"))
     assert facts["budget"] == plain["budget"] and facts["bpw"] <= 6
     assert facts["kl"] == min(row["kl"] for row in facts["trace"]) <= facts["start_kl"]
     assert any("rounds of measuring damages anew" in note for note in facts["notes"])
@@ -140,7 +140,7 @@ UNITS = tuple(
         (f"layer.{u}",),
         0,
         8,
-        tuple(Entry(str(b), 10 * b, b, {"weight": d}) for b, d in zip((2, 3, 4), row, strict=True)),
+        tuple(UnitEntry(str(b), 10 * b, b, {"weight": d}) for b, d in zip((2, 3, 4), row, strict=True)),
     )
     for u, row in enumerate(DAMAGES)
 )
@@ -168,8 +168,8 @@ def test_rounds_are_repeated_from_the_folder(tmp_path: Path) -> None:
 
 
 def test_damages_are_scaled_within_limits() -> None:
-    rows = scaled([[4.0, 2.0], [4.0, 2.0], [4.0, 0.0]], (0, 0, 1), [0.4, 0.0, 0.1])
+    rows = rescale([[4.0, 2.0], [4.0, 2.0], [4.0, 0.0]], (0, 0, 1), [0.4, 0.0, 0.1])
     size = (0.4 + 1e-3 * 0.5 / 3 + 0.1) / 8
     assert rows[0] == pytest.approx([0.4, 0.2])
-    assert rows[1] == pytest.approx([4.0 * size / MOST, 2.0 * size / MOST])
+    assert rows[1] == pytest.approx([4.0 * size / MAX_FACTOR, 2.0 * size / MAX_FACTOR])
     assert rows[2] == pytest.approx([4.0 * size, 0.0])  # nothing new is known of a unit without damage

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from compress.allocate import block_scores
-from compress.allocate.block_scores import Noise, Slope, slope, slopes
 from compress.allocate.joint_kl import JointKL
+from compress.allocate.kl_shares import Slope, slope, slopes
 from compress.allocate.prefix_tree import Resources
+from compress.allocate.variant_source import Noise
 from compress.calib import fisher
 from compress.errors import NumericalError
 from compress.model.skeleton import Skeleton
@@ -110,30 +110,6 @@ def test_gradients_that_are_not_finite(pico_dir: Callable[..., Path], monkeypatc
     with pytest.raises(NumericalError, match="the gradient of model.layers.1.* is not finite"):
         next(fisher.gradients(skeleton, TOKENS))
     assert all(p.is_meta for p in skeleton.model.parameters())
-
-
-@pytest.mark.parametrize("spill", [False, True])
-def test_lim(spill: bool, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
-    model, ends = whole(pico_dir("qwen2")).double(), []
-    for layer in model.model.layers:
-        layer.register_forward_hook(lambda _, given, out: ends.append((given[0], out)))
-    with torch.no_grad():
-        model(TOKENS)
-    expected = [-float(((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))).mean()) for a, b in ends]
-    found = block_scores.lim(skeleton_of(pico_dir("qwen2")), TOKENS, tmp_path / "states" if spill else None)
-    assert found == pytest.approx(expected, abs=1e-5) and len(set(found)) == 2
-    assert not list(tmp_path.iterdir())
-
-
-def test_zd() -> None:
-    parts = [torch.randn(7, 5, generator=torch.Generator().manual_seed(i)) ** 3 for i in range(3)]
-    flat = torch.cat([part.flatten() for part in parts]).double()
-    share = ((flat - flat.mean()) / flat.std(correction=0) > 1).double().mean().item()
-    assert block_scores.zd(parts) == share == block_scores.zd(parts[::-1])
-    assert block_scores.zd([part.T + 5 for part in parts]) == share
-    normal = torch.randn(400, 400, generator=torch.Generator().manual_seed(9))
-    assert block_scores.zd([normal]) == pytest.approx(0.1587, abs=0.003)
-    assert block_scores.zd([normal.bfloat16()]) == pytest.approx(0.1587, abs=0.005)
 
 
 def test_noise_is_as_large_as_asked_and_its_own_everywhere() -> None:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from compress.allocate import exact, hull
-from compress.allocate.problem import Choice, Entry, Problem, Unit
-from compress.allocate.solver import Limits, LinearSide, Solution, damages_of, solve
+from compress.allocate import hull, solver
+from compress.allocate.problem import Choice, Problem, Unit, UnitEntry
+from compress.allocate.solver import LinearSide, Solution, SolverLimits, damages_of, solve
 from compress.errors import BudgetError, NumericalError
 
 Rows = Sequence[Sequence[tuple[int, float]]]  # of each unit (bytes, damage) of its entries
@@ -21,7 +21,7 @@ Rows = Sequence[Sequence[tuple[int, float]]]  # of each unit (bytes, damage) of 
 
 def problem(rows: Rows, budget: int) -> Problem:
     units = [
-        Unit(f"u{i}", (f"u{i}",), i, 100, tuple(Entry(f"o{j}", b, 0.0, {"d": d}) for j, (b, d) in enumerate(row)))
+        Unit(f"u{i}", (f"u{i}",), i, 100, tuple(UnitEntry(f"o{j}", b, 0.0, {"d": d}) for j, (b, d) in enumerate(row)))
         for i, row in enumerate(rows)
     ]
     return Problem(tuple(units), budget)
@@ -29,7 +29,7 @@ def problem(rows: Rows, budget: int) -> Problem:
 
 def solved(given: Problem, solver: str = "hull", sides: Sequence[LinearSide] = (), **limits: float) -> Solution:
     """With what every solution keeps."""
-    solution = solve(given, damages_of(given, "d"), solver, sides, Limits(**limits))  # type: ignore[arg-type]
+    solution = solve(given, damages_of(given, "d"), solver, sides, SolverLimits(**limits))  # type: ignore[arg-type]
     assert given.nbytes(solution.choice) <= given.budget
     assert given.damage(solution.choice, "d") == pytest.approx(solution.damage, rel=1e-12, abs=1e-12)
     assert solution.bound <= solution.damage
@@ -124,8 +124,8 @@ def filled_once(given: Problem) -> float:
     count = int(np.searchsorted(np.cumsum(segments.nbytes), given.budget - given.least, side="right"))
     at = np.zeros(len(table.rows), np.int64)
     at[segments.unit[:count]] = segments.to[:count]
-    bought = hull._bought(table, segments[count:], at, given.budget)
-    return table.loss(hull._exchanged(table, bought, given.budget))
+    bought = hull._buy(table, segments[count:], at, given.budget)
+    return table.loss(hull._exchange(table, bought, given.budget))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -164,22 +164,22 @@ def test_exchanges() -> None:
 
 def test_dominated_and_forbidden_entries() -> None:
     rows = [[(10, 1.0), (10, 0.5), (12, 0.7), (20, math.inf), (30, 0.5)]]
-    for solver in ("hull", "milp"):
-        assert solved(problem(rows, 40), solver).choice == (1,)
+    for name in ("hull", "milp"):
+        assert solved(problem(rows, 40), name).choice == (1,)
     with pytest.raises(BudgetError, match="smallest allowed options take 10 bytes"):
         solved(problem(rows, 9))
 
 
 def test_negative_damages() -> None:
     rows = [[(1, 0.0), (2, -1.0)], [(1, 5.0), (2, 4.5)]]
-    for solver in ("hull", "milp"):
-        solution = solved(problem(rows, 3), solver)
+    for name in ("hull", "milp"):
+        solution = solved(problem(rows, 3), name)
         assert solution.choice == (1, 0) and solution.damage == 4.0
 
 
 def test_one_choice_only() -> None:
-    for solver in ("hull", "milp"):
-        assert solved(problem([[(3, 2.0)], [(4, 0.0)]], 7), solver).choice == (0, 0)
+    for name in ("hull", "milp"):
+        assert solved(problem([[(3, 2.0)], [(4, 0.0)]], 7), name).choice == (0, 0)
 
 
 def test_ties_go_to_the_first_unit() -> None:
@@ -201,8 +201,8 @@ def test_units_of_bytes_and_damage_do_not_matter(solver: str, nbytes: int, damag
 
 def test_same_answer_again() -> None:
     given = problem(model_rows(np.random.default_rng(5), 60), 500_000)
-    for solver in ("hull", "milp"):
-        assert solved(given, solver) == solved(given, solver)
+    for name in ("hull", "milp"):
+        assert solved(given, name) == solved(given, name)
 
 
 def test_as_many_units_as_experts() -> None:
@@ -267,14 +267,14 @@ def test_the_greedy_takes_no_sides() -> None:
 # Refusals and fallbacks.
 
 
-def no_time(*args: object, **kwargs: object) -> exact.ProgramAnswer:
-    return exact.ProgramAnswer(None, note="the 0/1 solver found nothing: Time limit reached")
+def no_time(*args: object, **kwargs: object) -> solver.ProgramAnswer:
+    return solver.ProgramAnswer(None, note="the 0/1 solver found nothing: Time limit reached")
 
 
 def test_the_fallback_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem(model_rows(np.random.default_rng(8), 30), 200_000)
     greedy = solved(given)
-    monkeypatch.setattr(exact, "program", no_time)
+    monkeypatch.setattr(solver, "_program", no_time)
     solution = solved(given, "milp")
     assert (solution.choice, solution.bound) == (greedy.choice, greedy.bound)
     assert solution.notes == ("the 0/1 solver found nothing: Time limit reached; the greedy's choice is taken",)
@@ -301,12 +301,12 @@ def test_not_a_number() -> None:
 @pytest.mark.parametrize("limits", [{"seconds": 0.0}, {"gap": 1.0}, {"gap": -0.1}])
 def test_limits(limits: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(limits))):
-        Limits(**limits)
+        SolverLimits(**limits)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="stdout is left alone elsewhere")
 def test_c_code_does_not_print_to_stdout(capfd: pytest.CaptureFixture[str]) -> None:
-    with exact._quiet():
+    with solver._quiet():
         ctypes.CDLL(None).puts(b"a line of C")
     print("ours")
     captured = capfd.readouterr()
@@ -327,4 +327,4 @@ def test_hulls_are_convex_and_end_at_the_best() -> None:
 def _table(given: Problem) -> hull.EntryTable:
     rows = [sorted((e.nbytes, e.damage["d"], i) for i, e in enumerate(u.entries)) for u in given.units]
     nbytes, damage, index = (np.array([[item[k] for item in row] for row in rows]) for k in range(3))
-    return hull.EntryTable(nbytes, damage, index).undominated()
+    return hull.EntryTable(nbytes, damage, index).drop_dominated()

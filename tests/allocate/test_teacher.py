@@ -29,7 +29,7 @@ def test_predictions_of_whole_models(
     skeleton = Skeleton(open_checkpoint(pico_dir(name)))
     kept = reference_logprobs.load(skeleton, TOKENS, tmp_path, top_k)
     assert all(p.is_meta for p in skeleton.model.parameters())
-    assert [file.name for file in tmp_path.iterdir()] == [reference_logprobs.NAME]
+    assert [file.name for file in tmp_path.iterdir()] == [reference_logprobs.STORE_FILE]
     model: Any = AutoModelForCausalLM.from_pretrained(pico_dir(name))
     with torch.no_grad():
         expected = model(TOKENS).logits.double().log_softmax(-1)
@@ -52,16 +52,16 @@ def test_made_once_for_the_same(pico_dir: Callable[..., Path], tmp_path: Path, m
         reference_logprobs.load(Skeleton(open_checkpoint(pico_dir(name))), tokens, tmp_path, top_k, "cpu", said.append)
 
     load()
-    first = (tmp_path / reference_logprobs.NAME).read_bytes()
+    first = (tmp_path / reference_logprobs.STORE_FILE).read_bytes()
     load()
     assert said == ["predicting with the original model"]
     for change in ({"top_k": 9}, {"tokens": TOKENS.flip(0)}, {"name": "qwen2"}, {}):
         load(**change)  # type: ignore[arg-type]
-    assert len(said) == 5 and (tmp_path / reference_logprobs.NAME).read_bytes() == first
-    (tmp_path / reference_logprobs.NAME).write_bytes(first[:-1])
+    assert len(said) == 5 and (tmp_path / reference_logprobs.STORE_FILE).read_bytes() == first
+    (tmp_path / reference_logprobs.STORE_FILE).write_bytes(first[:-1])
     load()
-    assert len(said) == 6 and (tmp_path / reference_logprobs.NAME).read_bytes() == first
-    (tmp_path / reference_logprobs.NAME).write_bytes(b"")
+    assert len(said) == 6 and (tmp_path / reference_logprobs.STORE_FILE).read_bytes() == first
+    (tmp_path / reference_logprobs.STORE_FILE).write_bytes(b"")
 
     def fails(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -69,7 +69,7 @@ def test_made_once_for_the_same(pico_dir: Callable[..., Path], tmp_path: Path, m
     monkeypatch.setattr(reference_logprobs, "predictions", fails)
     with pytest.raises(KeyboardInterrupt):
         load()
-    assert [file.name for file in tmp_path.iterdir()] == [reference_logprobs.NAME], "nothing is left behind"
+    assert [file.name for file in tmp_path.iterdir()] == [reference_logprobs.STORE_FILE], "nothing is left behind"
 
 
 def logits(scale: float, rows: int = 6, vocabulary: int = 50) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from compress.allocate import groups as units
+from compress.allocate import table
 from compress.model.skeleton import Skeleton
 from compress.recipe.schema import Units
 from compress.storage.checkpoint import open_checkpoint
@@ -16,7 +16,7 @@ from pico import save_pico
 def found(family: str, how: Units, tmp_path: Path) -> list[str]:
     skeleton = Skeleton(open_checkpoint(save_pico(family, tmp_path / family)))
     specs, _ = skeleton.linears()
-    groups = units.groups(skeleton, specs, how)
+    groups = table.group_linears(skeleton, specs, how)
     assert sorted(member.name for group in groups for member in group.members) == sorted(spec.name for spec in specs)
     return [group.name.replace("model.layers.", "") for group in groups if group.members[0].block == 0]
 

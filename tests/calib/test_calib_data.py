@@ -194,7 +194,7 @@ def test_a_text_file_is_read_up_to_a_generous_limit(
     floor: int, available: int, read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(documents, "PIECE_NBYTES", 10)
-    monkeypatch.setattr(data, "TEXT_TOKENS", floor)
+    monkeypatch.setattr(data, "MIN_READ_TOKENS", floor)
     seen: list[str] = []
     real = data.documents
 

@@ -38,9 +38,9 @@ def test_weights_are_those_of_the_whole_model(tmp_path: Path) -> None:
 def test_what_no_gradient_reaches_still_weighs() -> None:
     squares = torch.ones(3, 4)
     squares[1] = 0
-    pair = fisher.reduced(squares)
+    pair = fisher.reduce_squares(squares)
     assert pair.rows[1] == pytest.approx(fisher.SMALLEST * pair.rows[0].item(), rel=1e-5)
-    nothing = fisher.reduced(torch.zeros(3, 4))
+    nothing = fisher.reduce_squares(torch.zeros(3, 4))
     assert (nothing.rows == 1).all() and (nothing.columns == 1).all()
 
 

@@ -17,8 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import problems
 from compress.calib import token_importance
-from compress.calib.data import Calibration, expanded, rolled
-from compress.calib.token_importance import AUTO, SCORES_OF, Probabilities, effective, mass, weights
+from compress.calib.data import Calibration, expand_copies, roll_windows
+from compress.calib.token_importance import AUTO_SCORE, SCORES_OF, Probabilities, effective, mass, weights
 from compress.errors import UnsupportedModelError
 from compress.model.blockwise import BlockArgs, BlockInputs, run_block
 from compress.recipe import schema
@@ -256,7 +256,7 @@ def test_column_sums_of_a_sequence_do_not_depend_on_the_others() -> None:
 
 
 def test_recipes_know_the_scores() -> None:
-    assert typing.get_args(schema.Importance) == ("none", AUTO, *SCORES_OF)
+    assert typing.get_args(schema.Importance) == ("none", AUTO_SCORE, *SCORES_OF)
 
 
 @torch.no_grad()
@@ -369,23 +369,23 @@ def test_fewer_tokens_than_are_needed_count_equally(monkeypatch: pytest.MonkeyPa
 
 def test_rolled_copies() -> None:
     tokens = torch.stack([torch.arange(8), torch.arange(10, 18)])
-    got = rolled(tokens, 4)
+    got = roll_windows(tokens, 4)
     assert got.shape == (8, 8) and got.dtype == torch.int64
     for sample in range(2):
         for k in range(4):
             assert torch.equal(got[4 * sample + k], torch.roll(tokens[sample], 2 * k))
-    assert torch.equal(rolled(tokens, 1), tokens)
+    assert torch.equal(roll_windows(tokens, 1), tokens)
 
 
 def test_expanded_calibration_names_its_own_tokens() -> None:
     tokens = torch.arange(16).view(2, 8)
     given = Calibration(tokens, "text", "0" * 64, 100, notes=("A note.",))
-    got = expanded(given, 2)
-    assert torch.equal(got.tokens, rolled(tokens, 2)) and got.facts()["num_samples"] == 4
+    got = expand_copies(given, 2)
+    assert torch.equal(got.tokens, roll_windows(tokens, 2)) and got.facts()["num_samples"] == 4
     assert got.sha256 == hashlib.sha256(got.tokens.numpy().tobytes()).hexdigest()
     assert (got.source, got.notes) == (given.source, given.notes)
 
 
 def test_rolled_copies_of_an_odd_length() -> None:
-    got = rolled(torch.arange(7)[None], 3)
+    got = roll_windows(torch.arange(7)[None], 3)
     assert got.tolist() == [[0, 1, 2, 3, 4, 5, 6], [5, 6, 0, 1, 2, 3, 4], [3, 4, 5, 6, 0, 1, 2]]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compress.calib import kv_attended
-from compress.calib.kv_attended import attended
+from compress.calib.kv_attended import attention_by_key
 
 HEADS, GROUPS, WIDTH = 2, 3, 8
 
@@ -35,11 +35,11 @@ def plain(q: Tensor, k: Tensor, seen: Tensor, near: int, scaling: float, softcap
 
 def test_against_plain_sums() -> None:
     (q, k), causal = states(2, 40), torch.ones(40, 40, dtype=torch.bool).tril()
-    found = attended(q, k, None, (None, None), 7)
+    found = attention_by_key(q, k, None, (None, None), 7)
     expected = plain(q, k, causal, 7, WIDTH**-0.5)
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
     assert not found[:, :, 34:].any()  # no query is far enough behind them
-    capped = attended(q, k, None, (0.5, 2.0), 7)
+    capped = attention_by_key(q, k, None, (0.5, 2.0), 7)
     torch.testing.assert_close(capped.double(), plain(q, k, causal, 7, 0.5, 2.0), atol=1e-6, rtol=1e-5)
 
 
@@ -50,26 +50,26 @@ def test_masks(heads: int) -> None:
     window = torch.ones(40, 40, dtype=torch.bool).tril().triu(-19)
     expected = plain(q, k, window, 5, WIDTH**-0.5)
     for mask in (window, torch.zeros(40, 40).masked_fill(~window, -1e30)):
-        found = attended(q, k, mask.expand(1, heads, 40, 40), (None, None), 5)
+        found = attention_by_key(q, k, mask.expand(1, heads, 40, 40), (None, None), 5)
         torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_batches_and_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = states(3, 300)
-    whole = attended(q, k, None, (None, None), 20)
+    whole = attention_by_key(q, k, None, (None, None), 20)
     for i in range(3):
-        assert torch.equal(attended(q[i : i + 1], k[i : i + 1], None, (None, None), 20)[0], whole[i])
+        assert torch.equal(attention_by_key(q[i : i + 1], k[i : i + 1], None, (None, None), 20)[0], whole[i])
     monkeypatch.setattr(kv_attended, "SCORES", 1)
-    torch.testing.assert_close(attended(q, k, None, (None, None), 20), whole)
+    torch.testing.assert_close(attention_by_key(q, k, None, (None, None), 20), whole)
 
 
 def test_few_tokens_and_few_queries() -> None:
     """What is near is at most half of the text; of many queries some are looked at, those of a longer text alike."""
     q, k = states(1, 30)
-    near = attended(q, k, None, (None, None), 1000)
-    assert torch.equal(near, attended(q, k, None, (None, None), 15)) and bool(near[:, :, :15].all())
+    near = attention_by_key(q, k, None, (None, None), 1000)
+    assert torch.equal(near, attention_by_key(q, k, None, (None, None), 15)) and bool(near[:, :, :15].all())
     q, k = states(1, 300)
     causal = torch.ones(300, 300, dtype=torch.bool).tril()
     every = plain(q[:, ::GROUPS].repeat_interleave(GROUPS, 1), k, causal, 20, WIDTH**-0.5)
-    some = attended(q[:, ::GROUPS].repeat_interleave(GROUPS, 1), k, None, (None, None), 20).double()
+    some = attention_by_key(q[:, ::GROUPS].repeat_interleave(GROUPS, 1), k, None, (None, None), 20).double()
     assert float((some.sum() * 3 / every.sum() - 1).abs()) < 0.1  # one query in three

@@ -68,14 +68,14 @@ def books(count: int) -> str:
 )
 def test_where_a_document_is_cut(text: str, parts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE_NBYTES", 8)
-    found = list(pieces.cut(text.encode("utf-8", "surrogatepass")))
+    found = list(pieces.cut_document(text.encode("utf-8", "surrogatepass")))
     assert max(map(len, found)) <= 8
     assert [part.decode("utf-8", "surrogatepass") for part in found] == parts
 
 
 def test_pieces_are_gathered_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE_NBYTES", 8)
-    found = list(pieces.batches(["abc", "", "def", "ghi", "123456789", "x"]))
+    found = list(pieces.piece_batches(["abc", "", "def", "ghi", "123456789", "x"]))
     assert found == [
         [("abc", True), ("def", True)],
         [("ghi", True)],

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compress.calib import data, prefix
-from compress.calib.data import rolled, self_generated, token_windows
+from compress.calib.data import roll_windows, self_generated, token_windows
 from compress.errors import CalibrationError, CheckpointError
 from pico import EOS_ID, VOCAB_SIZE, beginning, pico_tokenizer, save_pico
 from runs import TEXT
@@ -107,9 +107,9 @@ def test_windows_without_room_and_a_prefix_of_another_model_are_refused(text: Pa
 
 def test_copies_are_shifted_behind_the_prefix(text: Path) -> None:
     tokenizer = beginning(pico_tokenizer(), "<bos>")
-    found = data.expanded(data.calibration(text, tokenizer, 2, 9, 0, VOCAB_SIZE), 2)
+    found = data.expand_copies(data.calibration(text, tokenizer, 2, 9, 0, VOCAB_SIZE), 2)
     assert found.tokens[:, 0].tolist() == [BOS_ID] * 4
-    assert torch.equal(found.tokens[:, 1:], rolled(found.tokens[::2, 1:], 2))
+    assert torch.equal(found.tokens[:, 1:], roll_windows(found.tokens[::2, 1:], 2))
     assert found.facts()["begins_with"] == "<bos>"
 
 
@@ -135,6 +135,8 @@ def test_one_place_says_what_begins_a_window() -> None:
         for path in folder.rglob("*.py")
         if said.search(path.read_text(encoding="utf-8")) and not path.is_relative_to(ROOT / "compress" / "calib")
     }
-    assert found - {"compress/export/gguf_vocabulary.py", "compress/model/load.py", "compress/model/gguf_names.py"} == (
-        TOKENIZING
-    )
+    assert found - {
+        "compress/export/targets/gguf/vocabulary.py",
+        "compress/model/load.py",
+        "compress/model/gguf_names.py",
+    } == (TOKENIZING)

@@ -63,7 +63,7 @@ def test_help_of_every_command(name: str) -> None:
 def test_help_is_instant() -> None:
     """It imports none of the heavy packages."""
     source = (
-        "import sys\nfrom compress.cli.app import main\nsys.argv = ['compress', '--help']\n"
+        "import sys\nfrom compress.__main__ import main\nsys.argv = ['compress', '--help']\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
         "heavy = {'torch', 'transformers', 'numpy', 'datasets', 'scipy'} & set(sys.modules)\nassert not heavy, heavy\n"
     )

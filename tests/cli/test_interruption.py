@@ -142,7 +142,7 @@ lists.errors = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
 # Where a signal may come before a command has begun -> source that sends it there.
 EARLY = {
     "as signals begin to be answered": "from compress.cli import interruption as module; name = 'install'",
-    "as the notes are set up": "from compress.cli import app as module; name = 'NotePrinter'",
+    "as the notes are set up": "from compress.cli import options as module; name = 'NotePrinter'",
     "as the commands are put together": "import typer.main as module; name = 'get_command'",
     "as all is done": "from compress.cli import interruption as module; name = 'finish'",
 }

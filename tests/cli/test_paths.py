@@ -180,12 +180,12 @@ def test_a_packed_base_of_a_plain_model_is_pointed_out(tmp_path: Path) -> None:
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/config.json").write_text("{")
     found = {
-        (model, base): paths.exchanged(str(tmp_path / model), str(tmp_path / base))
+        (model, base): paths.exchange_note(str(tmp_path / model), str(tmp_path / base))
         for model in (*configs, "bad")
         for base in (*configs, "bad")
     }
     said = {pair for pair, text in found.items() if text is not None}
     assert said == {(model, "packed") for model in ("plain", "other", "awq", "odd", "bad")}
     assert (found["plain", "packed"] or "").endswith("give the original as --base")
-    assert paths.exchanged(str(tmp_path / "plain"), None) is None
-    assert paths.exchanged("owner/name", str(tmp_path / "packed")) is None
+    assert paths.exchange_note(str(tmp_path / "plain"), None) is None
+    assert paths.exchange_note("owner/name", str(tmp_path / "packed")) is None

@@ -31,7 +31,7 @@ class Sample(NamedTuple):
 def pages(root: Path = ROOT) -> list[str]:
     """Return the names of all pages, in the order in which a stranger reads them."""
     folders = [root / "docs", root / "benchmarks"]
-    found = [path.relative_to(root).as_posix() for folder in folders for path in sorted(folder.glob("*.md"))]
+    found = [path.relative_to(root).as_posix() for folder in folders for path in sorted(folder.rglob("*.md"))]
     return ["README.md", "CONTRIBUTING.md", *found]
 
 

@@ -21,7 +21,7 @@ from compress.evaluate.cache_candidates import candidates
 from compress.evaluate.cache_reading import readings
 from compress.evaluate.cache_scores import Candidate, readable
 from compress.kernels import llvm
-from compress.kv import reading
+from compress.kv import fused
 from compress.kv.settings import cache_settings
 from kv_cases import ready
 from pico import of_type
@@ -128,7 +128,7 @@ def test_what_is_said_is_what_runs(
         model(input_ids=torch.arange(1200)[None] % 250, past_key_values=cache, use_cache=True)
         called.clear()
         model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
-    assert set(reading.of(cache, model.device).compiled.values()) == {float(bits == 4)}
+    assert set(fused.reads_of_cache(cache, model.device).compiled.values()) == {float(bits == 4)}
     assert bool(called) == (bits == 4)
 
 

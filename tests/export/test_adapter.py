@@ -151,8 +151,8 @@ def test_ranks_and_scalings_of_their_own(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(first), logits(model), rtol=0, atol=0)
     file.write_text(json.dumps({**config, "lora_alpha": 10, "alpha_pattern": {"q_proj": 4}}))  # twice as much of all
     adapter.load(second, tmp_path / "a")
-    for name, module in adapter.adapted(second).items():
-        assert torch.equal(module.lora_b, 2 * adapter.adapted(first)[name].lora_b)
+    for name, module in adapter.adapted_linears(second).items():
+        assert torch.equal(module.lora_b, 2 * adapter.adapted_linears(first)[name].lora_b)
 
 
 def without_fingerprint(directory: Path, changes: dict[str, Tensor | None]) -> None:
@@ -185,7 +185,7 @@ def test_adapters_that_do_not_fit(
     without_fingerprint(tmp_path, changes)
     with pytest.raises(CheckpointError, match=said):
         adapter.load(model, tmp_path)
-    assert not adapter.adapted(model)
+    assert not adapter.adapted_linears(model)
 
 
 def test_without_a_fingerprint_what_fits_is_loaded(split: tuple[Path, Path, Path], tmp_path: Path) -> None:

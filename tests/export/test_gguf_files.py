@@ -12,11 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compress.errors import ExportError, OutputError
-from compress.export import convert, gguf_model, gguf_vocabulary
+from compress.export import convert
 from compress.export.source import open_source
+from compress.export.targets.gguf import architecture, vocabulary
 from compress.importers import gguf_header, open_checkpoint
 from compress.importers.gguf import values
-from compress.importers.gguf_settings import FREQUENCIES, Bands
+from compress.importers.gguf_header import FREQUENCIES, Bands
 from compress.model.load import load_config, load_model
 from compress.run import source
 from engines import FOUR_BITS, packed, token_ids, tokenizer
@@ -160,18 +161,18 @@ def test_what_has_no_type_is_refused(settings: tuple[str, ...], reason: str, tmp
 def test_what_llama_cpp_computes_otherwise_is_refused(name: str, changes: dict[str, Any], reason: str | None) -> None:
     config = build(name, changes).config
     if reason is None:
-        assert "gemma2.attention.sliding_window" not in gguf_model.describe(config).metadata
+        assert "gemma2.attention.sliding_window" not in architecture.describe(config).metadata
         return
     with pytest.raises(ExportError, match=reason):
-        gguf_model.describe(config)
+        architecture.describe(config)
 
 
 def test_positions(tmp_path: Path) -> None:
     """Stretched positions, and windows that llama.cpp does not have."""
-    window = gguf_model.describe(build("mistral").config)
+    window = architecture.describe(build("mistral").config)
     assert window.metadata["llama.context_length"] == 32 and "sliding window" in window.notes[0]
     yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
-    found = gguf_model.describe(build("qwen2", {"rope_parameters": yarn}).config).metadata
+    found = architecture.describe(build("qwen2", {"rope_parameters": yarn}).config).metadata
     assert (found["qwen2.rope.scaling.type"], found["qwen2.rope.scaling.factor"]) == ("yarn", 4.0)
     assert found["qwen2.rope.scaling.original_context_length"] == 64 and found["qwen2.rope.freq_base"] == 1e6
     bands = Bands(8.0)
@@ -210,7 +211,7 @@ def test_missing_merges_and_unknown_splits_are_refused(tmp_path: Path) -> None:
     ):
         (checkpoint / "tokenizer.json").write_text(json.dumps({**facts, **change}))
         with pytest.raises(ExportError, match=reason):
-            gguf_vocabulary.metadata(checkpoint, 264)
+            vocabulary.metadata(checkpoint, 264)
     (checkpoint / "tokenizer.json").write_text(json.dumps(facts))
     with pytest.raises(ExportError, match="258 tokens, the table of embeddings 200"):
-        gguf_vocabulary.metadata(checkpoint, 200)
+        vocabulary.metadata(checkpoint, 200)

@@ -9,9 +9,10 @@ import torch
 
 from compress import api
 from compress.errors import ExportError
-from compress.export import convert, gguf_model, gguf_tensors
+from compress.export import convert
 from compress.export.source import open_source
-from compress.export.weights import Weight
+from compress.export.targets.gguf import architecture, tensors
+from compress.export.weights import ExportWeight
 from compress.formats import kquant
 from compress.types import Stored
 from engines import k_quants, tokenizer
@@ -31,13 +32,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_package_decodes_what_we_decode(checkpoint: Path, tmp_path: Path) -> None:
     """Of every type one linear; rows of queries and keys have the halves of each rotary pair side by side."""
     convert.export(checkpoint, "gguf", tmp_path / "model.gguf")
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    by_name = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     weights = {weight.name: weight for weight in open_source(checkpoint).packed}
     types = set()
     for name, place in PLACES.items():
         module = "mlp" if "ffn" in place else "self_attn"
         expected = weights[f"model.layers.1.{module}.{name}"].dense(torch.float32)
-        tensor = tensors[f"blk.1.{place}.weight"]
+        tensor = by_name[f"blk.1.{place}.weight"]
         types.add(tensor.tensor_type.name)
         found = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
         if place in ("attn_q", "attn_k"):
@@ -71,17 +72,17 @@ def test_operations_at_run_time_are_refused() -> None:
     from compress.quant.incoherence import OPS
 
     stored = Stored("kquant", kquant.Params("q4_k"), OPS)
-    assert "operations lie around it" in (refuses(Weight("model.layers.0.mlp.up_proj", (64, 256), stored)) or "")
+    assert "operations lie around it" in (refuses(ExportWeight("model.layers.0.mlp.up_proj", (64, 256), stored)) or "")
 
 
 def test_experts_of_a_tensor_have_one_type() -> None:
-    model = gguf_model.describe(build("mixtral").config)
+    model = architecture.describe(build("mixtral").config)
     name = "model.layers.1.block_sparse_moe.experts.{}.w1"
 
-    def expert(index: int, type: str) -> Weight:
+    def expert(index: int, type: str) -> ExportWeight:
         stored = Stored("kquant", kquant.Params(type))  # type: ignore[arg-type]
-        return Weight(name.format(index), (64, 256), stored, is_expert=True)
+        return ExportWeight(name.format(index), (64, 256), stored, is_expert=True)
 
-    gguf_tensors.check_experts([expert(0, "q4_k"), expert(1, "q4_k")], model)
+    tensors.check_experts([expert(0, "q4_k"), expert(1, "q4_k")], model)
     with pytest.raises(ExportError, match=r"experts.0.w1 and .*experts.2.w1 are parts of one tensor"):
-        gguf_tensors.check_experts([expert(0, "q4_k"), expert(1, "q4_k"), expert(2, "q6_k")], model)
+        tensors.check_experts([expert(0, "q4_k"), expert(1, "q4_k"), expert(2, "q6_k")], model)

@@ -10,8 +10,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from compress.errors import ExportError
-from compress.export import gguf_vocabulary
-from compress.export.gguf_data import DATA
+from compress.export.targets.gguf import vocabulary
+from compress.export.targets.gguf.architecture import DATA
 from compress.storage.checkpoint import write_text
 
 LETTERS = {"<unk>": 0, "<s>": 1, "<0x0A>": 2, "▁": 3, "a": 4, "b": 5, "ab": 6, "▁a": 7, "▁ab": 8}
@@ -35,7 +35,7 @@ def sentencepiece(merges: list[tuple[str, str]]) -> Tokenizer:
 
 def test_scores_are_the_order_of_merges(tmp_path: Path) -> None:
     """Types: unknown, control, byte; a token of one's own has real spaces; ids without a token are padding."""
-    found = gguf_vocabulary.metadata(saved(sentencepiece(MERGES), tmp_path, bos_token="<s>", unk_token="<unk>"), 12)
+    found = vocabulary.metadata(saved(sentencepiece(MERGES), tmp_path, bos_token="<s>", unk_token="<unk>"), 12)
     assert found["tokenizer.ggml.model"] == "llama" and found["tokenizer.ggml.add_space_prefix"] is True
     assert found["tokenizer.ggml.tokens"] == [*LETTERS, "  ", "[PAD10]", "[PAD11]"]
     assert found["tokenizer.ggml.token_type"] == [2, 3, 6, 1, 1, 1, 1, 1, 1, 4, 5, 5]
@@ -48,7 +48,7 @@ def test_scores_are_the_order_of_merges(tmp_path: Path) -> None:
 def test_merges_that_follow_from_no_scores_are_refused(tmp_path: Path) -> None:
     for merges in (MERGES[:3], [MERGES[2], MERGES[0], MERGES[3], MERGES[1]]):
         with pytest.raises(ExportError, match="do not follow from one score"):
-            gguf_vocabulary.metadata(saved(sentencepiece(merges), tmp_path), 12)
+            vocabulary.metadata(saved(sentencepiece(merges), tmp_path), 12)
 
 
 @pytest.mark.parametrize("name", DATA["splits"])
@@ -69,7 +69,7 @@ def test_splits_have_their_names(name: str, tmp_path: Path) -> None:
     model.add_special_tokens(["<eos>", "<end>"])
     directory = saved(model, tmp_path, eos_token="<eos>", chat_template="{{ messages }}")
     write_text(directory / "generation_config.json", json.dumps({"eos_token_id": [257, 258]}))
-    found = gguf_vocabulary.metadata(directory, 259)
+    found = vocabulary.metadata(directory, 259)
     assert (found["tokenizer.ggml.model"], found["tokenizer.ggml.pre"]) == ("gpt2", name)
     assert found["tokenizer.ggml.merges"] == ["t h"] and found["tokenizer.chat_template"] == "{{ messages }}"
     assert (found["tokenizer.ggml.eos_token_id"], found["tokenizer.ggml.eot_token_id"]) == (257, 258)

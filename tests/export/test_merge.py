@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from compress import api
 from compress.errors import CompressError, OutputError
-from compress.export import convert, decoded
+from compress.export import convert, for_runs
 from compress.export.source import open_source
 from compress.progress import silent
 from pico import save_pico
@@ -140,7 +140,7 @@ def test_one_merge_at_a_time(tmp_path: Path) -> None:
     base = packed(tmp_path, "llama", RTN)
     adapter(tmp_path / "lora", base)
     asked = dataclasses.replace(job(base, RTN, tmp_path / "out"), adapter=tmp_path / "lora")
-    with decoded.Decoded(base, asked.out) as first:
+    with for_runs.DecodedCheckpoint(base, asked.out) as first:
         model = first.write(silent)
         with pytest.raises(OutputError, match="another run is writing"):
             api.merge(base, asked)

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from compress.errors import ExportError
-from compress.export import convert, onnx_codes, onnx_graph, onnx_modules
+from compress.export import convert
 from compress.export.source import open_source
 from compress.export.targets import onnx
-from compress.export.weights import EMBEDDINGS, HEAD, IntWeight, Weight
+from compress.export.targets.onnx import graph, nodes
+from compress.export.weights import EMBEDDINGS, HEAD, ExportWeight, IntWeight
 from compress.formats import int as int_format
 from compress.model import stored_weights
 from compress.types import Activations, Stored
@@ -22,7 +23,7 @@ from engines import packed
 from runs import cli, one_line
 
 
-def random_weight(bits: int, group: int, symmetric: bool, shape: tuple[int, int]) -> tuple[Weight, IntWeight]:
+def random_weight(bits: int, group: int, symmetric: bool, shape: tuple[int, int]) -> tuple[ExportWeight, IntWeight]:
     """Return random integers, codes of all values and scales of both signs among them."""
     generator = torch.Generator().manual_seed(bits)
     length = shape[1] if group == -1 else group
@@ -31,7 +32,7 @@ def random_weight(bits: int, group: int, symmetric: bool, shape: tuple[int, int]
     scales = torch.randn(sizes, generator=generator).half()
     zeros = None if symmetric else torch.randint(0, 1 << bits, sizes, generator=generator).to(torch.uint8)
     params = int_format.params_for(bits, group, symmetric, shape[1])
-    weight = Weight("table", shape, Stored("int", params), (EMBEDDINGS, HEAD))
+    weight = ExportWeight("table", shape, Stored("int", params), (EMBEDDINGS, HEAD))
     return weight, IntWeight("linear", codes, bits, length, scales, zeros, None)
 
 
@@ -40,7 +41,7 @@ def field(row: torch.Tensor, index: int, bits: int) -> int:
     return (int(row[index * bits // 8]) >> (index * bits % 8)) & ((1 << bits) - 1)
 
 
-def multiplied(tensors: dict[str, torch.Tensor], form: onnx_codes.Form, columns: int) -> torch.Tensor:
+def multiplied(tensors: dict[str, torch.Tensor], form: nodes.Form, columns: int) -> torch.Tensor:
     """Return the weight as the definition of MatMulNBits has it, one number after the other."""
     rows = []
     for number, row in enumerate(tensors["codes"]):
@@ -75,10 +76,10 @@ def test_every_weight_is_ours(
 ) -> None:
     weight, integers = random_weight(bits, group, symmetric, shape)
     assert onnx.refuses(weight) is None
-    form = onnx_codes.form_of(weight)
+    form = nodes.form_of(weight)
     assert form is not None
-    specs = onnx_codes.specs(form, weight, dtype)
-    tensors = {name: onnx_codes.tensor(integers, form, name, dtype) for name in specs}
+    specs = nodes.specs(form, weight, dtype)
+    tensors = {name: nodes.tensor(integers, form, name, dtype) for name in specs}
     assert {name: (tuple(made.shape), made.dtype) for name, made in tensors.items()} == specs
     of_column = torch.arange(shape[1]) // integers.group_size
     zeros = integers.full_zeros()[:, of_column].float()
@@ -91,13 +92,13 @@ def test_every_weight_is_ours(
 
 def test_blocks_are_those_of_the_fewest_bytes() -> None:
     for bits, columns, block in ((8, 576, 64), (4, 4096, 256), (4, 192, 64), (8, 16, 16)):
-        form = onnx_codes.form_of(random_weight(bits, -1, True, (2, columns))[0])
+        form = nodes.form_of(random_weight(bits, -1, True, (2, columns))[0])
         assert form is not None
         assert form.block == block, (bits, columns)
 
 
-def weight_of(format: str = "int", group: int = 32, **others: Any) -> Weight:
-    return Weight("linear", (32, 96), Stored(format, int_format.params_for(4, group, True, 96), **others))
+def weight_of(format: str = "int", group: int = 32, **others: Any) -> ExportWeight:
+    return ExportWeight("linear", (32, 96), Stored(format, int_format.params_for(4, group, True, 96), **others))
 
 
 def test_refused_with_what_to_choose() -> None:
@@ -127,7 +128,7 @@ def test_bytes_are_those_of_the_tensors_that_nodes_read(
     monkeypatch.setattr(onnx, "PACKAGES", ())
     settings = ("bits=4", "group_size=16", f"symmetric={symmetric}")
     prepared = convert.prepare(open_source(packed(name, tmp_path, settings)), "onnx")
-    model, makers = onnx_modules.stand_ins(prepared)
+    model, makers = nodes.stand_ins(prepared)
     made = {name: makers[name]() for name, _ in model.named_parameters()}
     codes = [tensor.nbytes for name, tensor in made.items() if name.endswith((".codes", ".scales", ".zeros"))]
     assert sum(codes) == sum(onnx.nbytes(prepared, weight) for weight in prepared.held)
@@ -138,13 +139,13 @@ def test_the_names_of_a_model_are_matched_once(tmp_path: Path, monkeypatch: pyte
     prepared = convert.prepare(open_source(packed("llama", tmp_path)), "onnx")
     mapping = Mock(wraps=stored_weights.get_model_conversion_mapping)
     monkeypatch.setattr(stored_weights, "get_model_conversion_mapping", mapping)
-    onnx_modules.stand_ins(prepared)
+    nodes.stand_ins(prepared)
     assert mapping.call_count == 2  # to open the model, and to find the tensors that are converted
 
 
 @pytest.mark.parametrize("name", ["torch.onnx.exporter", "onnx_ir.passes.common"])
 def test_what_the_tracer_warns_of_is_not_shown(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    with onnx_graph._quiet():
+    with graph._quiet():
         logging.getLogger(name).warning("of the tracer")
     assert caplog.text == ""
     logging.getLogger(name).warning("of others")
@@ -155,8 +156,8 @@ def test_inputs_are_rounded_when_asked(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(onnx, "PACKAGES", ())
     source = open_source(packed("llama", tmp_path))
     for is_asked, level in ((True, 4), (False, None)):
-        model, _ = onnx_modules.stand_ins(convert.prepare(source, "onnx", int8_inputs=is_asked))
-        products = [module for module in model.modules() if isinstance(module, onnx_modules.Product)]
+        model, _ = nodes.stand_ins(convert.prepare(source, "onnx", int8_inputs=is_asked))
+        products = [module for module in model.modules() if isinstance(module, nodes.MatMulNBits)]
         assert [product.attributes.get("accuracy_level") for product in products] == [level] * 15
 
 

@@ -20,7 +20,7 @@ FOUR_BITS = ("quantize.bits=4", "group_size=16")
 INT8_INPUTS = ("quantize.bits=8", "group_size=-1", "activations={bits: 8, scale: token}")
 
 
-def exported(folder: Path, model: str, *settings: str) -> tuple[Path, convert.Result]:
+def exported(folder: Path, model: str, *settings: str) -> tuple[Path, convert.ExportResult]:
     source = save_pico(model, folder / "model", dtype=torch.bfloat16)
     api.quantize(job(source, Setup("int8", settings), folder / "packed"))
     return folder / "out", convert.export(folder / "packed", "compressed-tensors", folder / "out")

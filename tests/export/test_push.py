@@ -43,7 +43,7 @@ def test_all_files_of_the_manifest_arrive_in_one_commit(checkpoint: Path) -> Non
     upload = push.check(checkpoint)
     assert upload.left == LEFT
     with hub.served() as (address, received):
-        url = push.push(checkpoint, push.Target(REPO, "tested", private=True), upload, endpoint=address)
+        url = push.push(checkpoint, push.PushTarget(REPO, "tested", private=True), upload, endpoint=address)
     assert url.startswith(address) and received.commits == 1
     assert received.repo["name"] == "model" and received.repo["organization"] == "me"
     assert received.repo.get("private", received.repo.get("visibility")) in (True, "private")
@@ -61,13 +61,13 @@ def test_old_weights_in_the_repository_go_in_the_same_commit(checkpoint: Path) -
     old = ["a [1].safetensors", "old-00001-of-00002.safetensors", "old.safetensors.index.json"]
     with hub.served() as (address, received):
         received.there = [*old, shard, "README.md", "notes.txt", "other/model.safetensors", "model.gguf"]
-        push.push(checkpoint, push.Target(REPO), upload, endpoint=address)
+        push.push(checkpoint, push.PushTarget(REPO), upload, endpoint=address)
     assert sorted(received.deleted) == old and received.commits == 1
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_refusal_and_a_hub_that_is_not_there_are_one_line(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    upload, target = push.check(checkpoint), push.Target(REPO)
+    upload, target = push.check(checkpoint), push.PushTarget(REPO)
     with hub.served(refuses=True) as (address, received):
         with pytest.raises(OutputError, match="refuses me/model .*403.*rights of your token"):
             push.push(checkpoint, target, upload, endpoint=address)

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from compress import api
 from compress.errors import ExportError
-from compress.export import convert, onnx_graph
+from compress.export import convert
 from compress.export.source import open_source
 from compress.export.targets import onnx
+from compress.export.targets.onnx import graph
 from compress.model.load import load_model
 from engines import packed
 from pico import build, of_type, save
@@ -59,7 +60,7 @@ class Session:
 
     def __init__(self, out: Path) -> None:
         runtime = reader("onnxruntime")
-        self.session = runtime.InferenceSession(out / onnx_graph.FILE, providers=["CPUExecutionProvider"])
+        self.session = runtime.InferenceSession(out / graph.FILE, providers=["CPUExecutionProvider"])
         self.inputs = {each.name: each for each in self.session.get_inputs()}
         self.outputs = [each.name for each in self.session.get_outputs()]
 
@@ -89,7 +90,7 @@ def token_ids(batch: int, length: int) -> torch.Tensor:
 
 def graph_of(checkpoint: Path) -> Any:
     """Return the model of onnx that has been exported, without its tensors."""
-    return reader("onnx").load(checkpoint.parent / "onnx" / onnx_graph.FILE, load_external_data=False)
+    return reader("onnx").load(checkpoint.parent / "onnx" / graph.FILE, load_external_data=False)
 
 
 def nodes(model: Any) -> list[Any]:
@@ -211,7 +212,7 @@ def test_files_name_nothing_of_this_machine(tmp_path: Path) -> None:
     """A tied table is stored once, in the file of tensors, and nodes say nothing of the sources they come from."""
     checkpoint = packed("llama_tied", tmp_path)
     exported(checkpoint)
-    raw = (checkpoint.parent / "onnx" / onnx_graph.FILE).read_bytes()
+    raw = (checkpoint.parent / "onnx" / graph.FILE).read_bytes()
     for place in (tmp_path, ROOT, Path(torch.__file__).parents[1]):
         assert str(place).encode() not in raw
     model = graph_of(checkpoint)

@@ -15,7 +15,7 @@ from compress import api, importers
 from compress.errors import ExportError, OutputError, RecipeError
 from compress.export import convert
 from compress.export.place import RECORD
-from compress.export.source import Source, open_source
+from compress.export.source import PackedSource, open_source
 from compress.model.load import load_model
 from pico import build, save, save_pico
 from runs import KEEP_TABLES, Setup, cli, job, one_line, stored_tensors, untouched
@@ -33,7 +33,7 @@ def packed(folder: Path, model: str, *settings: str, tables: bool = False) -> Pa
     return folder / "packed"
 
 
-def assert_equal(out: Path, source: Source, weights: int) -> None:
+def assert_equal(out: Path, source: PackedSource, weights: int) -> None:
     """Every weight that our importer decodes is ours, in the importer's type, and nothing else has changed."""
     read = importers.open_checkpoint(out)
     assert len([weight for weight in source.packed if not weight.roles]) == weights

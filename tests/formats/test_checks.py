@@ -13,7 +13,8 @@ from torch import Tensor
 import stored
 from compress import formats, plugins
 from compress.errors import CheckpointError
-from compress.formats import codebook, lattice, structured
+from compress.formats import codebook
+from compress.papers.formats import lattice, structured
 from compress.types import Activations, LowRank, PackedWeight, Stored, WeightTransforms
 
 FORMATS = plugins.names("formats")

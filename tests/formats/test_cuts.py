@@ -10,9 +10,9 @@ import torch
 from cpu_weights import CODEBOOK, E8P, INT, TRELLIS, codebook_weight, e8p_weight, int_weight, trellis_weight
 
 from compress import formats, plugins
-from compress.formats import cuts, transforms
 from compress.formats import int as int_format
 from compress.formats import lowrank as lowrank_format
+from compress.formats import transforms
 from compress.types import IN_SCALE, Activations, LowRank, PackedWeight, Stored, WeightTransforms
 from stored import random_parts, random_weight
 
@@ -41,7 +41,7 @@ def possible(weight: PackedWeight) -> list[Part]:
     kept = {key: tensor.clone() for key, tensor in weight.tensors.items()}
     for rows, columns in parts(weight.shape):
         try:
-            part = cuts.cut(weight, rows, columns)
+            part = formats.cut(weight, rows, columns)
         except ValueError as error:
             assert str(error)
             continue
@@ -106,11 +106,11 @@ def test_every_format_is_cut_along_both_sides(name: str) -> None:
 def test_int_is_cut_within_tiles_and_groups() -> None:
     """Half of 11 tiles of 512 columns, and a quarter of groups of 128."""
     weight = int_weight((16, 5632), 4, 128, True)
-    assert cuts.cut(weight, range(16), range(2816, 5632)).params.group_size == 128
+    assert formats.cut(weight, range(16), range(2816, 5632)).params.group_size == 128
     asymmetric = int_weight((48, 256), 3, 128, False)
-    assert cuts.cut(asymmetric, range(5, 48), range(32, 64)).params.group_size == 32
+    assert formats.cut(asymmetric, range(5, 48), range(32, 64)).params.group_size == 32
     with pytest.raises(ValueError, match="column 40 lies within a group of 128"):
-        cuts.cut(asymmetric, range(48), range(40, 80))
+        formats.cut(asymmetric, range(48), range(40, 80))
 
 
 def test_what_weights_share_is_not_cut_apart() -> None:
@@ -121,7 +121,7 @@ def test_what_weights_share_is_not_cut_apart() -> None:
         (e8p_weight(*E8P[0]), range(64), range(4, 68), "within a code of 8 columns"),
     ):
         with pytest.raises(ValueError, match=reason):
-            cuts.cut(weight, rows, columns)
+            formats.cut(weight, rows, columns)
 
 
 def around(stored: Stored, shape: tuple[int, int]) -> PackedWeight:
@@ -132,15 +132,15 @@ def test_transforms_are_cut_where_they_are_diagonal() -> None:
     shape, params = (64, 96), int_format.params_for(4, 32, True, 96)
     ops = WeightTransforms(input=("channel_scale", "signs"), output=("signs",))
     weight = around(Stored("int", params, ops), shape)
-    part = cuts.cut(weight, range(5, 64), range(32, 96))
+    part = formats.cut(weight, range(5, 64), range(32, 96))
     assert torch.equal(formats.decode(part, torch.float32), formats.decode(weight, torch.float32)[5:, 32:])
 
     turned = around(Stored("int", params, WeightTransforms(input=("signs", "hadamard"))), shape)
-    part = cuts.cut(turned, range(32, 64), range(96))  # every output reads all inputs, as before
+    part = formats.cut(turned, range(32, 64), range(96))  # every output reads all inputs, as before
     wanted = formats.decode(turned, torch.float32)[32:]
     assert torch.allclose(formats.decode(part, torch.float32), wanted, rtol=0, atol=1e-6 * float(wanted.abs().max()))
     with pytest.raises(ValueError, match="hadamard mixes all channels"):
-        cuts.cut(turned, range(64), range(32))
+        formats.cut(turned, range(64), range(32))
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -151,7 +151,7 @@ def test_low_rank_parts_are_cut_too(bits: int, group: int) -> None:
     weight = around(stored, shape)
     whole = formats.decode(weight, torch.float32)
     for rows, columns in ((range(16, 64), range(96)), (range(64), range(32, 96)), (range(32), range(32))):
-        part = cuts.cut(weight, rows, columns)
+        part = formats.cut(weight, rows, columns)
         wanted = whole[rows.start : rows.stop, columns.start : columns.stop]
         assert torch.allclose(formats.decode(part, torch.float32), wanted, rtol=0, atol=1e-6)
         a, b = lowrank_format.part_factors(part.tensors, stored.lowrank, part.shape, torch.float32)
@@ -159,24 +159,24 @@ def test_low_rank_parts_are_cut_too(bits: int, group: int) -> None:
         assert torch.equal(a, wanted_a[:, columns.start : columns.stop])
         assert torch.equal(b, wanted_b[:, rows.start : rows.stop])
     with pytest.raises(ValueError, match="rank 4 is above 3"):
-        cuts.cut(weight, range(3), range(96))
+        formats.cut(weight, range(3), range(96))
 
 
 def test_inputs_that_share_a_scale_are_not_cut_apart() -> None:
     shape = (64, 96)
     stored = Stored("int", int_format.params_for(8, -1, True, 96), activations=Activations(8))
     weight = around(stored, shape)
-    assert cuts.cut(weight, range(16), range(96)).stored.activations == Activations(8)
+    assert formats.cut(weight, range(16), range(96)).stored.activations == Activations(8)
     with pytest.raises(ValueError, match="scale of a whole token"):
-        cuts.cut(weight, range(64), range(32))
+        formats.cut(weight, range(64), range(32))
     static = around(dataclasses.replace(stored, activations=Activations(8, "tensor")), shape)
-    part = cuts.cut(static, range(64), range(32))
+    part = formats.cut(static, range(64), range(32))
     assert torch.equal(part.tensors[IN_SCALE], static.tensors[IN_SCALE])
 
 
 def test_the_whole_is_the_weight_itself() -> None:
     weight = int_weight(*INT[0])
-    assert cuts.cut(weight, range(64), range(512)) is weight
+    assert formats.cut(weight, range(64), range(512)) is weight
 
 
 def test_every_stored_transform_is_diagonal_or_is_not_cut() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compress import formats
-from compress.formats import cuts, kquant
+from compress.formats import kquant
 from compress.importers import gguf_blocks
 from stored import random_weight
 
@@ -39,7 +39,7 @@ def test_what_is_packed_is_unpacked(type: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_columns_are_cut_at_super_blocks() -> None:
     weight = random_weight("kquant", kquant.Params("q4_k"), (32, 1024))
-    half = cuts.cut(weight, range(32), range(512, 1024))
+    half = formats.cut(weight, range(32), range(512, 1024))
     assert torch.equal(formats.decode(half, torch.float32), formats.decode(weight, torch.float32)[:, 512:])
     with pytest.raises(ValueError, match="column 128 lies within a super-block of 256"):
-        cuts.cut(weight, range(32), range(128, 256))
+        formats.cut(weight, range(32), range(128, 256))

@@ -217,7 +217,7 @@ def _child(kind: Kind, models: Path, place: Path, fault: Fault | None, err: Path
 
     torch.set_num_threads(1)
     from compress import process_memory
-    from compress.cli.app import main
+    from compress.__main__ import main
 
     process_memory.reset_peak()
     limit = f"{(process_memory.resident() >> 26 << 6) + 416}MiB"  # little more than it needs, the same each time

@@ -23,19 +23,18 @@ from fuzz.verdicts import Verdict
 
 CHEAP = ("calibration.num_samples=4", "calibration.seq_len=64")
 SHORT = ("quantize.iterations=2", "quantize.sweeps=1")  # a search: what is stored has the same form
-VECTORS = (*SHORT, "quantize.rounds=0", "quantize.refit_steps=2")
 WIDE = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256, "num_attention_heads": 2}
 WIDE["num_key_value_heads"] = 1
 BASES: dict[str, tuple[str, str, tuple[str, ...]]] = {  # name -> model, recipe, overrides
     "int4": ("llama", "int4", ("quantize.group_size=32", "quantize.symmetric=false")),
     "trellis": ("llama", "trellis2bit", ("quantize.state_bits=12",)),
-    "gptvq": ("llama", "gptvq2bit", VECTORS),
+    "gptvq": ("llama", "gptvq2bit", SHORT),
     "lattice": ("llama", "glvq2bit", SHORT),
     "moe": ("mixtral", "moe2.5bit", ("allocate.target=3.1bpw",)),
     "structured": ("llama", "layerwise-zd", ()),
     "lowrank": ("llama", "int3-eora", ("quantize.group_size=32", "incoherence=false")),
     "lord": ("llama", "lord20", ()),
-    "vptq": ("llama", "vptq2bit", VECTORS),
+    "vptq": ("llama", "vptq2bit", SHORT),
     "e8p": ("llama", "e8p2bit", ("quantize.sweeps=1", "quantize.candidates=1")),
     "pvq": ("llama", "pvq3bit", ()),
     "nf": ("llama", "lq-lora2.75", ()),

@@ -79,7 +79,7 @@ def _faults(line: str) -> str:
 
 def run(words: list[str]) -> Ran:
     """Run a command line in this process, whose stdout and stderr must be files (`captured`)."""
-    from compress.cli.app import main
+    from compress.__main__ import main
 
     for descriptor in (1, 2):
         os.ftruncate(descriptor, 0)

@@ -147,7 +147,7 @@ def test_a_model_is_the_same_in_every_process(tmp_path: Path) -> None:
     file = saved("llama", tmp_path, ("Q8_0",))
     directories, prints = [], []
     for _ in range(2):
-        source._directory.cache_clear()
+        source._make_directory.cache_clear()
         directories.append(source.resolve(str(file)))
         prints.append(fingerprint.fingerprint(open_checkpoint(directories[-1])))
     assert directories[0] != directories[1] and prints[0] == prints[1]
@@ -284,9 +284,9 @@ def test_heads_that_do_not_divide_the_rows_are_refused(heads: int, shared: int, 
 
 @pytest.mark.parametrize("stated", [{"head_count": 0}, {"head_count": 0, "head_count_kv": 0}, {"head_count": 4}])
 def test_a_model_without_attention_has_no_heads_to_divide(stated: dict[str, int], tmp_path: Path) -> None:
-    entry = gguf_header.Entry("blk.0.ssm_in.weight", tmp_path, 0, (8, 4), 0, 128)
+    entry = gguf_header.GgufTensor("blk.0.ssm_in.weight", tmp_path, 0, (8, 4), 0, 128)
     sizes = {f"mamba.attention.{key}": value for key, value in stated.items()}
-    header = gguf_header.Header({"general.architecture": "mamba", **sizes}, {entry.name: entry})
+    header = gguf_header.GgufHeader({"general.architecture": "mamba", **sizes}, {entry.name: entry})
     gguf.check_metadata(header, tmp_path)
 
 

@@ -43,7 +43,7 @@ def made(
     return header + bytes(-len(header) % 32) + bytes(148)
 
 
-def read(tmp_path: Path, raw: bytes) -> gguf_header.Header:
+def read(tmp_path: Path, raw: bytes) -> gguf_header.GgufHeader:
     path = tmp_path / "m.gguf"
     path.write_bytes(raw)
     return gguf_header.read_all(path)

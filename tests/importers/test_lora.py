@@ -255,7 +255,7 @@ def test_an_adapter_on_what_compress_wrote_in_full_precision(model: Path, tmp_pa
 def test_a_run_is_not_resumed_with_another_adapter(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from compress.run import write_checkpoint
+    from compress.run import write
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -263,7 +263,7 @@ def test_a_run_is_not_resumed_with_another_adapter(
     folder = adapter(tmp_path / "lora", model)
     task = job(model, RTN, tmp_path / "out")
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(write_checkpoint, "finish", stop)
+        patched.setattr(write, "finish", stop)
         api.quantize(type(task)(**{**vars(task), "adapter": folder}))
     other = adapter(tmp_path / "other", model, seed=1)
     with pytest.raises(OutputError, match="another adapter"):

@@ -14,7 +14,7 @@ import problems
 from compress import formats
 from compress.formats import trellis
 from compress.kernels import dispatch, llvm
-from compress.kernels.cpu import emitter, row_decoder
+from compress.kernels.cpu import emitter, small_matmul
 from compress.kernels.cpu.trellis import two_floats
 from compress.runtime.linear import PackedLinear
 
@@ -33,7 +33,7 @@ pytestmark = [
 )
 def test_decoders(make: Any, case: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of the format's own decoder, any rows of it, on any number of threads, and nothing past the end."""
-    monkeypatch.setattr(row_decoder, "THREAD", 1)
+    monkeypatch.setattr(small_matmul, "WEIGHTS_PER_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     weight = make(*case)
     kernel: Any = kernel_of(weight)

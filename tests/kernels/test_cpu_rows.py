@@ -13,7 +13,7 @@ from compress.errors import CompressError, TokenIdError
 from compress.formats import int as int_format
 from compress.formats.int import Params
 from compress.kernels import dispatch, llvm
-from compress.kernels.cpu import rows_int
+from compress.kernels.cpu import int as int_kernel
 from stored import random_weight
 
 IDS = torch.tensor([36, 0, 9, 9, 16])
@@ -31,7 +31,7 @@ def test_compiled_rows_are_those_of_the_format(bits: int, group: int, columns: i
     params = int_format.params_for(bits, group, symmetric, columns, scales)
     tensors = random_weight("int", params, shape, seed=bits).tensors
     for dtype in TYPES:
-        found = rows_int.look_up(tensors, params, shape, IDS, dtype)
+        found = int_kernel.look_up(tensors, params, shape, IDS, dtype)
         assert found is not None and torch.equal(found, int_format.decode_rows(tensors, params, shape, IDS, dtype))
 
 
@@ -46,7 +46,7 @@ def test_a_table_of_more_words_than_32_bits_count(tmp_path: Path) -> None:
     ids = torch.tensor([shape[0] - 1, 0, shape[0] // 2 + 1])
     table[ids] = torch.randint(-(1 << 15), 1 << 15, (3, words[1]), dtype=torch.int16)
     tensors["scales"][:, ids] = torch.rand(1, 3).half()
-    found = rows_int.look_up(tensors, params, shape, ids, torch.bfloat16)
+    found = int_kernel.look_up(tensors, params, shape, ids, torch.bfloat16)
     assert found is not None
     assert torch.equal(found, int_format.decode_rows(tensors, params, shape, ids, torch.bfloat16))
 
@@ -85,7 +85,7 @@ def test_a_kernel_is_taken_where_it_reads_the_table(monkeypatch: pytest.MonkeyPa
         seen.append(arguments)
         return torch.zeros(len(arguments[3]), shape[1], dtype=arguments[4])
 
-    monkeypatch.setattr(rows_int, "look_up", look_up)
+    monkeypatch.setattr(int_kernel, "look_up", look_up)
     assert not dispatch.rows(IDS, weight.tensors, "int", params, shape, torch.float32).any()
     assert len(seen) == 1
 

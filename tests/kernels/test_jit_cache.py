@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from compress.kernels import llvm, object_cache
+from compress.kernels import llvm
+from compress.kernels.cpu.emitter import Emitter
 
 needs_compiler = pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here")
-KEY, OTHER, CODE = object_cache.key(["a"]), object_cache.key(["b"]), bytes(range(256)) * 9
+KEY, OTHER, CODE = llvm.object_key(["a"]), llvm.object_key(["b"]), bytes(range(256)) * 9
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 def adder(number: int = 5) -> Callable[[int], int]:
     """Compiled or loaded anew: x -> x + number."""
-    emitter = llvm.Emitter("add", 1, 1)
+    emitter = Emitter("add", 1, 1)
     emitter.store(emitter.b.add(emitter.integers[0], emitter.i64(number)), emitter.pointers[0], emitter.i64(0))
     emitter.b.ret_void()
     function, place = llvm.compiled(emitter), ctypes.c_int64()
@@ -43,7 +44,7 @@ def adder(number: int = 5) -> Callable[[int], int]:
 
 
 def path_of(folder: Path, key: bytes = KEY) -> Path:
-    return folder / (key.hex() + object_cache.SUFFIX)
+    return folder / (key.hex() + llvm.SUFFIX)
 
 
 # ---------------------------------------------------------------- functions
@@ -73,13 +74,13 @@ def test_code_for_another_processor_is_not_found(compilations: list[None], monke
     adder()
     for other in ((cpu, flags + ",-mmx"), (cpu + "-", flags)):
         monkeypatch.setattr(llvm, "_processor", lambda other=other: other)
-        key = llvm._key("source")
+        key = llvm.key("source")
         monkeypatch.setattr(llvm, "_processor", lambda: (cpu, flags))
-        assert key != llvm._key("source")
+        assert key != llvm.key("source")
     for name, value in (("llvm_version", lambda: (1, 2)), ("OPTIMIZED", {"opt": 2}), ("PASSES", {"speed_level": 1})):
-        known = llvm._key("source")
+        known = llvm.key("source")
         monkeypatch.setattr(llvm, name, value)
-        assert llvm._key("source") != known
+        assert llvm.key("source") != known
 
 
 @needs_compiler
@@ -119,65 +120,65 @@ def test_without_a_folder_functions_are_compiled(
 
 
 def test_what_is_stored_is_loaded(folder: Path) -> None:
-    assert object_cache.load(KEY) is None
-    object_cache.store(KEY, CODE)
-    assert object_cache.load(KEY) == CODE and object_cache.load(OTHER) is None
+    assert llvm.load_object(KEY) is None
+    llvm.store_object(KEY, CODE)
+    assert llvm.load_object(KEY) == CODE and llvm.load_object(OTHER) is None
     assert [path.name for path in folder.iterdir()] == [path_of(folder).name], "no temporary file is left"
 
 
 def test_keys_tell_texts_apart() -> None:
     texts = [["ab", "c"], ["a", "bc"], ["abc"], ["abc", ""], ["c", "ab"]]
-    assert len({object_cache.key(parts) for parts in texts}) == len(texts)
+    assert len({llvm.object_key(parts) for parts in texts}) == len(texts)
 
 
 def test_a_file_under_another_name_is_ignored(folder: Path) -> None:
-    object_cache.store(KEY, CODE)
+    llvm.store_object(KEY, CODE)
     path_of(folder).rename(path_of(folder, OTHER))
-    assert object_cache.load(OTHER) is None
+    assert llvm.load_object(OTHER) is None
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners of files")
 def test_what_others_may_write_is_ignored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    object_cache.store(KEY, CODE)
+    llvm.store_object(KEY, CODE)
     assert folder.stat().st_mode & 0o777 == 0o700 and path_of(folder).stat().st_mode & 0o777 == 0o600
     for path, rights in ((path_of(folder), 0o600), (folder, 0o700)):
         for more in (0o020, 0o002):
             path.chmod(rights | more)
-            assert object_cache.load(KEY) is None
+            assert llvm.load_object(KEY) is None
         path.chmod(rights)
-        assert object_cache.load(KEY) == CODE
+        assert llvm.load_object(KEY) == CODE
     folder.chmod(0o777)
-    object_cache.store(OTHER, CODE)
+    llvm.store_object(OTHER, CODE)
     assert not path_of(folder, OTHER).exists()
     folder.chmod(0o700)
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    assert object_cache.load(KEY) is None
+    assert llvm.load_object(KEY) is None
 
 
 @pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="links are followed")
 def test_links_are_ignored(folder: Path, tmp_path: Path) -> None:
-    object_cache.store(KEY, CODE)
+    llvm.store_object(KEY, CODE)
     path_of(folder).rename(tmp_path / "elsewhere")
     path_of(folder).symlink_to(tmp_path / "elsewhere")
-    assert object_cache.load(KEY) is None
+    assert llvm.load_object(KEY) is None
 
 
 def test_a_folder_that_is_not_absolute_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
     monkeypatch.setenv("LOCALAPPDATA", "somewhere")
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    folder = object_cache._folder()
+    folder = llvm._folder()
     assert folder is not None and folder.is_relative_to(tmp_path / "home")
 
 
 def test_the_oldest_files_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [object_cache.key([str(i)]) for i in range(6)]
+    keys = [llvm.object_key([str(i)]) for i in range(6)]
     for i, key in enumerate(keys[:5]):
-        object_cache.store(key, CODE)
+        llvm.store_object(key, CODE)
         os.utime(path_of(folder, key), ns=(i, i))
     size = path_of(folder, keys[0]).stat().st_size
-    assert object_cache.load(keys[1]) == CODE  # which is as good as new
-    monkeypatch.setattr(object_cache, "LIMIT", 3 * size)
-    object_cache.store(keys[5], CODE)
-    assert [i for i, key in enumerate(keys) if object_cache.load(key)] == [1, 4, 5]
+    assert llvm.load_object(keys[1]) == CODE  # which is as good as new
+    monkeypatch.setattr(llvm, "LIMIT", 3 * size)
+    llvm.store_object(keys[5], CODE)
+    assert [i for i, key in enumerate(keys) if llvm.load_object(key)] == [1, 4, 5]

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 import problems
 import stored
-from compress.formats import nf
 from compress.kernels import cpu, dispatch
+from compress.papers.formats import nf
 from compress.runtime.linear import PackedLinear
 
 SHAPE = (48, 128)
@@ -22,7 +22,7 @@ DROPPED = '''
 
 import torch.nn.functional as F
 
-from compress.formats import nf
+from compress.papers.formats import nf
 from compress.kernels.contract import Prepared
 
 

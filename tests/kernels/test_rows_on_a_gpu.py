@@ -34,7 +34,7 @@ def compare() -> str:
     """Compare all widths, kinds of groups and types; every table also in a captured graph."""
     from compress.formats import int as int_format
     from compress.kernels import dispatch
-    from compress.kernels.triton import rows_int
+    from compress.kernels.triton import int as int_kernel
     from stored import random_weight
 
     looked, graphs = 0, 0
@@ -47,7 +47,7 @@ def compare() -> str:
                 on_gpu = {name: tensor.cuda() for name, tensor in tensors.items()}
                 for dtype in TYPES:
                     wanted = int_format.decode_rows(tensors, params, SHAPE, first, dtype)
-                    found = rows_int.look_up(on_gpu, params, SHAPE, first.cuda(), dtype)
+                    found = int_kernel.look_up(on_gpu, params, SHAPE, first.cuda(), dtype)
                     assert found is not None and torch.equal(found.cpu(), wanted), (bits, symmetric, group, dtype)
                     looked += 1
             ids, graph = first.cuda(), torch.cuda.CUDAGraph()

@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_triton_lattice import random_lattice
 
 import interpreter  # noqa: F401
 from compress.formats import codebook as codebook_format
 from compress.formats import e8p as e8p_format
-from compress.formats import lattice as lattice_format
 from compress.formats import trellis as trellis_format
-from compress.kernels.triton import codebook, e8p, lattice, trellis
-from compress.types import PackedWeight
+from compress.kernels.triton import codebook, e8p, trellis
 from stored import product, random_weight
 
 Book = codebook_format.Params
@@ -25,19 +22,14 @@ WEIGHTS = [
     (codebook, "codebook", Book((8,), 4, 16)),
     (codebook, "codebook", Book((8,), 4, 16, axis="out", outliers=19)),
     (codebook, "codebook", Book((6,), 2, 16)),
-    (lattice, "lattice", lattice_format.Params(2, 8, 64, False, True)),
 ]
 SHAPE = (32, 512)  # in parts, where a kernel cuts at all
-
-
-def made(format: str, params: Any) -> PackedWeight:
-    return random_lattice(params, SHAPE) if format == "lattice" else random_weight(format, params, SHAPE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("kernel", "format", "params"), WEIGHTS, ids=lambda value: getattr(value, "__name__", ""))
 def test_large_and_small_activations(kernel: Any, format: str, params: Any, dtype: torch.dtype) -> None:
-    weight = made(format, params)
+    weight = random_weight(format, params, SHAPE)
     sizes = torch.tensor([1e30, 1e6, 1.0, 1e-20, 0.0])
     x = torch.randn(5, SHAPE[1], generator=torch.Generator().manual_seed(0)) * sizes[:, None]
     x = x.to(dtype)
@@ -51,7 +43,7 @@ def test_large_and_small_activations(kernel: Any, format: str, params: Any, dtyp
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")  # of NumPy
 @pytest.mark.parametrize(("kernel", "format", "params"), WEIGHTS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_row_that_is_not_finite_leaves_the_others_alone(kernel: Any, format: str, params: Any) -> None:
-    weight = made(format, params)
+    weight = random_weight(format, params, SHAPE)
     x = torch.randn(3, SHAPE[1], generator=torch.Generator().manual_seed(0))
     alone = kernel.prepare(weight.tensors, params, SHAPE)(x)
     x[1, 7] = math.inf

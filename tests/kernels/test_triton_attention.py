@@ -14,9 +14,10 @@ import interpreter  # noqa: F401
 import offline
 from compress.kernels.kv_contract import Attended, HeadLayout
 from compress.kernels.triton import kv_attention as kernel
-from compress.kernels.triton import split_k
+from compress.kernels.triton import products
 from compress.kv import fused
-from compress.kv.cache import CodedLayer, KVCache, make_cache
+from compress.kv.cache import make_cache
+from compress.kv.layer import CodedLayer, KVCache
 
 KIVI = {"method": "kivi", "sink": 3, "residual_length": 5, "flush": 1}
 SCALING = 0.1
@@ -28,11 +29,11 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fused, "kernel_for", lambda device, dtype: kernel)
     empty = kernel._empty
     monkeypatch.setattr(kernel, "_empty", lambda q, values: poisoned(empty(q, values)))
-    split_k.forget()
-    split_k.workspace(torch.device("cpu")).partials.fill_(torch.nan)
+    products.forget()
+    products.workspace(torch.device("cpu")).partials.fill_(torch.nan)
     yield
-    assert not split_k.workspace(torch.device("cpu")).counters.any(), "counters are not back at zero"
-    split_k.forget()
+    assert not products.workspace(torch.device("cpu")).counters.any(), "counters are not back at zero"
+    products.forget()
 
 
 def poisoned(found: Attended) -> Attended:

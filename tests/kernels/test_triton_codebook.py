@@ -16,7 +16,7 @@ import ptx
 from compress.formats import codebook as codebook_format
 from compress.formats.codebook import Params
 from compress.kernels import dispatch
-from compress.kernels.triton import _codebook, codebook, split_k
+from compress.kernels.triton import codebook, products
 
 GPTVQ = Params((8,), 4, 128, group_columns=256, group_rows=256, permuted=True)  # what recipes/gptvq2bit.yaml makes
 VPTQ = Params((8,), 4, 128, axis="out", outliers=82)  # and vptq2bit.yaml, of 4096 columns
@@ -42,7 +42,7 @@ def test_assembly_widens_every_byte(along_rows: bool) -> None:
     entries = torch.randint(-128, 128, (512, 8), generator=torch.Generator().manual_seed(0)).to(torch.int8)
     entries[:256] = torch.arange(-128, 128)[:, None]
     words = entries.view(torch.int32)  # two entries
-    made = ptx.run(_codebook.entries_text(along_rows), 4, [words[:, 0], words[:, 1]])
+    made = ptx.run(codebook.entries_text(along_rows), 4, [words[:, 0], words[:, 1]])
     found = torch.stack([half for register in made for half in ptx.halves(register)], -1)
     order = [0, 4, 1, 5, 2, 6, 3, 7] if along_rows else list(range(8))
     assert torch.equal(found, entries[:, order].half())
@@ -77,7 +77,7 @@ def test_old_contents_of_memory_do_not_matter(monkeypatch: pytest.MonkeyPatch) -
     first = codebook.prepare(tensors, params, shape)(x)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(float("nan")))
-    split_k.forget()
+    products.forget()
     assert torch.equal(codebook.prepare(tensors, params, shape)(x), first)
     assert torch.equal(codebook.prepare(tensors, params, shape)(x), first)  # the counters are 0 again
 
@@ -133,7 +133,7 @@ def test_machine_code(costs: list[tuple[Any, ...]]) -> None:
         signature = SIGNATURE | {"x": f"*{dtype}", "out": f"*{dtype}"}
         aligned = ("code_columns", "in_features") if columns % 16 == 0 else ("code_columns",)
         cases.append(
-            offline.Case("compress.kernels.triton._codebook", "multiply", signature, constants, arch, aligned=aligned)
+            offline.Case("compress.kernels.triton.codebook", "multiply", signature, constants, arch, aligned=aligned)
         )
     for cost, case, built in zip(costs, cases, neighbours.compile_cases(cases), strict=True):
         weights = case.constants["BLOCK_N"] * case.constants["BLOCK_WORDS"] * 8 / (32 * case.warps)

@@ -17,7 +17,7 @@ from compress.formats import codebook as codebook_format
 from compress.formats import e8p as e8p_format
 from compress.formats import trellis as trellis_format
 from compress.kernels import dispatch
-from compress.kernels.triton import _trellis, codebook, e8p, trellis
+from compress.kernels.triton import codebook, e8p, trellis
 from stored import random_weight
 
 Book = codebook_format.Params
@@ -73,7 +73,7 @@ def test_assembly_sums_the_halves(bits: int, state_bits: int, code: str) -> None
     words = weight.tensors["words"]
     for row in range(16):
         at = ((row + 1) * bits - 1) // 16
-        text = _trellis.row_text(bits, state_bits, row, known.factor, known.addend, known.halves, True)
+        text = trellis.row_text(bits, state_bits, row, known.factor, known.addend, known.halves, True)
         register = ptx.run(text, 2, [ptx.pairs(words[at - 1]), ptx.pairs(words[at])])[0]
         found = torch.stack(ptx.halves(register), -1).flatten().double()
         assert torch.equal(found, wanted[row] if known.halves else wanted[row].round()), row
@@ -134,7 +134,7 @@ def decoder_case(format: str, params: Any, dtype: str, arch: int) -> tuple[offli
     else:
         constants, warps = trellis.decode_constants(params) | {"USE_ASM": True}, trellis.WARPS
         weights = 16 * constants["BLOCK"]
-    file = "_gather" if format == "codebook" else f"_{format}"
+    file = "_gather" if format == "codebook" else format
     residual = "*u8" if getattr(params, "bits", 0) == 3 else "*i16"
     signature = SIGNATURE | {"out": f"*{dtype}", "residual": residual}
     module = f"compress.kernels.triton.{file}"

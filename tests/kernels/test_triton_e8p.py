@@ -15,7 +15,7 @@ import ptx
 from compress.formats import e8p as e8p_format
 from compress.formats.e8p import Params
 from compress.kernels import dispatch
-from compress.kernels.triton import _e8p, e8p, split_k
+from compress.kernels.triton import e8p, products
 
 PAIRS = [0, 2, 4, 6, 1, 3, 5, 7]  # columns of the four registers of a code
 STEP = 2.0**-24  # of a subnormal float16
@@ -47,13 +47,13 @@ def values(made: list[Tensor], offset: float) -> Tensor:
 def test_assembly_gives_the_point_of_every_code() -> None:
     codes = torch.arange(1 << 16).view(-1, 2)
     word = e8p.tables(codes.device)[0][codes >> 8]
-    made = ptx.run(_e8p.point_text(True), 8, [word[:, 0], word[:, 1], codes[:, 0] | codes[:, 1] << 16])
+    made = ptx.run(e8p.point_text(True), 8, [word[:, 0], word[:, 1], codes[:, 0] | codes[:, 1] << 16])
     assert torch.equal(values(made, 7.5), e8p_format.points().double().view(-1, 2, 8) / 4)
 
 
 def test_assembly_gives_every_residual_point() -> None:
     word = e8p.tables(torch.device("cpu"))[1].view(-1, 2)
-    made = ptx.run(_e8p.point_text(False), 8, [word[:, 0], word[:, 1]])
+    made = ptx.run(e8p.point_text(False), 8, [word[:, 0], word[:, 1]])
     assert torch.equal(values(made, 8), e8p_format.ball().double().view(-1, 2, 8))
 
 
@@ -84,7 +84,7 @@ def test_old_contents_of_memory_do_not_matter(monkeypatch: pytest.MonkeyPatch) -
     first = e8p.prepare(tensors, params, shape)(x)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(float("nan")))
-    split_k.forget()
+    products.forget()
     assert torch.equal(e8p.prepare(tensors, params, shape)(x), first)
     assert torch.equal(e8p.prepare(tensors, params, shape)(x), first)  # the counters are 0 again
 
@@ -122,7 +122,7 @@ def test_machine_code(costs: list[tuple[Any, ...]]) -> None:
         aligned = [name for name, size in (("in_features", columns), ("code_groups", columns // 64)) if size % 16 == 0]
         cases.append(
             offline.Case(
-                "compress.kernels.triton._e8p", "multiply", signature, constants, arch, e8p.WARPS, 3, tuple(aligned)
+                "compress.kernels.triton.e8p", "multiply", signature, constants, arch, e8p.WARPS, 3, tuple(aligned)
             )
         )
     for cost, case, built in zip(costs, cases, neighbours.compile_cases(cases), strict=True):

@@ -12,7 +12,7 @@ import interpreter  # noqa: F401
 import offline
 from compress.formats.codebook import Params
 from compress.kernels import dispatch
-from compress.kernels.triton import codebook, split_k
+from compress.kernels.triton import codebook, products
 from stored import product, random_weight
 
 
@@ -61,7 +61,7 @@ def test_old_contents_of_memory_do_not_matter(monkeypatch: pytest.MonkeyPatch) -
     first = codebook.prepare(weight.tensors, params, shape)(x)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(float("nan")))
-    split_k.forget()
+    products.forget()
     assert torch.equal(codebook.prepare(weight.tensors, params, shape)(x), first)
     assert torch.equal(codebook.prepare(weight.tensors, params, shape)(x), first)  # the counters are 0 again
 

@@ -90,7 +90,9 @@ def test_machine_code(costs: list[tuple[Any, ...]]) -> None:
     for size, arch, _ in costs:
         constants = hadamard.configuration(size) | {"BEFORE": True, "AFTER": False}
         warps = hadamard.warps(constants)
-        cases.append(offline.Case("compress.kernels.triton._hadamard", "transform", SIGNATURE, constants, arch, warps))
+        cases.append(
+            offline.Case("compress.kernels.triton.hadamard", "transform_rows", SIGNATURE, constants, arch, warps)
+        )
     for cost, case, built in zip(costs, cases, offline.compile_cases(cases), strict=True):
         numbers = case.constants["SIZE"] * case.constants["BLOCK"] / (32 * case.warps)
         assert built.spills == 0, cost

@@ -14,11 +14,11 @@ import interpreter  # noqa: F401
 from compress.formats import int as int_format
 from compress.formats.int import Params
 from compress.kernels import dispatch
-from compress.kernels.triton import configs, split_k
 from compress.kernels.triton import int as kernel
+from compress.kernels.triton import products
 
-H200 = split_k.Device(132, 227 * 1024)
-A100 = split_k.Device(108, 163 * 1024, 8)
+H200 = products.Device(132, 227 * 1024)
+A100 = products.Device(108, 163 * 1024, 8)
 
 
 def stored(
@@ -64,10 +64,10 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor.fill_(77)
 
     monkeypatch.setattr(torch, "empty", poison)
-    split_k.forget()
+    products.forget()
     yield
-    assert not split_k.workspace(torch.device("cpu")).counters.any(), "counters are not back at zero"
-    split_k.forget()
+    assert not products.workspace(torch.device("cpu")).counters.any(), "counters are not back at zero"
+    products.forget()
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -145,7 +145,7 @@ def test_parts_of_unequal_length(parts: int) -> None:
     shape = (24, 640)
     params, tensors = stored(4, 64, False, shape)
     x = activations(3, shape[1])
-    plan = kernel.Launch(configs.Config(16, 32, 4, 3, 4), 8, parts)
+    plan = kernel.Launch(kernel.Config(16, 32, 4, 3, 4), 8, parts)
     found = [torch.empty(3, shape[0], dtype=torch.float32) for _ in range(2)]
     for out in found:
         kernel.launch(x.half(), tensors, params, out, plan)
@@ -188,20 +188,20 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("device", [H200, A100, split_k.Device(20, 99 * 1024, 12)])
+@pytest.mark.parametrize("device", [H200, A100, products.Device(20, 99 * 1024, 12)])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
-def test_plans_fit_the_device_and_the_workspace(bits: int, device: split_k.Device) -> None:
+def test_plans_fit_the_device_and_the_workspace(bits: int, device: products.Device) -> None:
     for shape in SHAPES:
-        for rows in range(1, max(configs.table(bits, device.major)) + 1):
+        for rows in range(1, max(kernel.configurations(bits, device.major)) + 1):
             params = int_format.params_for(bits, 128, False, shape[1])
             config, block_m, parts = kernel.choose(params, shape, rows, device)
             assert rows <= block_m
-            assert configs.shared_bytes(config, bits, block_m) <= device.shared
+            assert kernel.shared_bytes(config, bits, block_m) <= device.shared
             assert params.tile_words % config.block_words == 0 and 128 % config.block_words == 0
             if parts > 1:
                 tiles = -(-int_format.padded_shape(params, shape)[0] // config.block_n)
                 assert tiles * parts <= device.multiprocessors * config.programs
-                assert tiles * parts * config.block_n * block_m <= split_k.FLOATS and tiles <= split_k.COUNTERS
+                assert tiles * parts * config.block_n * block_m <= products.FLOATS and tiles <= products.COUNTERS
 
 
 def test_plans_fill_an_h200() -> None:

@@ -8,10 +8,10 @@ import pytest
 
 import offline
 from compress.formats.int import Params
-from compress.kernels.triton import configs
-from compress.kernels.triton import int as kernel
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from compress.kernels.triton import int as kernel  # noqa: E402
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a program can have
 REGISTERS = 1 << 16  # of a multiprocessor
@@ -33,10 +33,10 @@ def typical(bits: int, symmetric: bool) -> Params:
 
 
 def case(
-    params: Params, rows: int, config: configs.Config, arch: int, kind: str, rank: int = 0, narrow: int = 0
+    params: Params, rows: int, config: kernel.Config, arch: int, kind: str, rank: int = 0, narrow: int = 0
 ) -> offline.Case:
     """A product with fp16 or bf16 activations, split along the columns."""
-    fitted = configs.fitted(config, params.bits, rows, kernel.most_words(params), SHARED[arch])
+    fitted = kernel.fit(config, params.bits, rows, kernel.most_words(params), SHARED[arch])
     settings = {"BF16": kind == "bf16", "USE_ASM": True, "RANK": rank, "NARROW": narrow}
     constants: dict[str, Any] = kernel.constants(params, kernel.Launch(fitted, rows, 2)) | settings
     signature = SIGNATURE | {name: f"*{kind}" for name in ("x", "out", "hidden", "factor")}
@@ -61,10 +61,10 @@ def assert_lean(case: offline.Case, built: offline.Built, params: Params) -> Non
     """Nothing spilled, weights never written back to shared memory, and the shared memory that was planned."""
     assert local(built) <= LOCAL[case.arch], case
     assert "STS" not in built.loop, case
-    config = configs.Config(
+    config = kernel.Config(
         case.constants["BLOCK_N"], case.constants["BLOCK_WORDS"], case.warps, case.stages, programs=1
     )
-    assert built.shared <= configs.shared_bytes(config, params.bits, case.constants["BLOCK_M"]) <= SHARED[case.arch]
+    assert built.shared <= kernel.shared_bytes(config, params.bits, case.constants["BLOCK_M"]) <= SHARED[case.arch]
     assert not any(opcode.startswith("UTC") for opcode in built.opcodes), "weights pass through shared memory"
     assert sum(count for opcode, count in built.opcodes.items() if "MMA" in opcode) > 0, case
 
@@ -93,7 +93,7 @@ def test_cost_of_a_weight(costs: list[tuple[Any, ...]]) -> None:
     chosen = []
     for bits, symmetric, rows, _ in costs:
         params = typical(bits, symmetric)
-        chosen.append((params, case(params, rows, configs.TABLE[bits, rows][0], 90, "bf16")))
+        chosen.append((params, case(params, rows, kernel.TABLE[bits, rows][0], 90, "bf16")))
     for cost, (params, made), built in zip(costs, chosen, offline.compile_cases([c for _, c in chosen]), strict=True):
         assert_lean(made, built, params)
         assert per_weight(made, built, params) < cost[-1], (cost, per_weight(made, built, params))
@@ -102,7 +102,7 @@ def test_cost_of_a_weight(costs: list[tuple[Any, ...]]) -> None:
 @pytest.mark.slow
 def test_a_low_rank_part_costs_the_loop_little() -> None:
     params = typical(4, True)
-    made = [case(params, 8, configs.TABLE[4, 8][0], 90, "bf16", rank) for rank in (0, 16, 128)]
+    made = [case(params, 8, kernel.TABLE[4, 8][0], 90, "bf16", rank) for rank in (0, 16, 128)]
     built = offline.compile_cases(made)
     assert all(one.loop_count <= 1.03 * built[0].loop_count for one in built), "other registers, some copies between"
     assert all(local(one) == 0 for one in built)
@@ -114,7 +114,7 @@ def test_a_low_rank_part_costs_the_loop_little() -> None:
 @pytest.mark.parametrize("bits", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)])
 def test_narrow_tiles_leave_the_loop_over_whole_ones_as_it_is(bits: int) -> None:
     params = typical(bits, symmetric=False)
-    made = [case(params, 8, configs.TABLE[bits, 8][0], 90, "bf16", narrow=narrow) for narrow in (0, 2)]
+    made = [case(params, 8, kernel.TABLE[bits, 8][0], 90, "bf16", narrow=narrow) for narrow in (0, 2)]
     none, some = offline.compile_cases(made)
     assert some.loop_count <= 1.03 * none.loop_count
     assert local(some) == 0
@@ -127,7 +127,7 @@ def test_narrow_tiles_leave_the_loop_over_whole_ones_as_it_is(bits: int) -> None
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
 def test_every_shipped_configuration(bits: int, arch: int) -> None:
     made = []
-    for rows, known in configs.table(bits, arch // 10).items():
+    for rows, known in kernel.configurations(bits, arch // 10).items():
         for config in known:
             for symmetric in (True, False):
                 params = typical(bits, symmetric)

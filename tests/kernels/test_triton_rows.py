@@ -14,7 +14,7 @@ import interpreter  # noqa: F401
 import offline
 from compress.formats import int as int_format
 from compress.formats.int import Params
-from compress.kernels.triton import rows_int
+from compress.kernels.triton import int as int_kernel
 from compress.kernels.triton.int import layout
 from stored import random_weight
 
@@ -31,7 +31,7 @@ def assert_rows(tensors: dict[str, Tensor], params: Params, shape: tuple[int, in
     exact = int_format.decode_rows(tensors, params, shape, ids.long(), torch.float32)
     half = int_format.decode_rows(tensors, params, shape, ids.long(), torch.float16)
     for dtype, wanted in ((torch.float32, exact), (torch.float16, half), (torch.bfloat16, cut_off(exact))):
-        found = rows_int.look_up(tensors, params, shape, ids, dtype)
+        found = int_kernel.look_up(tensors, params, shape, ids, dtype)
         assert found is not None and found.dtype == dtype and torch.equal(found, wanted), dtype
 
 
@@ -80,7 +80,7 @@ def test_an_id_outside_gives_nan_and_reads_nothing_outside() -> None:
     params, shape = Params(8, -1, True, 32), (10, 64)  # 16 stored rows
     tensors = random_weight("int", params, shape).tensors
     ids = torch.tensor([-1, 3, 10, 1 << 40])
-    found = rows_int.look_up(tensors, params, shape, ids, torch.float32)
+    found = int_kernel.look_up(tensors, params, shape, ids, torch.float32)
     assert found is not None and found[[0, 2, 3]].isnan().all()
     assert torch.equal(found[1:2], int_format.decode_rows(tensors, params, shape, ids[1:2], torch.float32))
 
@@ -102,7 +102,7 @@ def test_a_table_of_more_words_than_32_bits_count(tmp_path: Path) -> None:
 def test_other_types_are_left_to_the_format() -> None:
     params = Params(8, -1, True, 32)
     tensors = random_weight("int", params, (16, 64)).tensors
-    assert rows_int.look_up(tensors, params, (16, 64), IDS[1:3], torch.float64) is None
+    assert int_kernel.look_up(tensors, params, (16, 64), IDS[1:3], torch.float64) is None
 
 
 POINTERS = {"ids": "i64", "words_a": "i16", "words_b": "i16", "words_c": "i16", "zeros": "u8"}
@@ -114,9 +114,9 @@ def case(bits: int, group: int, symmetric: bool, columns: int, arch: int = 90, o
     params = int_format.params_for(bits, group, symmetric, columns)
     signature = {name: f"*{kind}" for name, kind in POINTERS.items()} | dict.fromkeys(SIZES, "i32")
     signature |= {"scales": "*fp16", "out": f"*{out}"}
-    constants: dict[str, Any] = layout(params) | {"NARROW": params.narrow_tail, "BLOCK": rows_int.BLOCK}
+    constants: dict[str, Any] = layout(params) | {"NARROW": params.narrow_tail, "BLOCK": int_kernel.ROW_BLOCK}
     aligned = ("in_features", "stored_rows", "whole", "stored")
-    return offline.Case("compress.kernels.triton._rows_int", "look_up", signature, constants, arch, aligned=aligned)
+    return offline.Case("compress.kernels.triton.int", "read_rows", signature, constants, arch, aligned=aligned)
 
 
 def assert_lean(built: offline.Built) -> None:

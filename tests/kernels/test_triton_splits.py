@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from compress.kernels.triton import split_k
+from compress.kernels.triton import products
 
 
 class Streams:
@@ -23,14 +23,14 @@ class Streams:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
-    found, allocated = Streams(), split_k._allocated
+    found, allocated = Streams(), products._allocated
     now = lambda _: SimpleNamespace(cuda_stream=found.current, synchronize=found.synchronize)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "current_stream", now)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
-    monkeypatch.setattr(split_k, "_allocated", lambda _: allocated(torch.device("cpu")))
-    split_k.forget()
+    monkeypatch.setattr(products, "_allocated", lambda _: allocated(torch.device("cpu")))
+    products.forget()
     yield found
-    split_k.forget()
+    products.forget()
 
 
 FIRST, SECOND = (torch.device("cuda", index) for index in range(2))
@@ -40,34 +40,34 @@ def test_every_stream_of_every_device_has_a_workspace_of_its_own(streams: Stream
     found = []
     for device in (FIRST, SECOND):
         for streams.current in (0, 7):
-            found.append(split_k.workspace(device))
-            assert split_k.workspace(device) is found[-1]
+            found.append(products.workspace(device))
+            assert products.workspace(device) is found[-1]
     assert len({workspace.partials.data_ptr() for workspace in found}) == 4
     assert len({workspace.counters.data_ptr() for workspace in found}) == 4
 
 
 def test_graphs_share_one_that_no_stream_has(streams: Streams) -> None:
-    eager = split_k.workspace(FIRST)
+    eager = products.workspace(FIRST)
     streams.capturing = True
-    graphs = split_k.workspace(FIRST)
+    graphs = products.workspace(FIRST)
     streams.current = 7
-    assert split_k.workspace(FIRST) is graphs and graphs.partials.data_ptr() != eager.partials.data_ptr()
+    assert products.workspace(FIRST) is graphs and graphs.partials.data_ptr() != eager.partials.data_ptr()
     streams.capturing = False
-    assert split_k.workspace(FIRST) is not graphs
+    assert products.workspace(FIRST) is not graphs
     assert streams.waited == 1, "its zeros are there before any other stream may run a graph"
 
 
 def test_nothing_is_allocated_inside_of_a_graph(streams: Streams) -> None:
     streams.capturing = True
     with pytest.raises(RuntimeError, match="run one step before"):
-        split_k.workspace(FIRST)
+        products.workspace(FIRST)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_streams_of_a_gpu() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    first = split_k.workspace(device)
+    first = products.workspace(device)
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert split_k.workspace(device) is not first
-    assert split_k.workspace(device) is first
+        assert products.workspace(device) is not first
+    assert products.workspace(device) is first

@@ -15,7 +15,7 @@ import ptx
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import Params
 from compress.kernels import dispatch
-from compress.kernels.triton import _trellis, split_k, trellis
+from compress.kernels.triton import products, trellis
 
 WINDOWS = [(2, 16), (3, 16), (4, 16), (1, 16), (8, 16), (2, 12), (3, 14), (5, 11)]  # bits, state_bits
 
@@ -36,7 +36,7 @@ def operands(params: Params, words: Tensor) -> Tensor:
     code = trellis.computed(params.code)
     for row in range(params.tile_rows):
         at = ((row + 1) * params.bits - 1) // 16
-        text = _trellis.row_text(params.bits, params.state_bits, row % 16, code.factor, code.addend, code.halves, False)
+        text = trellis.row_text(params.bits, params.state_bits, row % 16, code.factor, code.addend, code.halves, False)
         both = ptx.run(text, 2, [ptx.pairs(words[at - 1]), ptx.pairs(words[at])])
         made.append(torch.stack([sum(half.double() for half in ptx.halves(r)) for r in both], -1).flatten())
     return torch.stack(made)
@@ -89,7 +89,7 @@ def test_results_do_not_depend_on_old_contents_of_the_workspace(monkeypatch: pyt
         return empty(*size, **options).fill_(float("nan"))
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    split_k.forget()
+    products.forget()
     assert torch.equal(trellis.prepare(tensors, params, shape)(x), first)
     assert torch.equal(trellis.prepare(tensors, params, shape)(x), first)  # the counters are 0 again
 
@@ -142,7 +142,7 @@ def test_machine_code(costs: list[tuple[Any, ...]]) -> None:
         signature = SIGNATURE | {"x": f"*{dtype}", "out": f"*{dtype}"}
         aligned = ("in_features",) if columns % 16 == 0 else ()
         cases.append(
-            offline.Case("compress.kernels.triton._trellis", "multiply", signature, constants, arch, aligned=aligned)
+            offline.Case("compress.kernels.triton.trellis", "multiply", signature, constants, arch, aligned=aligned)
         )
     for cost, case, built in zip(costs, cases, neighbours.compile_cases(cases), strict=True):
         weights = trellis.GROUP**2 * case.constants["BLOCK_K"] / 32  # of a thread

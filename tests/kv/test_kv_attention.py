@@ -15,9 +15,10 @@ from compress import plugins
 from compress.errors import CompressError, RecipeError
 from compress.kernels import kv_contract
 from compress.kv import attention
-from compress.kv.cache import KVCache, make_cache
+from compress.kv.cache import make_cache
 from compress.kv.codec import Block, Codec, Field
 from compress.kv.codecs import kivi
+from compress.kv.layer import KVCache
 from compress.kv.token_store import Store
 
 KIVI = {"method": "kivi", "bits": 4, "group_size": 16, "sink": 3, "residual_length": 20, "flush": 1}

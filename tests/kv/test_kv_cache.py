@@ -13,8 +13,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from compress.errors import CompressError, RecipeError
 from compress.kv import attention, hooks
-from compress.kv.cache import CachePath, KVCache, make_cache
+from compress.kv.cache import make_cache
 from compress.kv.codecs import identity
+from compress.kv.layer import CachePath, KVCache
 from pico import build
 
 MODELS = ("llama", "qwen3", "gpt_neox", "gemma2", "mistral")

@@ -13,8 +13,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from compress.errors import CompressError, RecipeError
 from compress.kv import attention, generation, hooks
-from compress.kv.cache import CachePath, KVCache, make_cache
+from compress.kv.cache import make_cache
 from compress.kv.codecs import identity
+from compress.kv.layer import CachePath, KVCache
 from compress.kv.token_store import Store
 from pico import build
 
@@ -94,7 +95,7 @@ def test_steps_of_many_tokens_are_steps_of_one(name: str, pads: int, path: Cache
     found = steps(prepared(path), prompt(), pads, cache, [5, 1, 2])
     torch.testing.assert_close(found, reference(name, pads), atol=2e-5, rtol=0)
     assert cache.get_seq_length() == TOKENS + 8
-    assert any(layer.stored < TOKENS for layer in cache.layers)
+    assert any(layer.stored_tokens < TOKENS for layer in cache.layers)
 
 
 @pytest.mark.parametrize("name", EVICTIONS)
@@ -142,7 +143,7 @@ def test_survivors_are_rows_of_the_prompt(name: str) -> None:
         kept = columns(layer.stores["keys"].read()[0], keys[0])
         for head, own in enumerate(kept):
             assert torch.equal(layer.stores["values"].read()[0, head], values[0, head, own])
-            assert len(own) == layer.stored < TOKENS
+            assert len(own) == layer.stored_tokens < TOKENS
             assert torch.equal(own, own.sort().values)
             assert set(range(SINK)) | set(range(TOKENS - RECENT, TOKENS)) <= set(own.tolist())
         assert (name == "shared") == torch.equal(kept[0], kept[1])
@@ -264,7 +265,7 @@ def test_eviction_while_decoding(evict: dict[str, Any], path: CachePath) -> None
     for sizes in ([1] * 40, [5] * 8):
         cache = made_cache(evict, path)
         found.append(steps(made, prompt(), PADS, cache, sizes))
-        assert [layer.stored for layer in cache.layers] == [int(evict["keep"] * (TOKENS + 40))] * 2
+        assert [layer.stored_tokens for layer in cache.layers] == [int(evict["keep"] * (TOKENS + 40))] * 2
     torch.testing.assert_close(found[0], found[1], atol=5e-5, rtol=0)
     with pytest.raises(CompressError, match="decode: true cannot take tokens back"):
         cache.crop(-1)
@@ -274,10 +275,10 @@ def test_a_number_of_tokens_stays_while_decoding() -> None:
     evict = {**EVICTIONS["tokens"], "decode": True, "interval": 1}
     cache = made_cache(evict, "fused", KIVI)
     steps(prepared("fused"), prompt(1), 0, cache, [1] * 12)
-    assert [layer.stored for layer in cache.layers] == [40, 40] and cache.get_seq_length() == TOKENS + 12
+    assert [layer.stored_tokens for layer in cache.layers] == [40, 40] and cache.get_seq_length() == TOKENS + 12
     cache.reset()
     steps(prepared("fused"), prompt(1), 0, cache, [1])
-    assert [layer.stored for layer in cache.layers] == [40, 40]
+    assert [layer.stored_tokens for layer in cache.layers] == [40, 40]
 
 
 def test_skipped_layers_keep_all_tokens(path: CachePath) -> None:
@@ -287,7 +288,7 @@ def test_skipped_layers_keep_all_tokens(path: CachePath) -> None:
         cache = made_cache(SNAP, path, base)
         logits.append(steps(prepared(path), prompt(), PADS, cache, sizes))
     torch.testing.assert_close(logits[0], logits[1], atol=2e-5, rtol=0)
-    assert [layer.stored for layer in cache.layers] == [TOKENS + 8, TOKENS // 2 + 8]
+    assert [layer.stored_tokens for layer in cache.layers] == [TOKENS + 8, TOKENS // 2 + 8]
 
 
 def test_a_pass_that_hooks_do_not_see_is_refused() -> None:

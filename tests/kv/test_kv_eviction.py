@@ -12,11 +12,10 @@ from torch import Tensor
 
 from compress import plugins
 from compress.errors import RecipeError
-from compress.kv.evict import attention_mass, merge, select
-from compress.kv.evict.attention_mass import variance
-from compress.kv.evict.merge import merged
-from compress.kv.evict.moments import Moments, turned
-from compress.kv.evict.output_norms import matrix, output_norms
+from compress.kv.evict import placing, select
+from compress.kv.evict.judging import QueryMoments, linear_matrix, output_norms, turn_moments
+from compress.kv.evict.placing import merge_evicted
+from compress.kv.evict.select import attention_variance
 from compress.kv.settings import cache_settings
 from compress.runtime import kv_config
 
@@ -106,13 +105,13 @@ def test_d2o_and_knorm() -> None:
     torch.testing.assert_close(scored("knorm", x), 1 / x.keys.square().sum(-1).sqrt())
     spread = ((mass - mass.mean(1, keepdim=True)) ** 2).mean(1)
     low, high = spread.min(), spread.max()
-    assert variance(x.mass) == pytest.approx(float(((spread - low) / (high - low)).mean()), rel=1e-4)
+    assert attention_variance(x.mass) == pytest.approx(float(((spread - low) / (high - low)).mean()), rel=1e-4)
 
 
 @pytest.mark.parametrize("queries", [1, 7, TOKENS])
 @pytest.mark.parametrize("piece", [1, 4 * HEADS * GROUPS * TOKENS, 1 << 50])
 def test_attention_is_summed_in_pieces(queries: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_mass, "PIECE", piece)
+    monkeypatch.setattr(select, "PROBABILITIES_PER_PIECE", piece)
     x = seen(queries)
     mass = torch.tensor(attention(x), dtype=torch.float64).sum(1).unflatten(0, (HEADS, GROUPS))
     torch.testing.assert_close(x.mass.double(), mass, atol=1e-6, rtol=1e-5)
@@ -121,7 +120,7 @@ def test_attention_is_summed_in_pieces(queries: int, piece: int, monkeypatch: py
 
 
 def test_moments_are_those_of_all_queries_however_they_come() -> None:
-    queries, made = normal(2, 3, 40, WIDTH).double(), Moments()
+    queries, made = normal(2, 3, 40, WIDTH).double(), QueryMoments()
     counts = torch.ones(2, 40, dtype=torch.bool)
     counts[1, :7] = False  # pads
     for start, stop in ((0, 5), (5, 6), (6, 40)):
@@ -139,7 +138,7 @@ def test_moments_are_turned_as_the_mean_of_turned_queries() -> None:
     angles = normal(9, 3).double()
     cos, sin = (torch.cat((f(angles), f(angles)), -1) for f in (torch.cos, torch.sin))
     mean, root = normal(2, WIDTH).double(), normal(2, WIDTH, WIDTH, seed=1).double()
-    found = turned((mean, root @ root.mT), cos, sin)
+    found = turn_moments((mean, root @ root.mT), cos, sin)
     rotation = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
     for position in range(9):
         one = torch.eye(WIDTH, dtype=torch.float64)
@@ -154,7 +153,7 @@ def test_moments_are_turned_as_the_mean_of_turned_queries() -> None:
 def test_output_norms() -> None:
     linear = torch.nn.Linear(HEADS * GROUPS * WIDTH, 10)
     values = normal(HEADS, TOKENS, WIDTH)
-    weight = matrix(linear, HEADS * GROUPS * WIDTH, values)
+    weight = linear_matrix(linear, HEADS * GROUPS * WIDTH, values)
     torch.testing.assert_close(weight, linear.weight.detach().T, atol=1e-6, rtol=1e-5)
     expected = torch.zeros(HEADS, TOKENS)
     for head in range(HEADS * GROUPS):
@@ -180,7 +179,7 @@ def test_critical_takes_half_by_score_and_half_by_what_it_adds() -> None:
 
 
 def test_ties_go_to_earlier_tokens_and_protected_ones_stay() -> None:
-    scores = select.protected(torch.zeros(1, 10), 2, 3)
+    scores = select.protect(torch.zeros(1, 10), 2, 3)
     assert select.best(scores, [7])[0].tolist() == [0, 1, 2, 3, 7, 8, 9]
 
 
@@ -203,28 +202,28 @@ def test_merging() -> None:
     keys = torch.tensor([[1.0, 0], [0, 1], [2, 0.1], [-1, 0.2], [0.1, 3]])
     values = torch.arange(10.0).view(5, 2)
     kept = torch.tensor([0, 1])
-    found = merged(keys, values, kept, 0)
+    found = merge_evicted(keys, values, kept, 0)
     cosine = [float(torch.cosine_similarity(keys[a], keys[b], 0)) for a, b in ((2, 0), (4, 1))]
     # token 3 is less similar to any than the mean
     torch.testing.assert_close(
         found[0], torch.stack([(keys[0] + cosine[0] * keys[2]) / 2, (keys[1] + cosine[1] * keys[4]) / 2])
     )
     torch.testing.assert_close(found[1][0], (values[0] + cosine[0] * values[2]) / 2)
-    same = merged(keys, values, kept, 1)
+    same = merge_evicted(keys, values, kept, 1)
     torch.testing.assert_close(same[0][0], keys[0])  # a sink takes nothing
-    torch.testing.assert_close(merged(keys, values, torch.arange(5), 0)[0], keys)
+    torch.testing.assert_close(merge_evicted(keys, values, torch.arange(5), 0)[0], keys)
 
 
 @pytest.mark.parametrize("piece", [1, 100, 1 << 20])
 def test_merging_is_that_of_plain_loops(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "PIECE", piece)
+    monkeypatch.setattr(placing, "COSINES_PER_PIECE", piece)
     keys, values = normal(60, WIDTH), normal(60, WIDTH, seed=1)
     kept = torch.randperm(60, generator=torch.Generator().manual_seed(2))[:25].sort().values
     unit = keys.double() / keys.double().norm(dim=1, keepdim=True)
     gone = [token for token in range(60) if token not in kept.tolist()]
     best = {token: max((float(unit[token] @ unit[to]), to) for to in kept[SINK:].tolist()) for token in gone}
     mean = sum(cosine for cosine, _ in best.values()) / len(best)
-    for found, states in zip(merged(keys, values, kept, SINK), (keys.double(), values.double()), strict=True):
+    for found, states in zip(merge_evicted(keys, values, kept, SINK), (keys.double(), values.double()), strict=True):
         for place, to in enumerate(kept.tolist()):
             own = [(cosine, token) for token, (cosine, chosen) in best.items() if chosen == to and cosine >= mean]
             expected = (states[to] + sum(cosine * states[token] for cosine, token in own)) / (1 + len(own))
@@ -249,7 +248,7 @@ def test_settings_are_read_and_stored() -> None:
 @pytest.mark.parametrize(
     ("evict", "message"),
     [
-        ({"keep": 0.5}, "has no method; set one of d2o, expected_attention, knorm, lazyllm, snapkv"),
+        ({"keep": 0.5}, "has no method; set one of expected_attention, snapkv, d2o, knorm, lazyllm"),
         ({"method": "snap"}, "unknown evict plugin 'snap'"),
         ({"method": "snapkv"}, "keep or tokens is needed"),
         ({**EVICT, "tokens": 3}, "set one of them"),

@@ -14,7 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 from compress import plugins
 from compress.calib.kv import calibrate
 from compress.kv import attention, hooks
-from compress.kv.cache import CachePath, KVCache, make_cache
+from compress.kv.cache import make_cache
+from compress.kv.layer import CachePath, KVCache
 from compress.kv.settings import cache_settings
 from pico import build
 
@@ -34,7 +35,7 @@ FINE: dict[str, dict[str, Any]] = {
     "matryoshka": {"keep": 1.0},
     "key_pairs": {"keep": 1.0},
 }
-COARSE = {"commvq"}  # sums of entries are never exact: tests/kv/test_kv_commvq.py
+COARSE = {"commvq"}  # sums of entries are never exact: tests/papers/codecs/test_commvq.py
 CLOSEST = (
     "identity",
     "kivi",

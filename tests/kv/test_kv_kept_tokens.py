@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 from compress.errors import RecipeError
 from compress.evaluate.feed import fed
 from compress.kv import generation, hooks
-from compress.kv.cache import KVCache, make_cache
+from compress.kv.cache import make_cache
 from compress.kv.evict import kept_tokens
+from compress.kv.layer import KVCache
 from compress.kv.settings import cache_settings
-from compress.run import cache_bytes, kv_cache
+from compress.run import kv_cache
 from compress.runtime import kv_config
 from pico import build
 
@@ -61,9 +62,9 @@ def test_tokens_and_bytes_are_those_of_a_cache_of_that_context(model: PreTrained
         prompt = kept_tokens.prompt_of(context)
         assert prompt == {CONTEXT: CONTEXT - 64, 41: 21}[context]
         stored = [kept + context - prompt for kept in kept_tokens.by_layer(model.config, settings, context)]
-        assert stored == [layer.stored for layer in cache.layers]
+        assert stored == [layer.stored_tokens for layer in cache.layers]
         assert min(stored) < context or name == "tokens"
-        found = cache_bytes.at_context(model.config, settings, {}, torch.float32, context)
+        found = kv_cache.bytes_at_context(model.config, settings, {}, torch.float32, context)
         held, rope = cache.nbytes(), cache.rope.nbytes
         rows = 16 * 4 + 4 if rope else 0  # the cache of such few tokens need not hold rows beside positions
         expected = (held.total - rope + held.static) / context + rows
@@ -73,7 +74,7 @@ def test_tokens_and_bytes_are_those_of_a_cache_of_that_context(model: PreTrained
 def test_layers_keep_the_shares_that_are_named(model: PreTrainedModel) -> None:
     shares = [0.25, 1.0, 0.5, 0.25]
     cache = filled(model, {**BASE, "evict": {**SNAP, "keep_by_layer": shares}})
-    assert [layer.stored for layer in cache.layers] == [64 + int(236 * share) for share in shares]
+    assert [layer.stored_tokens for layer in cache.layers] == [64 + int(236 * share) for share in shares]
     for share in (0.5, 0.25):  # the same tokens as where all layers keep so many
         alike = filled(model, {**BASE, "evict": {**SNAP, "keep": share}})
         for index in (index for index, each in enumerate(shares) if each == share):

@@ -158,10 +158,10 @@ def test_fp8_on_gaussian_data() -> None:
     steps = torch.arange(8, dtype=torch.float64)
     grid = torch.cat([steps * 2.0**-9, *((1 + steps / 8) * 2.0**e for e in range(-6, 9))])[:-1]  # its last is NaN
     grid = torch.cat((-grid.flip(0), grid))
-    assert grid.max() == fp8.LARGEST
+    assert grid.max() == fp8.MAX_FLOAT8
     x = normal(1, 2, 512, 128)
     made = fp8.build(fp8.Config(), Spec("values", 0, 1, 2, 128, 4), {})
-    scales = x.double().abs().amax(-1, keepdim=True) / fp8.LARGEST
+    scales = x.double().abs().amax(-1, keepdim=True) / fp8.MAX_FLOAT8
     places = torch.searchsorted(grid, x.double() / scales).clamp(1, len(grid) - 1)
     low, high = grid[places - 1] * scales, grid[places] * scales
     best = torch.minimum((x - low).square(), (x - high).square()).mean() / x.double().var()

@@ -13,9 +13,10 @@ from transformers import LlamaConfig
 from compress.kernels import kv_contract
 from compress.kernels.cpu import kv_levels
 from compress.kv import attention, hooks
-from compress.kv.cache import KVCache, make_cache
+from compress.kv.cache import make_cache
 from compress.kv.codec import Codec, Spec, rotate
 from compress.kv.codecs import lloyd
+from compress.kv.layer import KVCache
 from compress.kv.rope import Rope
 from compress.kv.settings import Policy
 from compress.kv.token_store import Store
@@ -84,7 +85,7 @@ def test_channels_that_stand_out() -> None:
     for centre in ("first", "none"):
         made = codec("keys", 128, bits=2, rope="post", centre=centre, norm="least_squares")
         found.append(float((coded(made, x) - x).square().mean()))  # over the variance of the noise, 1
-    assert found[0] == pytest.approx(0.1175 * (1 + 1 / lloyd.FIRST), rel=0.04)
+    assert found[0] == pytest.approx(0.1175 * (1 + 1 / lloyd.MEAN_TOKENS), rel=0.04)
     assert found[1] > 3 * found[0]
 
 
@@ -94,8 +95,8 @@ def test_codes_are_the_nearest_for_the_stored_norms(norm_bits: int) -> None:
     assert isinstance(made, lloyd.Lloyd)
     x = normal(1, 2, 50, 64) * torch.logspace(-2, 2, 50)[:, None]
     rows = made.encode(x, {})
-    found, norms = made.coded(rows)
-    y = made.turned(x.double(), {})
+    found, norms = made.decode_levels(rows)
+    y = made.rotate_in(x.double(), {})
     grid = norms.double()[..., None] * lloyd.levels(3).double()
     best = (y[..., None] - grid).abs().min(-1)[0]
     torch.testing.assert_close((y - found.double() * norms).abs(), best, atol=1e-6, rtol=1e-5)
@@ -243,7 +244,7 @@ def test_generation_with_left_padding() -> None:
 def test_settings() -> None:
     with pytest.raises(ValueError, match="bits 9 is not between 1 and 8"):
         lloyd.Config(bits=9)
-    assert codec("keys").granularity == lloyd.FIRST
+    assert codec("keys").granularity == lloyd.MEAN_TOKENS
     assert codec("values").granularity == 1
     assert torch.equal(coded(codec(seed=1), normal(1, 1, 32, 64)), coded(codec(seed=1), normal(1, 1, 32, 64)))
     assert not torch.equal(coded(codec(seed=1), normal(1, 1, 32, 64)), coded(codec(), normal(1, 1, 32, 64)))

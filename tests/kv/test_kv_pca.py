@@ -12,7 +12,7 @@ from torch import Tensor
 from compress.kernels.kv_contract import MOST_MIXED_BITS
 from compress.kv.codec import Codec, Spec, rotate
 from compress.kv.codecs import components, lloyd, pca
-from compress.kv.codecs.mixed_packed import row_nbytes
+from compress.kv.codecs.packed import row_nbytes
 from compress.kv.rope import Rope
 from compress.kv.settings import Policy
 from compress.kv.token_store import Store
@@ -68,7 +68,7 @@ def test_bytes_do_not_depend_on_the_text(bits: float, unit: int) -> None:
 
 
 def test_errors_are_those_of_levels() -> None:
-    for bits, expected in enumerate(components.ERRORS):
+    for bits, expected in enumerate(components.GAUSSIAN_ERRORS):
         table, x = lloyd.levels(bits).double(), torch.linspace(-9, 9, 20_001, dtype=torch.float64)
         weight = (-x.square() / 2).exp()
         error = ((table[lloyd.nearest(x, table)] - x).square() * weight).sum() / weight.sum()
@@ -83,7 +83,7 @@ def test_bits_go_where_they_lower_the_error_most() -> None:
         assert int(found.sum()) == 14
 
         def error(bits: Tensor, variances: Tensor = variances) -> float:
-            return float((variances * torch.tensor(components.ERRORS)[bits.long()]).sum())
+            return float((variances * torch.tensor(components.GAUSSIAN_ERRORS)[bits.long()]).sum())
 
         for start in range(8):  # no bit is better elsewhere
             for stop in range(8):

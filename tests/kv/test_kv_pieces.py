@@ -13,7 +13,7 @@ from compress.kernels import kv_contract, llvm
 from compress.kernels.cpu import kv_basis, kv_mixed
 from compress.kv.codec import Codec, Spec, rotate
 from compress.kv.codecs import pca
-from compress.kv.codecs.mixed_packed import Pieces
+from compress.kv.codecs.packed import Pieces
 
 HEADS = 2
 
@@ -101,7 +101,7 @@ def turned(made: Codec, block: dict[str, Tensor], rotary: int, rows: int, dtype:
     block["halves"] = torch.stack((angles.cos(), angles.sin()), 1).to(dtype)
     whole = torch.cat((block["halves"], block["halves"]), -1).expand(batch, -1, -1, -1)
     assert isinstance(made, pca.Principal)
-    levels, norms = made.coded(block)
+    levels, norms = made.decode_levels(block)
     x = (levels.double() * norms.double()) @ made.static["back"].double() + made.static["mean"].double()
     cos, sin = whole.double().unbind(1)
     half = torch.cat((-x[..., rotary // 2 : rotary], x[..., : rotary // 2]), -1)
@@ -188,7 +188,7 @@ def test_values_are_mixed(count: int, width: int, monkeypatch: pytest.MonkeyPatc
     made = codec("values", width, torch.bfloat16)
     block = stored(made, 2, 75)
     assert isinstance(made, pca.Principal)
-    levels, norms = made.coded(block)
+    levels, norms = made.decode_levels(block)
     p = normal(2, HEADS, count, 80, seed=1)[..., 2:77]
     assert made.at_once(p) > 75
     expected = (p.double() * norms.double().mT) @ levels.double()

@@ -18,7 +18,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from compress import api, recipe
 from compress.errors import CheckpointError, CompressError, RecipeError
 from compress.kv import generation
-from compress.kv.cache import CodedLayer, KVCache, make_cache
+from compress.kv.cache import make_cache
+from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import cache_settings
 from compress.run.job import Job
 from compress.runtime import kv_config

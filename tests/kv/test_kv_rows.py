@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.kv import attention
-from compress.kv.cache import CodedLayer, KVCache
+from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import KINDS
 from kv_cases import CASES, HEADS, POLICY, QUERIES, WIDTH, Case, normal
 

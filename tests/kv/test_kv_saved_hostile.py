@@ -13,9 +13,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from compress.errors import CheckpointError, CompressError, NumericalError, UnsupportedModelError
 from compress.kv import attention, generation
-from compress.kv.cache import CodedLayer, make_cache
+from compress.kv.cache import make_cache
+from compress.kv.layer import CodedLayer
 from compress.kv.saved import checked, coded, file, load_cache, parts, raw_nbytes, save_cache
-from compress.kv.saved.parts import Part
+from compress.kv.saved.parts import SavedPart
 from compress.kv.token_store import Store
 from compress.storage import checkpoint, json_text
 from kv_cases import CASES, HEADS, QUERIES, WIDTH, Case, normal
@@ -67,7 +68,7 @@ def put(name: str, tensor: Tensor) -> Change:
         for held in [x for x in tensors if x == name or x.removeprefix(f"{name}.") in file.CODED]:
             del tensors[held]
         tensors[name] = tensor
-        facts["parts"][name] = Part("raw", tuple(tensor.shape), tensor.dtype).plain()
+        facts["parts"][name] = SavedPart("raw", tuple(tensor.shape), tensor.dtype).plain()
 
     return change
 
@@ -241,7 +242,7 @@ def test_coded_numbers_that_are_not_finite_are_not_saved_and_not_loaded(
     with pytest.raises(NumericalError, match="are not finite"):
         save_cache(cache, tmp_path / "x.kv", model, tokens(), "lossless")
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(parts, "checked", lambda tensor: tensor)
+    monkeypatch.setattr(parts, "check_finite", lambda tensor: tensor)
     save_cache(cache, tmp_path / "x.kv", model, tokens(), "lossless")
     assert file.SavedFile(tmp_path / "x.kv").parts["1.values"].way == "bytes"
     with pytest.raises(CheckpointError, match=r"is damaged at 1.values \(it has numbers that are not finite\)"):
@@ -267,7 +268,7 @@ def test_each_tensor_of_each_codec_is_compared(case: Case) -> None:
     known = coded.layer_facts(0, layer)
     assert known is not None
     for kind, store in layer.stores.items():
-        held, empty = coded._held(store), Store(store.codec, store.policy, store.rope)
+        held, empty = coded._store_tensors(store), Store(store.codec, store.policy, store.rope)
 
         def check(tensors: Tensors) -> None:
             checked.check_store(empty, tensors, known[kind], 2, layer.seen)  # noqa: B023

@@ -13,7 +13,7 @@ from compress import plugins
 from compress.errors import CompressError, RecipeError
 from compress.kv.buffer import Buffer
 from compress.kv.codec import Block, Codec, Field, Spec, rotate, unrotate
-from compress.kv.codecs.packed import Codes
+from compress.kv.codecs.packed import PackedCodes
 from compress.kv.rope import Rope
 from compress.kv.settings import Policy, cache_settings
 from compress.kv.token_store import Store
@@ -66,11 +66,11 @@ def test_buffer_grows_in_linear_time() -> None:
     moves, last = 0, 0
     for i in range(3000):
         buffer.append(data[:, :, i : i + 1])
-        moves += buffer.allocated != last
-        last = buffer.allocated
+        moves += buffer.allocated_nbytes != last
+        last = buffer.allocated_nbytes
     assert torch.equal(buffer.view(), data)
     assert moves < 60
-    assert buffer.nbytes == 12000 <= buffer.allocated <= 1.2 * 12000
+    assert buffer.nbytes == 12000 <= buffer.allocated_nbytes <= 1.2 * 12000
     assert torch.equal(buffer.view(10, 20), data[:, :, 10:20])
 
 
@@ -81,7 +81,7 @@ def test_buffer_as_a_window_stays_small() -> None:
         buffer.append(data[:, :, i : i + 1])
         buffer.drop(1)
         assert torch.equal(buffer.view().flatten(), data[0, 0, i - 39 : i + 1, 0])
-    assert buffer.allocated <= 4 * 120
+    assert buffer.allocated_nbytes <= 4 * 120
     buffer.crop(5)
     buffer.take(torch.tensor([0, 0]))
     assert buffer.view().shape == (2, 1, 35, 1)
@@ -93,7 +93,7 @@ def test_buffer_as_a_window_stays_small() -> None:
 @pytest.mark.parametrize("channels", [10, 16, 80])
 def test_codes_are_stored_without_waste(bits: int, channels: int) -> None:
     codes = torch.randint(0, 2**bits, (2, 3, 5, channels), dtype=torch.uint8)
-    packing = Codes(channels, bits)
+    packing = PackedCodes(channels, bits)
     rows = packing.pack(codes)
     assert rows.keys() == packing.fields.keys()
     assert all(row.is_contiguous() and row.shape[:3] == (2, 3, 5) for row in rows.values())

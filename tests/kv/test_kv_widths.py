@@ -18,8 +18,8 @@ from compress.calib.kv import calibrate
 from compress.kernels import kv_contract
 from compress.kernels.cpu import kv_basis, kv_mixed
 from compress.kv import generation
-from compress.kv.cache import KVCache
 from compress.kv.codecs import pca
+from compress.kv.layer import KVCache
 from compress.kv.settings import cache_settings
 from compress.run import kv_cache
 from pico import of_type

@@ -14,10 +14,10 @@ import problems
 from compress import api, formats, plugins, recipe
 from compress.errors import RecipeError
 from compress.formats import lowrank
-from compress.lowrank import correct, factors
+from compress.lowrank import correct
 from compress.numerics.linalg import truncated
 from compress.quant import gptq, rtn, trellis
-from compress.run import layer_needs, plan, verify, write_checkpoint
+from compress.run import plan, sizes, verify, write
 from compress.types import (
     NO_TRANSFORMS,
     Correction,
@@ -61,7 +61,7 @@ def plain(weight: Tensor, stats: Stats) -> tuple[PackedWeight, float]:
 def test_after_the_rounding_the_best_of_that_rank_is_added(rank: int, tokens: int) -> None:
     weight, stats = problem(tokens)
     base, _ = plain(weight, stats)
-    found = correct.corrected(weight, stats, Correction(rank, start="rounding"), rounder(2, stats), 0).weight
+    found = correct.quantize_with_part(weight, stats, Correction(rank, start="rounding"), rounder(2, stats), 0).weight
     assert {key: found.tensors[key] for key in base.tensors}.keys() == base.tensors.keys()
     assert all(torch.equal(found.tensors[key], tensor) for key, tensor in base.tensors.items())
     best = truncated(weight - problems.decoded(base).float(), stats.hessian, rank).losses
@@ -73,7 +73,7 @@ def test_before_the_rounding_is_better_still() -> None:
     weight, stats = problem()
     _, before = plain(weight, stats)
     after, first = (
-        loss(weight, correct.corrected(weight, stats, settings, rounder(2, stats), 0).weight, stats)
+        loss(weight, correct.quantize_with_part(weight, stats, settings, rounder(2, stats), 0).weight, stats)
         for settings in (Correction(6, start="rounding"), Correction(6))
     )
     assert first < 0.95 * after < 0.95 * before, (first, after, before)
@@ -87,7 +87,7 @@ def test_factors_of_few_bits(bits: int, start: str) -> None:
     wide = Correction(6, start=start)  # type: ignore[arg-type]
     narrow = dataclasses.replace(wide, bits=bits)
     losses = [
-        loss(weight, correct.corrected(weight, stats, settings, rounder(2, stats), 0).weight, stats)
+        loss(weight, correct.quantize_with_part(weight, stats, settings, rounder(2, stats), 0).weight, stats)
         for settings in (wide, narrow)
     ]
     assert losses[1] < before
@@ -98,7 +98,7 @@ def test_factors_of_few_bits(bits: int, start: str) -> None:
 def test_a_is_solved_for_again_when_b_is_rounded() -> None:
     weight, _ = problem()  # in the plain metric the rounding of A costs the same either way
     stored = LowRank(6, 4)
-    part = factors.split(weight, factors.Metric(), stored, 0)
+    part = correct.split(weight, correct.Metric(), stored, 0)
     found = truncated(weight, None, 6)
     size = found.right.norm(dim=1, keepdim=True).sqrt()
     apart = lowrank.decode(lowrank.pack(found.right / size, found.left.T * size, stored), stored, SHAPE, torch.float32)
@@ -114,7 +114,7 @@ def test_more_iterations_are_never_worse() -> None:
             losses = []
             for iterations in (1, 2, 5):
                 settings = Correction(4, bits, iterations=iterations, start=start)  # type: ignore[arg-type]
-                packed = correct.corrected(weight, stats, settings, rounder(2, stats), 0).weight
+                packed = correct.quantize_with_part(weight, stats, settings, rounder(2, stats), 0).weight
                 losses.append(loss(weight, packed, stats))
             assert losses[2] <= losses[1] <= losses[0], (start, bits, losses)
 
@@ -123,7 +123,7 @@ def test_the_loop_of_lq_lora_in_the_plain_metric() -> None:
     """Q = round(W - L), L = SVD(W - Q), the best of the tries, by torch's own SVD."""
     weight, _ = problem()
     settings = Correction(5, iterations=6, metric="none")
-    found = loss(weight, correct.corrected(weight, None, settings, rounder(2), 0).weight, None)
+    found = loss(weight, correct.quantize_with_part(weight, None, settings, rounder(2), 0).weight, None)
     part, best = torch.zeros_like(weight), float("inf")
     left, values, right = torch.linalg.svd(weight, full_matrices=False)
     part = left[:, :5] * values[:5] @ right[:5]
@@ -141,7 +141,8 @@ def test_metrics_of_the_baselines() -> None:
     losses = {}
     for metric in ("inputs", "sizes", "none"):
         settings = Correction(6, start="rounding", metric=metric)  # type: ignore[arg-type]
-        losses[metric] = loss(weight, correct.corrected(weight, stats, settings, rounder(2, stats), 0).weight, stats)
+        packed = correct.quantize_with_part(weight, stats, settings, rounder(2, stats), 0).weight
+        losses[metric] = loss(weight, packed, stats)
     assert losses["inputs"] < 0.9 * min(losses["sizes"], losses["none"]), losses
 
 
@@ -149,13 +150,13 @@ def test_without_a_token_the_metric_is_the_plain_one() -> None:
     weight, stats = problem()
     unseen = Stats(torch.zeros_like(stats.hessian), 0)
     settings = Correction(6)
-    packed = [correct.corrected(weight, given, settings, rounder(2), 0).weight for given in (None, unseen)]
+    packed = [correct.quantize_with_part(weight, given, settings, rounder(2), 0).weight for given in (None, unseen)]
     assert torch.equal(packed[0].tensors["lowrank_a"], packed[1].tensors["lowrank_a"])
 
 
 def test_zeros_are_corrected_to_zeros() -> None:
     _, stats = problem()
-    packed = correct.corrected(torch.zeros(SHAPE), stats, Correction(3, 4), rounder(2, stats), 0).weight
+    packed = correct.quantize_with_part(torch.zeros(SHAPE), stats, Correction(3, 4), rounder(2, stats), 0).weight
     assert not problems.decoded(packed).any()
 
 
@@ -167,7 +168,7 @@ def test_any_format_can_be_corrected() -> None:
         return trellis.quantize(target, stats, config, 0)
 
     before = loss(weight, quantize(weight).weight, stats)
-    packed = correct.corrected(weight, stats, Correction(8), quantize, 0).weight
+    packed = correct.quantize_with_part(weight, stats, Correction(8), quantize, 0).weight
     assert packed.format == "trellis" and loss(weight, packed, stats) < 0.8 * before
 
 
@@ -209,7 +210,7 @@ def test_an_interrupted_run_goes_on_from_what_is_stored(tmp_path: Path, monkeypa
         def stop(*_: object) -> None:
             raise KeyboardInterrupt
 
-        patched.setattr(write_checkpoint, "finish", stop)
+        patched.setattr(write, "finish", stop)
         api.quantize(job(model, setup, tmp_path / "out"))
     result = api.quantize(job(model, setup, tmp_path / "out"))
     assert result["resumed_blocks"] == result["blocks"]
@@ -241,9 +242,9 @@ def test_statistics_are_collected_for_a_correction_alone() -> None:
     params = plugins.load("quant", "rtn").plan_params(chosen.config, SHAPE)
     stored = Stored("int", params)
     layer = LayerPlan(spec, chosen, stored, formats.nbytes(stored, SHAPE))
-    assert list(layer_needs.readers([layer])) == ["a.b"]
+    assert list(sizes.readers([layer])) == ["a.b"]
     blind = dataclasses.replace(chosen, lowrank=Correction(4, metric="none"))
-    assert not layer_needs.readers([dataclasses.replace(layer, scheme=blind)])
+    assert not sizes.readers([dataclasses.replace(layer, scheme=blind)])
 
 
 # ---------------------------------------------------------------- weights for rows and columns
@@ -256,7 +257,7 @@ def fisher_of(seed: int = 5) -> Fisher:
 @pytest.mark.parametrize("rank", [3, 48])
 def test_weights_for_rows_and_columns_are_a_weighted_svd(rank: int) -> None:
     weight, fisher = problems.random(*SHAPE), fisher_of()
-    part = factors.split(weight, factors.metric(None, "fisher", fisher=fisher), LowRank(rank), 0)
+    part = correct.split(weight, correct.metric(None, "fisher", fisher=fisher), LowRank(rank), 0)
     rows, columns = fisher.rows.double(), fisher.columns.double()
     weighted = rows[:, None] * weight.double() * columns
     left, values, right = torch.linalg.svd(weighted, full_matrices=False)
@@ -266,8 +267,8 @@ def test_weights_for_rows_and_columns_are_a_weighted_svd(rank: int) -> None:
 
 def test_a_rounded_factor_is_solved_for_in_the_weighted_metric() -> None:
     weight, fisher = problems.random(*SHAPE), fisher_of()
-    measure, stored = factors.metric(None, "fisher", fisher=fisher), LowRank(6, 4)
-    part = factors.split(weight, measure, stored, 0)
+    measure, stored = correct.metric(None, "fisher", fisher=fisher), LowRank(6, 4)
+    part = correct.split(weight, measure, stored, 0)
     b = lowrank.factor("b", part.tensors, stored, SHAPE[0], torch.float64)
     a = torch.linalg.lstsq(
         fisher.rows.double()[:, None] * b.T, fisher.rows.double()[:, None] * weight.double()
@@ -279,11 +280,11 @@ def test_a_rounded_factor_is_solved_for_in_the_weighted_metric() -> None:
 
 def test_the_loop_keeps_the_best_of_the_weighted_error() -> None:
     weight, fisher = problems.random(*SHAPE), fisher_of()
-    measure = factors.metric(None, "fisher", fisher=fisher)
+    measure = correct.metric(None, "fisher", fisher=fisher)
 
     def weighted(metric: str) -> float:
         settings = Correction(5, iterations=5, metric=metric)  # type: ignore[arg-type]
-        packed = correct.corrected(weight, fisher, settings, rounder(2), 0).weight
+        packed = correct.quantize_with_part(weight, fisher, settings, rounder(2), 0).weight
         return measure.loss(weight - problems.decoded(packed).float())
 
     assert weighted("fisher") < 0.8 * weighted("none")
@@ -292,7 +293,7 @@ def test_the_loop_keeps_the_best_of_the_weighted_error() -> None:
 def test_without_gradients_the_metric_is_the_plain_one() -> None:
     weight = problems.random(*SHAPE)
     plain, blind = (
-        correct.corrected(weight, None, Correction(4, metric=metric), rounder(2), 0).weight  # type: ignore[arg-type]
+        correct.quantize_with_part(weight, None, Correction(4, metric=metric), rounder(2), 0).weight  # type: ignore[arg-type]
         for metric in ("none", "fisher")
     )
     assert all(torch.equal(plain.tensors[key], tensor) for key, tensor in blind.tensors.items())

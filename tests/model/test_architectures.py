@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import pico
+from compress import importers
 from compress.errors import CompressError
-from compress.importers import open_checkpoint, wrapped
+from compress.importers import open_checkpoint
 from compress.model.load import load_model
 from compress.model.skeleton import Skeleton
 
@@ -145,7 +146,7 @@ def test_names_that_do_not_fit_stay_an_error(pico_dir: Callable[..., Path], tmp_
 
 def test_names_that_would_become_the_same_stay_as_they_are() -> None:
     names = ["module.a.weight", "module.a._orig_mod.weight"]
-    assert wrapped.plain_names(names) == {name: name for name in names}
+    assert importers.plain_names(names) == {name: name for name in names}
 
 
 def test_an_adapter_that_is_not_merged(pico_dir: Callable[..., Path], tmp_path: Path) -> None:

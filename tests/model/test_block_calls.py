@@ -10,7 +10,7 @@ from torch import nn
 
 from compress.errors import UnsupportedModelError
 from compress.model import block_calls, blockwise
-from compress.model.block_calls import BlockArgs, leaves, replaced
+from compress.model.block_calls import BlockArgs, leaves, replace_in_tree
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
 from pico import of_type
@@ -68,7 +68,7 @@ def test_a_single_block_does_without_what_others_leave_or_says_so(tmp_path: Path
 def test_trees_are_taken_apart_and_put_together() -> None:
     tree = {"a": (1, [2, {"b": 3}]), "c": {}}
     assert dict(leaves(tree)) == {("a", 0): 1, ("a", 1, 0): 2, ("a", 1, 1, "b"): 3, ("c",): {}}
-    assert replaced(tree, {("a", 1, 1, "b"): 4}) == {"a": (1, [2, {"b": 4}]), "c": {}}
+    assert replace_in_tree(tree, {("a", 1, 1, "b"): 4}) == {"a": (1, [2, {"b": 4}]), "c": {}}
     call = BlockArgs((1, None), {"mask": 2})
     assert call.changed({("args", 1): 5, ("kwargs", "mask"): 6}) == BlockArgs((1, 5), {"mask": 6})
 

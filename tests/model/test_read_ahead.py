@@ -10,7 +10,7 @@ import torch
 
 from compress.errors import CheckpointError
 from compress.model import skeleton as skeletons
-from compress.model.read_ahead import ReadAhead
+from compress.model.paging import ReadAhead
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
 

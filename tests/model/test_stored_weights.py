@@ -151,7 +151,7 @@ def test_a_copy_of_a_tied_weight_is_the_same(changed: Callable[..., Path], pico_
 
 def test_tensors_that_are_only_renamed_are_told_from_others(pico_dir: Callable[..., Path]) -> None:
     skeleton = Skeleton(open_checkpoint(pico_dir("mixtral")))
-    converted = stored_weights.converted(skeleton.model, skeleton.checkpoint)
+    converted = stored_weights.names_of_converted(skeleton.model, skeleton.checkpoint)
     assert {name for name in converted if ".layers.0." in name} == {
         f"model.layers.0.block_sparse_moe.experts.{expert}.{part}.weight"
         for expert in range(skeleton.model.config.num_local_experts)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu import rans as compiled
+from compress.kernels.loops import rans as compiled
 from compress.numerics import rans
 
 needs_compiler = pytest.mark.skipif(not compiled.available(), reason="nothing is compiled on this machine")

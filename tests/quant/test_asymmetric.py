@@ -20,7 +20,7 @@ from compress.model import blockwise
 from compress.model.skeleton import Skeleton
 from compress.quant import gptq, target_correction
 from compress.quant.target_correction import DAMP, TOKENS_PER_INPUT, correction, target
-from compress.run import calibration_stream, calibration_text, memory_plan, pipeline, prepare, quantize_linear
+from compress.run import calibration_stream, calibration_text, memory_plan, pipeline, predict, prepare, quantize_linear
 from compress.run.plan import make
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import Quantized, Stats
@@ -362,22 +362,23 @@ def test_other_shares_are_other_runs() -> None:
 def test_the_time_is_predicted(deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial carries both streams, whichever block it takes."""
     names, asked = passes(monkeypatch), job(deep, FULL, tmp_path / "out")
-    assert pipeline.predict_seconds(asked, prepare.prepare(asked)) > 0
+    assert predict.predict_seconds(asked, prepare.prepare(asked)) > 0
     assert names == ["0", "0", "0"] and not list(tmp_path.iterdir())
 
 
 def test_the_second_stream_is_counted(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
+    monkeypatch.setattr(memory_plan, "TOKENIZING_NBYTES", 0)
     monkeypatch.setattr(process_memory, "resident", lambda: 0)
     plan = make(GPTQ.load(), skeleton := Skeleton(open_checkpoint(deep)))
-    off, on = (memory_plan.arrange(plan, skeleton, 10_000, 256, 1 << 40, memory_plan.Extras(p)) for p in (False, True))
+    demands = [memory_plan.MemoryDemands(is_paired=is_paired) for is_paired in (False, True)]
+    off, on = (memory_plan.arrange(plan, skeleton, 10_000, 256, 1 << 40, each) for each in demands)
     assert [off.statistics_nbytes, on.statistics_nbytes] == [3 * nbytes(64, p) + nbytes(192, p) for p in (False, True)]
     stream, waiting = 10_000 * 256 * 64 * 4, on.batch * 256 * 4 * (3 * 64 + 192)  # of the full-precision model
     copies = 2 * 4 * CHUNK * (3 - 1) * 192  # of a chunk's inputs, both and their difference, as they are and scaled
     forward = waiting + copies + adding_nbytes(3 * 192) - adding_nbytes(192)  # twice: what is freed is kept
-    more = memory_plan.MARGIN * (on.statistics_nbytes - off.statistics_nbytes + 2 * forward)
+    more = memory_plan.MARGIN_FACTOR * (on.statistics_nbytes - off.statistics_nbytes + 2 * forward)
     assert on.peak_nbytes - off.peak_nbytes - stream == pytest.approx(more, abs=2)
-    spilled = memory_plan.arrange(plan, skeleton, 10_000, 256, 2 * stream, memory_plan.Extras(paired=True))
+    spilled = memory_plan.arrange(plan, skeleton, 10_000, 256, 2 * stream, demands[1])
     assert spilled.spill and spilled.peak_nbytes == on.peak_nbytes - 2 * stream
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import problems
 from compress.formats import int as int_format
-from compress.quant import descent
+from compress.numerics.linalg import upper_factor
+from compress.quant import descent, feedback
 from compress.quant.feedback import Objective
 from compress.quant.grid import Grid
 
@@ -92,7 +93,7 @@ def test_equals_trying_all_codes(bits: int, group: int, symmetric: bool, dtype: 
             slow_sweep(target[:, row].double(), exact, row_codes, row_scales, zeros, params)
             slow_codes[:, row] = torch.tensor(row_codes)
             slow_scales[:, row] = torch.tensor(row_scales)
-        better, fitted = descent.improve(Objective(target, hessian, damping), codes, grid, params, sweeps)
+        better, fitted = descent.improve_grid(Objective(target, hessian, damping), codes, grid, params, sweeps)
         differ = (better != slow_codes).any(0) | (fitted.scale.double() != slow_scales).any(0)
         assert differ.sum() <= 1, "more rows differ than float32 ties explain"
         assert torch.equal(fitted.zero, grid.zero)
@@ -108,7 +109,7 @@ def test_ends_where_no_single_code_helps(bits: int, group: int, symmetric: bool)
     exact = problems.damped(hessian, 0.01)
     damping = 0.01 * hessian.diagonal().mean().item()
     first = problems.loss(target.T, values(codes, grid, group).T, exact)
-    found, fitted = descent.improve(Objective(target, hessian, damping), codes, grid, params, 30)
+    found, fitted = descent.improve_grid(Objective(target, hessian, damping), codes, grid, params, 30)
     last = problems.loss(target.T, values(found, fitted, group).T, exact)
     assert last < first and found.max().item() < 2**bits
     assert torch.equal(fitted.scale, fitted.scale.half().float()) and (fitted.scale != 0).all()
@@ -126,10 +127,10 @@ def test_ends_where_no_single_code_helps(bits: int, group: int, symmetric: bool)
 def test_column_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
     target, hessian, codes, grid = start(3, group, True)
     params = int_format.Params(3, group, True, 16)
-    whole, fitted = descent.improve(Objective(target, hessian, 1.0), codes, grid, params, 3)
+    whole, fitted = descent.improve_grid(Objective(target, hessian, 1.0), codes, grid, params, 3)
     for chunk in (1, 3, 7):
-        monkeypatch.setattr(descent, "CHUNK", chunk)
-        found, other = descent.improve(Objective(target, hessian, 1.0), codes, grid, params, 3)
+        monkeypatch.setattr(descent, "GRID_COLUMNS", chunk)
+        found, other = descent.improve_grid(Objective(target, hessian, 1.0), codes, grid, params, 3)
         differ = (found != whole).any(0) | (other.scale != fitted.scale).any(0)
         assert differ.sum() <= 1, "more rows differ than float32 ties explain"
 
@@ -140,7 +141,7 @@ def test_a_scale_that_cannot_be_stored_is_not_taken() -> None:
     grid = Grid(torch.full((1, 1), 0.005).half().float(), torch.full((1, 1), 4.0))
     codes = torch.full((COLUMNS, 1), 5, dtype=torch.uint8)
     params = int_format.Params(3, -1, True, 16)
-    found, fitted = descent.improve(Objective(target, torch.eye(COLUMNS), 0.01), codes, grid, params, 1)
+    found, fitted = descent.improve_grid(Objective(target, torch.eye(COLUMNS), 0.01), codes, grid, params, 1)
     assert torch.equal(fitted.scale, grid.scale)
     assert found[:, 0].tolist() == [6, 2] * (COLUMNS // 2)
 
@@ -150,9 +151,9 @@ def test_no_sweeps_change_nothing_and_inputs_are_not_written() -> None:
     params = int_format.Params(3, 8, False, 16)
     given = [target, hessian, codes, grid.scale, grid.zero]
     kept = [tensor.clone() for tensor in given]
-    same, fitted = descent.improve(Objective(target, hessian, 1.0), codes, grid, params, 0)
+    same, fitted = descent.improve_grid(Objective(target, hessian, 1.0), codes, grid, params, 0)
     assert torch.equal(same, codes) and torch.equal(fitted.scale, grid.scale)
-    descent.improve(Objective(target, hessian, 1.0), codes, grid, params, 2)
+    descent.improve_grid(Objective(target, hessian, 1.0), codes, grid, params, 2)
     assert all(torch.equal(a, b) for a, b in zip(given, kept, strict=True))
 
 
@@ -160,5 +161,32 @@ def test_zero_weights_do_not_move() -> None:
     _, hessian, codes, grid = start(3, 8, True)
     params = int_format.Params(3, 8, True, 16)
     target = torch.zeros(COLUMNS, ROWS)
-    found, fitted = descent.improve(Objective(target, hessian, 1.0), torch.full_like(codes, 4), grid, params, 2)
+    found, fitted = descent.improve_grid(Objective(target, hessian, 1.0), torch.full_like(codes, 4), grid, params, 2)
     assert (found == 4).all() and torch.equal(fitted.scale, grid.scale)
+
+
+class Nearest(feedback.Rounder):
+    """Nearest integers, two columns at a time."""
+
+    width, unit_rows = 2, 1
+
+    def __init__(self, columns: int, rows: int) -> None:
+        self.codes = torch.zeros(columns // 2, rows, 2, dtype=torch.int32)
+
+    def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
+        self.codes[start // 2] = target.round().T
+        return target.round()
+
+
+def test_equal_columns_without_damping_keep_their_codes() -> None:
+    x = problems.inputs(200, 12)
+    x[:, 5] = x[:, 4]
+    hessian, weight = problems.stats(x).hessian, 3 * problems.random(12, 16)
+    hessian[4, 5] = hessian[5, 4] = hessian[4, 4] * (1 + 1e-6)  # what rounding makes of equal columns
+    rounder = Nearest(12, 16)
+    values = weight - feedback.run(weight, upper_factor(hessian, 1e-3).upper, rounder).residual
+    before = rounder.codes.clone()
+    better = descent.improve_blocks(Objective(weight, hessian, 0.0), values, rounder, 3)
+    assert torch.equal(better.view(6, 2, 16).transpose(1, 2), rounder.codes.float())
+    assert torch.equal(rounder.codes[2], before[2]) and not torch.equal(rounder.codes, before)
+    assert problems.loss(weight.T, better.T, hessian) < problems.loss(weight.T, values.T, hessian)

@@ -7,16 +7,21 @@ import torch
 from torch import Tensor
 
 import problems
-from compress import formats
+from compress import formats, recipe
+from compress.errors import RecipeError
 from compress.formats import codebook
 from compress.numerics.linalg import upper_factor
-from compress.quant import codebooks, gptq, gptvq
+from compress.quant import codebooks, feedback, gptq, gptvq, refit
 from compress.types import PackedWeight, Quantized, Stats, Stored
 
 Settings = dict[str, int | float | bool | str]
 TINY = [(64, 64), (24, 50), (96, 32), (33, 50), (50, 33), (3, 7), (1, 1), (1, 40), (40, 1)]
-SCALAR: Settings = {"vector_dim": 1, "bits": 2, "group_weights": 64}
-LOOP_ONLY: Settings = {"rounds": 0, "sweeps": 0, "refit_steps": 0}
+
+
+@pytest.fixture
+def loop_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out all that comes behind the column loop."""
+    monkeypatch.setattr(gptvq, "alternate", lambda layer, rounder, _: feedback.run(layer.weight, layer.factor, rounder))
 
 
 def layer(rows: int = 32, columns: int = 64, seed: int = 0) -> tuple[Tensor, Stats]:
@@ -50,7 +55,6 @@ def slow_loop(weight: Tensor, hessian: Tensor, packed: PackedWeight, damp: float
     p = packed.params
     d, order = p.vector_dim, stored_order(packed)
     entries = codebook.entries(packed.tensors, p, 0).double()
-    scales = codebook._block_scales(packed.tensors, p).double() if p.scale_columns else None
     extra = -len(order) % d
     work = torch.nn.functional.pad(weight[:, order].double(), (0, extra))
     full = torch.nn.functional.pad(hessian[order][:, order].double(), (0, extra, 0, extra))
@@ -65,9 +69,8 @@ def slow_loop(weight: Tensor, hessian: Tensor, packed: PackedWeight, damp: float
         for row in range(len(work)):
             stripe = 0 if p.group_columns == -1 else start // p.group_columns
             books = entries[stripe, 0 if p.group_rows == -1 else row // p.group_rows]
-            candidates = books * (1.0 if scales is None else scales[row, start // p.scale_columns])
-            nearest = ((target[row] - candidates) @ metric).square().sum(1).argmin()
-            quantized[row, block] = candidates[nearest]
+            nearest = ((target[row] - books) @ metric).square().sum(1).argmin()
+            quantized[row, block] = books[nearest]
     return quantized[:, : len(order)]
 
 
@@ -77,61 +80,54 @@ def slow_loop(weight: Tensor, hessian: Tensor, packed: PackedWeight, damp: float
         ((12, 64), {"vector_dim": 4, "bits": 5}),
         ((12, 50), {"vector_dim": 4, "bits": 5, "permute": False}),
         ((12, 50), {"vector_dim": 4, "bits": 4}),
-        ((16, 64), {"vector_dim": 2, "bits": 4, "group_weights": 256, "codebook_dtype": "float16"}),
-        ((9, 40), {"vector_dim": 1, "bits": 2, "group_weights": 80, "seeding": "mahalanobis"}),
-        ((12, 48), {"vector_dim": 2, "bits": 4, "scale_columns": 16, "permute": False}),
-        ((32, 48), {"vector_dim": 1, "bits": 2, "group_weights": 16, "svd_rank": 2}),
+        ((16, 64), {"vector_dim": 2, "bits": 4, "group_weights": 256}),
+        ((9, 40), {"vector_dim": 1, "bits": 2, "group_weights": 80}),
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("loop_only")
 def test_the_loop_equals_the_slow_loop(
     shape: tuple[int, int], settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gptvq, "STRIPE", 16)
+    monkeypatch.setattr(gptvq, "STRIPE_COLUMNS", 16)
     weight, stats = layer(*shape)
-    packed = quantize(weight, stats, damp=0.02, **{**LOOP_ONLY, **settings}).weight
+    packed = quantize(weight, stats, damp=0.02, **settings).weight
     assert (packed.params.group_columns != -1) == ("group_weights" in settings)
     found = problems.decoded(packed)[:, stored_order(packed)]
     differ = ((found - slow_loop(weight, stats.hessian, packed, 0.02)).abs() > 1e-6).any(1)
     assert differ.sum() <= 1, f"rows {differ.nonzero().flatten().tolist()} differ"  # float32 may break one tie
 
 
+@pytest.mark.usefixtures("loop_only")
 @pytest.mark.parametrize("d", [1, 2, 4])
 def test_the_codebook_is_learned_with_the_metric_of_the_loop(d: int) -> None:
     weight, stats = layer()
-    packed = quantize(weight, stats, seed=3, vector_dim=d, bits=3, permute=False, **LOOP_ONLY).weight
+    packed = quantize(weight, stats, seed=3, vector_dim=d, bits=3, permute=False).weight
     factor = upper_factor(stats.hessian, 0.01).upper
     blocks = [slice(start, start + d) for start in range(0, 64, d)]
     values = torch.stack([weight[:, block] for block in blocks])[None]  # group, block, row, d
-    vectors = codebooks.Vectors(values, torch.stack([factor[block, block] for block in blocks]))
-    learned = codebooks.learn(vectors, 8, 30, "kmeans++", torch.Generator().manual_seed(3))
-    expected = codebooks.rounded(learned, "int8").entries
+    vectors = codebooks.GroupedVectors(values, torch.stack([factor[block, block] for block in blocks]))
+    learned = codebooks.learn(vectors, 8, 30, torch.Generator().manual_seed(3))
+    expected = codebooks.round_entries(learned).entries
     assert torch.allclose(codebook.entries(packed.tensors, packed.params, 0)[0], expected, atol=1e-4)
 
 
-def test_what_each_step_buys() -> None:
-    weight, stats = layer(64, 128)
-    base: Settings = {"vector_dim": 2, "bits": 4, "permute": False}
-
-    def loss(**settings: float) -> float:
-        return relative_loss(weight, quantize(weight, stats, **{**base, **settings}).weight, stats)
-
-    loop = loss(**LOOP_ONLY)
-    refitted = loss(rounds=0, sweeps=0)
-    again = loss(rounds=2, sweeps=0)
-    swept = loss(rounds=1, sweeps=4)
-    assert refitted < 0.995 * loop and again < 0.99 * refitted and swept < 0.92 * again
-
-
-@pytest.mark.parametrize("settings", [{}, {"vector_dim": 2, "bits": 4, "group_weights": 512}], ids=str)
-def test_steps_never_raise_the_loss(settings: Settings) -> None:
-    weight, stats = layer(48, 64)
-    hessian = problems.damped(stats.hessian, 0.01)
+def losses_of_steps(weight: Tensor, stats: Stats, monkeypatch: pytest.MonkeyPatch, **settings: float) -> list[float]:
+    """Relative losses after the first loop and a refit, after another loop, after the sweeps."""
     losses = []
-    for steps in ({"rounds": 0, "sweeps": 0}, {"rounds": 1, "sweeps": 0}, {"rounds": 1}):
-        packed = quantize(weight, stats, **{**settings, **steps}).weight
-        losses.append(problems.loss(weight, problems.decoded(packed), hessian))
-    assert losses[0] >= losses[1] >= losses[2]
+    for rounds, sweeps in ((0, 0), (2, 0), (1, 4)):
+        monkeypatch.setattr(refit, "ROUNDS", rounds)
+        losses.append(relative_loss(weight, quantize(weight, stats, **settings, sweeps=sweeps).weight, stats))
+    return losses
+
+
+def test_what_each_step_buys(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, stats = layer(64, 128)
+    settings: Settings = {"vector_dim": 2, "bits": 4, "permute": False}
+    refitted, again, swept = losses_of_steps(weight, stats, monkeypatch, **settings)  # type: ignore[arg-type]
+    monkeypatch.setattr(gptvq, "alternate", lambda layer, rounder, _: feedback.run(layer.weight, layer.factor, rounder))
+    loop = relative_loss(weight, quantize(weight, stats, **settings).weight, stats)
+    assert refitted < 0.995 * loop and again < 0.99 * refitted and swept < 0.92 * again
 
 
 def test_it_beats_scalar_rounding_with_fewer_bytes() -> None:
@@ -171,8 +167,8 @@ def test_the_order_spreads_the_important_columns(columns: int) -> None:
 @pytest.mark.parametrize("shape", TINY, ids=str)
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"vector_dim": 1, "bits": 2, "group_weights": 256, "scale_columns": 16}, {**SCALAR, "svd_rank": 2}],
-    ids=["d4", "d1", "factored"],
+    [{}, {"vector_dim": 1, "bits": 2, "group_weights": 256}],
+    ids=["d4", "d1"],
 )
 def test_tiny_and_odd_shapes(shape: tuple[int, int], settings: Settings) -> None:
     weight, stats = layer(*shape)
@@ -197,8 +193,8 @@ def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, stats = layer()
     settings: Settings = {"vector_dim": 2, "bits": 4, "group_weights": 512}
     whole = quantize(weight, stats, **settings).weight
-    monkeypatch.setattr(codebooks, "SCORES", 64)
-    monkeypatch.setattr(codebooks, "LEARNED", 1)
+    monkeypatch.setattr(codebooks, "CPU_SCORES", 64)
+    monkeypatch.setattr(codebooks, "VECTORS_TOGETHER", 1)
     parts = quantize(weight, stats, **settings).weight
     assert relative_loss(weight, parts, stats) == pytest.approx(relative_loss(weight, whole, stats), rel=0.02)
 
@@ -231,12 +227,9 @@ def test_dead_inputs_keep_something_of_their_weights() -> None:
     assert error < 0.6 * weight[:, 5].square().sum() and "1 input channels" in result.notes[0]
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"scale_columns": 16}, {"seeding": "mahalanobis"}, {**SCALAR, "svd_rank": 2}], ids=str
-)
-def test_zero_weights_stay_zero(settings: Settings) -> None:
+def test_zero_weights_stay_zero() -> None:
     _, stats = layer()
-    assert not problems.decoded(quantize(torch.zeros(32, 64), stats, **settings).weight).any()
+    assert not problems.decoded(quantize(torch.zeros(32, 64), stats).weight).any()
 
 
 @pytest.mark.parametrize(
@@ -263,11 +256,7 @@ def test_groups(shape: tuple[int, int], weights: int, expected: tuple[int, int])
         ("bits", 13),
         ("vector_dim", 3),
         ("group_weights", 0),
-        ("scale_columns", 6),
-        ("scale_columns", -4),
         ("damp", 1),
-        ("svd_rank", -1),
-        ("svd_rank", 1),
     ],
 )
 def test_impossible_settings_are_refused(key: str, value: int) -> None:
@@ -275,75 +264,7 @@ def test_impossible_settings_are_refused(key: str, value: int) -> None:
         gptvq.Config(**{key: value})
 
 
-# Factored codebooks.
-
-
-@pytest.mark.parametrize("settings", [{"svd_rank": 5}, {"codebook_dtype": "float16"}, {"vector_dim": 2}], ids=str)
-def test_impossible_ranks_are_refused(settings: Settings) -> None:
-    with pytest.raises(ValueError, match="^svd_rank "):
-        gptvq.Config(**{**SCALAR, "svd_rank": 1, **settings})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("settings", [{}, {"scale_columns": 16}], ids=["plain", "scaled"])
-@pytest.mark.parametrize("rank", [1, 2, 4])
-def test_factored_codebooks_decode_to_what_was_chosen(
-    rank: int, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = []
-    packed_of = gptvq._packed
-
-    def packed(rounder: gptvq._Rounder, order: Tensor, *rest: object) -> PackedWeight:
-        chosen.append(torch.empty_like(rounder.values()).index_copy_(0, order, rounder.values()).T)
-        return packed_of(rounder, order, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(gptvq, "_packed", packed)
-    monkeypatch.setattr(gptvq, "STRIPE", 32)
-    weight, stats = layer()
-    result = quantize(weight, stats, **{**SCALAR, **settings}, svd_rank=rank).weight
-    assert torch.equal(formats.decode(result, torch.float32), chosen[0])
-    assert result.tensors["codebook_left"].shape == (2, 16, rank) and "codebook" not in result.tensors
-
-
-def test_the_full_rank_reproduces_the_codebooks() -> None:
-    weight, stats = layer(64, 64)
-    whole, factored = (quantize(weight, stats, **SCALAR, **LOOP_ONLY, svd_rank=rank).weight for rank in (0, 4))
-    entries, found = (codebook.entries(p.tensors, p.params, 0) for p in (whole, factored))
-    assert torch.allclose(entries.sort(2).values, found, atol=0.02 * entries.abs().amax().item())
-    same = problems.decoded(factored) - problems.decoded(whole)
-    assert same.abs().median() < 0.02 * entries.abs().amax() and (found.diff(dim=2) > 0).all()
-
-
-def test_bytes_and_error_follow_the_rank() -> None:
-    """The inputs are uneven on purpose, so that the codebooks of the rows differ much."""
-    weight, stats = layer(128, 128)
-    losses, sizes = {}, {}
-    for rank in (0, 1, 2, 4):
-        packed = quantize(weight, stats, **SCALAR, svd_rank=rank).weight
-        losses[rank], sizes[rank] = relative_loss(weight, packed, stats), packed.nbytes
-    assert sizes[1] == sizes[0] - 128 * 6 + 128 + 10 and sizes[2] == sizes[1] + 128 + 10
-    assert losses[4] == pytest.approx(losses[0], rel=0.02)
-    assert 1.05 * losses[4] < losses[2] < 0.9 * losses[1] and losses[1] < 1.5 * losses[0]
-
-
-def test_a_loss_that_rises_is_told() -> None:
-    weight, stats = layer(64, 64)
-    weight[::2] = weight[::2].exp()  # codebooks of two kinds, which one shape cannot follow
-    hessian = problems.damped(stats.hessian, 0.01)
-    results = [quantize(weight, stats, **SCALAR, svd_rank=rank) for rank in (0, 1)]
-    before, after = (problems.loss(weight, problems.decoded(r.weight), hessian) for r in results)
-    assert after > 1.2 * before and results[0].notes == ()
-    assert results[1].notes == (f"codebooks of rank 1 raised the loss from {before:.4g} to {after:.4g}",)
-
-
-def test_the_rank_is_at_most_the_number_of_codebooks() -> None:
-    weight, stats = layer(1, 40)
-    result = quantize(weight, stats, **{**SCALAR, "group_weights": -1}, svd_rank=2)
-    assert result.weight.params.svd_rank == 1
-    assert "codebooks of rank 1 instead of 2: they are too few or too small" in result.notes
-
-
-def test_rows_of_zeros_do_not_coarsen_the_scales_of_the_others() -> None:
-    weight, stats = layer(48)
-    weight[0] = 0
-    losses = [relative_loss(w, quantize(w, stats, scale_columns=16).weight, stats) for w in (weight[1:], weight)]
-    assert losses[1] < 1.1 * losses[0]
+def test_settings_of_earlier_versions_are_read_at_the_value_that_is_left() -> None:
+    assert recipe.load("gptvq2bit", ["seeding=kmeans++", "svd_rank=0"]) == recipe.load("gptvq2bit")
+    with pytest.raises(RecipeError, match=r"seeding was taken away and is always \"kmeans\+\+\"; remove the key"):
+        recipe.load("gptvq2bit", ["quantize.seeding=mahalanobis"])

@@ -240,7 +240,7 @@ def test_a_size_without_a_transform_names_the_layer(
 
 def test_rotation_is_counted_in_memory(pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     skeleton = Skeleton(open_checkpoint(pico_dir("llama")))
-    monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
+    monkeypatch.setattr(memory_plan, "TOKENIZING_NBYTES", 0)
     monkeypatch.setattr(process_memory, "resident", lambda: 0)
 
     def peak(setup: Setup) -> int:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import problems
 from compress.formats import kquant as format
-from compress.quant import gptq, kquant, superblocks
-from compress.quant.superblocks import SuperGrid
+from compress.quant import gptq, kquant
+from compress.quant.kquant import SuperGrid
 from compress.types import PackedWeight, Stats
 
 ROWS, COLUMNS = 8, 512
@@ -102,14 +102,14 @@ def test_scales_are_better_than_all_their_neighbours(type: str) -> None:
     """A scale one code further, with this minimum or a neighbour of it, lowers the loss of hardly any row."""
     layout = format.LAYOUTS[type]
     target, importance = problems.random(256, 40, seed=4).double(), 0.1 + problems.random(256, seed=5).abs()
-    grid = superblocks.fit(target.float(), importance, layout)
+    grid = kquant.fit_super_block(target.float(), importance, layout)
     least = weighted_loss(target, importance, grid, layout)
     highest = (1 << layout.scale_bits) - 1
     for change in (-1, 1):
         for minimum in (-1, 0, 1) if layout.has_minima else (0,):
             for group in range(0, layout.groups, 3):
                 scales, minima = grid.scales.clone(), grid.minima.clone()
-                scales[group] = superblocks.scale_codes(scales[group] + change, layout)
+                scales[group] = kquant.scale_codes(scales[group] + change, layout)
                 minima[group] = (minima[group] + minimum).clamp(0, highest) if layout.has_minima else 0
                 loss = weighted_loss(target, importance, grid._replace(scales=scales, minima=minima), layout)
                 assert (loss >= 0.95 * least).all() and loss.sum() > 0.999 * least.sum()
@@ -121,8 +121,8 @@ def test_rounds_lower_the_loss_and_rounding_scales_costs_little(type: str, monke
     target, importance = problems.random(256, 40, seed=6), 0.1 + problems.random(256, seed=7).abs()
     target[3] *= 8  # one group of much larger weights
     for rounds in (0, 1, 2):
-        monkeypatch.setattr(superblocks, "ROUNDS", rounds)
-        grid = superblocks.fit(target, importance, layout)
+        monkeypatch.setattr(kquant, "ROUNDS", rounds)
+        grid = kquant.fit_super_block(target, importance, layout)
         losses.append(weighted_loss(target.double(), importance, grid, layout))
     assert (losses[1] <= losses[0] * (1 + 1e-5)).all() and (losses[2] <= losses[1] * (1 + 1e-5)).all()
     assert losses[2].sum() < 0.999 * losses[0].sum()
@@ -164,7 +164,7 @@ def test_neither_the_size_of_the_hessian_nor_that_of_chunks_matters(monkeypatch:
     for factor in (2.0**-20, 2.0**20):
         scaled = quantize(weight, Stats(stats.hessian * factor, stats.count))
         assert all(torch.equal(tensor, scaled.tensors[name]) for name, tensor in whole.tensors.items())
-    monkeypatch.setattr(superblocks, "CHUNK", 16 * 256)
+    monkeypatch.setattr(kquant, "CHUNK", 16 * 256)
     same_but_for_ties(problems.decoded(quantize(weight, stats)), problems.decoded(whole))
 
 

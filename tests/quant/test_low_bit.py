@@ -35,8 +35,8 @@ from runs import KEEP_TABLES, Setup, cli, command, contents, interrupt, job, rep
 CALIBRATION = ("calibration.num_samples=8", "calibration.seq_len=32")
 SMALL = {  # method -> settings of a short search
     "trellis": ("state_bits=8", "sweeps=0"),
-    "gptvq": ("iterations=2", "rounds=0", "sweeps=1", "refit_steps=2"),
-    "vptq": ("iterations=2", "rounds=0", "sweeps=1", "refit_steps=2"),
+    "gptvq": ("iterations=2", "sweeps=1"),
+    "vptq": ("iterations=2", "sweeps=1"),
     "glvq": ("iterations=1", "sweeps=1"),
     "e8p": ("sweeps=1", "candidates=1"),
     "pvq": ("sweeps=0",),
@@ -177,7 +177,7 @@ ODD_CODES = {
     ("gptq", "bits=4", "group_size=32"): 80 * 64 * 4 // 8,
     ("trellis", "bits=2", "tile_rows=128"): 80 * 50 * 2 // 8,  # one tile of 80 rows
     ("e8p", "bits=3"): 80 * 64 * 3 // 8,
-    ("glvq", "bits=2", "group_size=128", "mixed_bits=false"): 80 * 64 * 2 // 8,
+    ("glvq", "bits=2", "group_size=128"): 80 * 64 * 2 // 8,
     ("gptvq", "bits=6", "vector_dim=4", "permute=true"): 80 * 16 * 6 // 8,  # 13 vectors of 4 columns
     ("vptq", "bits=6", "vector_dim=4", "outliers=0"): 20 * 56 * 6 // 8,  # 17 vectors of 4 rows
     ("pvq", "pulses=9", "vector_dim=128", "gain_bits=4"): 66 * 7 * 24 // 8,  # vectors of 8 columns: 20 bits and 4

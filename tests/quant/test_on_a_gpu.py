@@ -9,7 +9,7 @@ import torch
 
 import problems
 from compress import formats, plugins
-from compress.quant import viterbi_triton
+from compress.quant import viterbi
 from compress.types import PackedWeight, Stats
 from pretend_gpu import Gpu, OnGpu
 
@@ -34,7 +34,7 @@ LOOPS = (
 @pytest.fixture(autouse=True)
 def searched_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no GPU to compile for."""
-    monkeypatch.setattr(viterbi_triton, "is_available", lambda device: False)
+    monkeypatch.setattr(viterbi, "runs_on_gpu", lambda device: False)
 
 
 def on_both(method: str, columns: int) -> tuple[PackedWeight, PackedWeight, Gpu]:

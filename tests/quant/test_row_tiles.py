@@ -11,8 +11,7 @@ from torch import Tensor
 
 import problems
 from compress.formats import int as int_format
-from compress.formats import trellis as trellis_format
-from compress.quant import gptq, row_tiles, trellis
+from compress.quant import feedback, gptq, trellis
 from compress.types import PackedWeight, Stats
 
 ROWS, COLUMNS = 300, 64
@@ -28,7 +27,11 @@ CASES: list[tuple[Any, Any]] = [
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_tiles, "ROWS", 128)
+    monkeypatch.setattr(feedback, "ROWS_PER_TILE", 128)
+
+
+def row_tiles(method: Any, config: Any) -> list[slice]:
+    return feedback.row_tiles((ROWS, COLUMNS), method.row_unit(config, (ROWS, COLUMNS)))
 
 
 def layer(rows: int = ROWS) -> tuple[Tensor, Stats]:
@@ -42,20 +45,20 @@ def same(a: PackedWeight, b: PackedWeight) -> bool:
 def in_tiles(method: Any, config: Any, shares: Sequence[Sequence[int]]) -> PackedWeight:
     """Make the tiles `shares` each as another process would, the last of which joins them."""
     weight, stats = layer()
-    spans, parts = method.spans(config, (ROWS, COLUMNS)), dict[int, Any]()
+    rows, tiles = row_tiles(method, config), dict[int, Any]()
     for share in shares:
-        tiles = method.tiles(weight, stats, config)
-        parts.update(zip(share, tiles.make([spans[number] for number in share]), strict=True))
-    found: PackedWeight = tiles.join([parts[number] for number in range(len(spans))]).weight
-    return found
+        rounding = method.prepare(weight, stats, config)
+        tiles.update((number, method.quantize_rows(rounding, rows[number])) for number in share)
+        rounding.release()
+    packed: PackedWeight = method.join(rounding, [tiles[number] for number in range(len(rows))]).weight
+    return packed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "config"), CASES)
 def test_it_does_not_matter_who_makes_a_tile(method: Any, config: Any) -> None:
-    weight, stats = layer()
-    whole = method.quantize(weight, stats, config).weight
-    assert len(method.spans(config, (ROWS, COLUMNS))) == 3
+    assert len(row_tiles(method, config)) == 3
+    whole = in_tiles(method, config, [[0, 1, 2]])
     for shares in ([[0], [1], [2]], [[1, 2], [0]], [[2], [1, 0]]):
         assert same(in_tiles(method, config, shares), whole)
 
@@ -64,19 +67,18 @@ def test_it_does_not_matter_who_makes_a_tile(method: Any, config: Any) -> None:
 def test_a_tile_of_gptq_is_a_weight_of_its_rows(config: gptq.Config) -> None:
     """The only thing that rows have in common is the type of the scales."""
     weight, stats = layer()
-    parts = [gptq.quantize(weight[rows], stats, config).weight.tensors for rows in gptq.spans(config, (ROWS, COLUMNS))]
-    whole = gptq.quantize(weight, stats, config).weight
+    parts = [gptq.quantize(weight[rows], stats, config).weight.tensors for rows in row_tiles(gptq, config)]
+    whole = in_tiles(gptq, config, [[0, 1, 2]])
     assert whole.tensors.keys() == parts[0].keys()
     joined = int_format.join_rows(parts)
     assert all(torch.equal(tensor, joined[key]) for key, tensor in whole.tensors.items())
 
 
 @pytest.mark.parametrize("config", [config for method, config in CASES if method is trellis])
-def test_tiles_share_the_scale_of_the_tensor(config: trellis.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_share_the_scale_of_the_tensor(config: trellis.Config) -> None:
     """It is the one that fits all of them, and the loss is that of one tile."""
     weight, stats = layer()
-    tiled = trellis.quantize(weight, stats, config).weight
-    monkeypatch.setattr(row_tiles, "ROWS", 4096)
+    tiled = in_tiles(trellis, config, [[0, 1, 2]])
     alone = trellis.quantize(weight, stats, config).weight
     losses = [problems.loss(weight, problems.decoded(packed), stats.hessian) for packed in (tiled, alone)]
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
@@ -89,14 +91,8 @@ def test_tiles_share_the_scale_of_the_tensor(config: trellis.Config, monkeypatch
 @pytest.mark.parametrize("shape", [(1, 5), (128, 64), (129, 64), (5000, 3), (300, 1 << 19)])
 @pytest.mark.parametrize("unit", [1, 48, 128, 256])
 def test_spans_are_whole_units_of_all_rows(shape: tuple[int, int], unit: int) -> None:
-    spans = row_tiles.spans(shape, unit)
+    spans = feedback.row_tiles(shape, unit)
     assert [row for rows in spans for row in range(rows.start, rows.stop)] == list(range(shape[0]))
     assert all(rows.start % unit == 0 for rows in spans)
-    most = 64 if 128 * shape[1] > row_tiles.WIDE else 128
+    most = 64 if 128 * shape[1] > feedback.MOST_WEIGHTS_PER_TILE else 128
     assert all(rows.stop - rows.start <= max(unit, most) for rows in spans)
-
-
-def test_padded_rows_are_in_the_last_tile() -> None:
-    config = trellis.Config(state_bits=8, tile_rows=64, block_columns=2)
-    params = trellis.plan_params(config, (ROWS, COLUMNS))
-    assert trellis.spans(config, (ROWS, COLUMNS))[-1].stop == trellis_format.padded_rows(params, ROWS)

@@ -64,7 +64,7 @@ def row_errors(weight: Tensor, decoded: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", METHODS)
 def test_layers_far_from_one(name: str, statistics: Stats) -> None:
     usual, row = quantized(name, usual_weight().bfloat16(), statistics)
-    assert report.checked(row, False) is row
+    assert report.check_row(row, False) is row
     limit = 1.2 * float(row_errors(usual_weight().bfloat16(), usual).mean()) + 1e-6
     for factor in (1e10, 1e-10, 1e6, 1e-7, 1e-20):
         weight = (usual_weight() * factor).bfloat16()
@@ -73,11 +73,11 @@ def test_layers_far_from_one(name: str, statistics: Stats) -> None:
         if name in HOLDS_ANY_SIZE or factor == 1e6:
             errors = row_errors(weight, decoded)
             assert errors.mean() < limit and errors.max() < 2 * errors.mean() + 0.1
-            assert report.checked(row, False) is row and not row.notes
+            assert report.check_row(row, False) is row and not row.notes
             continue
         with pytest.raises(NumericalError, match=r"^layer: .*no likeness .*rule.*ignore.*--allow-partial"):
-            report.checked(row, False)
-        assert "no likeness" in report.checked(row, True).notes[-1]
+            report.check_row(row, False)
+        assert "no likeness" in report.check_row(row, True).notes[-1]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -89,10 +89,10 @@ def test_one_huge_row(name: str, statistics: Stats) -> None:
     decoded, row = quantized(name, weight, statistics)
     if name in HOLDS_A_HUGE_ROW:
         assert row_errors(weight, decoded).mean() < 0.5
-        assert report.checked(row, False) is row
+        assert report.check_row(row, False) is row
         return
     with pytest.raises(NumericalError, match=r"^layer: .*(no likeness|of the rows are lost beside others)"):
-        report.checked(row, False)
+        report.check_row(row, False)
 
 
 def test_a_tiny_row_is_named(statistics: Stats) -> None:
@@ -100,22 +100,22 @@ def test_a_tiny_row_is_named(statistics: Stats) -> None:
     weight[3] *= 1e-9
     _, row = quantized("rtn", weight.bfloat16(), statistics)
     assert row.notes == ("nothing is left of 1.6% of the rows, less than 1/1000 of the largest one",)
-    assert report.checked(row, False) is row  # one of 63 rows is no lost layer
+    assert report.check_row(row, False) is row  # one of 63 rows is no lost layer
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_layer_of_zeros_is_no_finding(name: str, statistics: Stats) -> None:
     decoded, row = quantized(name, torch.zeros(64, 256, dtype=torch.bfloat16), statistics)
     assert not decoded.any() and row.weight_error == 0
-    assert report.checked(row, False) is row and not row.lost_rows
+    assert report.check_row(row, False) is row and not row.lost_rows
 
 
 def test_outputs_tell_where_they_are_measured(statistics: Stats) -> None:
     _, row = quantized("rtn", usual_weight().bfloat16(), statistics)
-    assert report.checked(dataclasses.replace(row, weight_error=0.95, output_error=0.1), False)
+    assert report.check_row(dataclasses.replace(row, weight_error=0.95, output_error=0.1), False)
     for worse in ({"output_error": None}, {"output_error": 0.97}, {"output_error": float("nan")}):
         with pytest.raises(NumericalError, match="no likeness"):
-            report.checked(dataclasses.replace(row, **{"weight_error": 0.95, **worse}), False)
+            report.check_row(dataclasses.replace(row, **{"weight_error": 0.95, **worse}), False)
 
 
 def test_errors_do_not_depend_on_the_size_of_the_numbers(statistics: Stats) -> None:

@@ -12,7 +12,8 @@ import problems
 from compress import formats
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import Params
-from compress.quant import gptq, trellis, viterbi, viterbi_compiled
+from compress.kernels.loops import viterbi as viterbi_compiled
+from compress.quant import gptq, trellis, viterbi
 from compress.quant.viterbi import Search
 from compress.types import PackedWeight, Stats, Stored
 

@@ -9,7 +9,7 @@ import interpreter  # noqa: F401
 import offline
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import Params
-from compress.quant import trellis, viterbi_triton
+from compress.quant import trellis, viterbi
 from compress.quant.viterbi import Search
 
 SHAPES = [  # code, bits, bits of a state, rows
@@ -24,8 +24,8 @@ def searches(code: str, bits: int, state_bits: int, rows: int) -> tuple[Search, 
     table = trellis_format.states_table(params, trellis._hyb_table() if code == "hyb" else None)
     plain, kernel = (Search(table, state_bits, params.symbol_bits) for _ in range(2))
     plain.compiled = kernel.compiled = None
-    costs = viterbi_triton.Costs(plain.farthest, plain.costs.shift, plain.limits)
-    kernel.on_gpu = viterbi_triton.TritonSearch(params.symbol_bits, plain.levels[plain.index], costs)
+    costs = viterbi.GpuCosts(plain.farthest, plain.costs.shift, plain.limits)
+    kernel.on_gpu = viterbi.TritonSearch(params.symbol_bits, plain.levels[plain.index], costs)
     return plain, kernel
 
 
@@ -40,13 +40,13 @@ def test_paths_are_those_of_torch(code: str, bits: int, state_bits: int, rows: i
 @pytest.mark.slow
 def test_many_sequences_take_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, kernel = searches("mul1", 2, 6, 16)
-    monkeypatch.setattr(viterbi_triton, "DECISIONS", 2 * 16 * plain.nodes)
+    monkeypatch.setattr(viterbi, "LAUNCH_DECISIONS", 2 * 16 * plain.nodes)
     values = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
     assert torch.equal(kernel.encode(values), plain.encode(values))
 
 
 def test_a_cpu_keeps_to_its_own_code() -> None:
-    assert not viterbi_triton.is_available(torch.device("cpu"))
+    assert not viterbi.runs_on_gpu(torch.device("cpu"))
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_machine_code_keeps_costs_in_registers() -> None:
         constants |= {"SHIFT": 15, "MOST": 1000, "KNEE": 250 if symbol_bits > 2 else 1000, "PERIOD": 8, "FAR": 16383}
         constants |= {"SEAMED": state_bits != 14}
         kernel = "compress.kernels.triton._viterbi", "paths", {**kinds, "steps": "i32"}
-        cases.append(offline.Case(*kernel, constants, warps=viterbi_triton.warps(nodes)))
+        cases.append(offline.Case(*kernel, constants, warps=viterbi.warps_of_program(nodes)))
         states.append(1 << state_bits)
     for case, count, built in zip(cases, states, offline.compile_cases(cases), strict=True):
         assert built.spills == 0 and built.registers * 32 * case.warps <= 1 << 16, case

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from compress import api, ranks
-from compress.quant import row_tiles
+from compress.quant import feedback
 from compress.run import memory_plan
 from runs import Setup, job
 
@@ -38,7 +38,7 @@ def main(folder: Path, names: list[str]) -> None:
     """Run the setups of these names."""
     torch.set_num_threads(1)
     memory_plan.BATCH_TOKENS = BATCH_TOKENS
-    row_tiles.ROWS = ROWS
+    feedback.ROWS_PER_TILE = ROWS
     out = folder / str(ranks.given()[1])
     with ranks.joined("cpu"):
         for name in names:

@@ -15,7 +15,7 @@ from compress.evaluate.feed import fed
 from compress.kv.cache import coded_layers, make_cache
 from compress.kv.settings import cache_settings
 from compress.model import load
-from compress.run import cache_bytes
+from compress.run import kv_cache
 from kv_cases import ready
 from pico import of_type, save_pico
 from runs import TEXT, cli
@@ -42,7 +42,7 @@ def test_the_bytes_are_those_of_a_cache_of_that_length(model: PreTrainedModel, r
     settings = cache_settings(recipe)
     codings = coded_layers(model.config, settings)
     static = calibrate(model, codings, torch.arange(512).view(4, 128) % 250)[0] if settings.needs() else {}
-    found = cache_bytes.at_context(model.config, settings, static, torch.float32, CONTEXT)
+    found = kv_cache.bytes_at_context(model.config, settings, static, torch.float32, CONTEXT)
     cache = make_cache(model.config, settings, static, "fused")
     tokens = torch.arange(CONTEXT)[None] % 250
     with torch.no_grad():
@@ -57,7 +57,7 @@ def test_the_bytes_are_those_of_a_cache_of_that_length(model: PreTrainedModel, r
 
 def test_the_longest_context_that_is_named() -> None:
     config = of_type("llama", {"num_key_value_heads": 2, "max_position_embeddings": 300}).config
-    assert cache_bytes.at_context(config, cache_settings({"method": "kivi"}), {}, torch.float32).context == 300
+    assert kv_cache.bytes_at_context(config, cache_settings({"method": "kivi"}), {}, torch.float32).context == 300
 
 
 def test_runs_and_plans_say_it(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(LlamaDecoderLayer, "forward", counted)
     monkeypatch.setattr(calibration_text, "calibration", taken)
-    monkeypatch.setattr(kv_cache, "CALIBRATED", 256)
+    monkeypatch.setattr(kv_cache, "CALIBRATION_TOKENS", 256)
     return counts
 
 

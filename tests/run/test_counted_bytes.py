@@ -72,7 +72,7 @@ def test_tensors_that_the_model_does_not_use_are_named_and_do_not_count(tmp_path
     nbytes = {name: 4 * tensor.numel() for name, tensor in more.items()}
     assert set(made.unused) & more.keys() and len(made.unused) == 2  # one of both copies
     assert sorted(made.unused_nbytes.values()) == sorted(nbytes.values())
-    assert any("2 stored tensors that the model does not use" in line for line in made.says)
+    assert any("2 stored tensors that the model does not use" in line for line in made.messages)
     assert skeleton.other_nbytes(made.kept_nbytes)[UNUSED] == sum(nbytes.values())
     after = api.quantize(job(folder, RTN, tmp_path / "more"))
     assert after["whole"] == before["whole"]

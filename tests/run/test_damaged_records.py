@@ -52,10 +52,10 @@ def test_the_record_of_a_block(key: str, wrong: Any, tmp_path: Path) -> None:
     with Output(tmp_path / "out") as output:
         output.begin({}, {})
         output.finish_block(0, RECORD)
-        assert output.finished_blocks(report.RECORD) == [RECORD]
+        assert output.finished_blocks(report.BLOCK_RECORD) == [RECORD]
         output.finish_block(0, record)
         with pytest.raises(OutputError, match=r"00000\.json is damaged, or of another version \(.*\); give --restart"):
-            output.finished_blocks(report.RECORD)
+            output.finished_blocks(report.BLOCK_RECORD)
 
 
 @pytest.mark.parametrize("arrangement", [None, [], {}, {"batch": "1"}, {"batch": True}, {"batch": 0}, {"batch": -1}])

@@ -21,13 +21,14 @@ import pytest
 import torch
 
 from compress import evaluate, ranks
-from compress.cli import app, interruption
+from compress.__main__ import main as compress_main
+from compress.cli import interruption
 from compress.errors import NumericalError, OutputError, ProcessLostError
 from compress.model.skeleton import Skeleton
-from compress.quant import gptq, row_tiles
+from compress.quant import feedback, gptq
 from compress.ranks import connected
 from compress.run import memory_plan, plan
-from compress.run.divided_block import DividedBlock
+from compress.run.loop import DividedBlock
 from compress.storage.checkpoint import open_checkpoint
 from pico import save_pico
 from runs import TEXT, cli, contents
@@ -42,7 +43,7 @@ LIMIT = 600  # seconds
 @pytest.fixture(autouse=True)
 def batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore afterwards what `in_processes` sets."""
-    monkeypatch.setattr(row_tiles, "ROWS", row_tiles.ROWS)
+    monkeypatch.setattr(feedback, "ROWS_PER_TILE", feedback.ROWS_PER_TILE)
     monkeypatch.setattr(memory_plan, "BATCH_TOKENS", memory_plan.BATCH_TOKENS)
 
 
@@ -114,7 +115,7 @@ def test_the_main_process_speaks_for_all(folder: Path) -> None:
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         sys.argv = ["compress", *words(folder)]
         with pytest.raises(SystemExit) as end:
-            app.main()
+            compress_main()
         assert not end.value.code
 
     assert forked.together(2, work) == [0, 0]
@@ -332,7 +333,7 @@ def test_one_task_is_divided_among_all() -> None:
 @pytest.mark.parametrize("name", ["gptq", "paired", "mixed"])
 def test_linears_of_these_runs_are_divided(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes share one, so that comparing bytes says something of its tiles."""
-    monkeypatch.setattr(row_tiles, "ROWS", in_processes.ROWS)
+    monkeypatch.setattr(feedback, "ROWS_PER_TILE", in_processes.ROWS)
     model, setup = in_processes.SETUPS[name]
     loaded = dataclasses.replace(setup.load(), allocate=None)
     layers = plan.make(loaded, Skeleton(open_checkpoint(folder / model))).layers

@@ -93,7 +93,7 @@ def test_it_is_what_a_configuration_with_that_type_gives(model: Path, tmp_path: 
 
 
 def test_a_resumed_run_keeps_its_type(model: Path, tmp_path: Path, pico_dir: Callable[..., Path]) -> None:
-    source = "from compress.run import write_checkpoint\nwrite_checkpoint.finish = None\n"
+    source = "from compress.run import write\nwrite.finish = None\n"
     words = ["quantize", str(model), "--recipe", "int4", "--out", str(tmp_path / "out"), *FEW]
     assert cli(*words, "--dtype", "float32", prepare=source).code != 0
     assert "holds an unfinished run with another dtype" in one_line(cli(*words, "--dtype", "bfloat16"))

@@ -10,7 +10,7 @@ import torch
 
 import problems
 from compress.calib.stats import HessianSum
-from compress.quant import viterbi_triton
+from compress.quant import viterbi
 from compress.run import prepare, quantize_linear, report
 from compress.run.quantize_linear import LinearTask, finish_statistics
 from pretend_gpu import DEVICE, Gpu, OnGpu
@@ -24,7 +24,7 @@ def test_a_linear_stays_on_the_device(
     setup: Setup, pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rotated or corrected by a low-rank part, towards a target that drift has moved."""
-    monkeypatch.setattr(viterbi_triton, "is_available", lambda device: False)
+    monkeypatch.setattr(viterbi, "runs_on_gpu", lambda device: False)
     prepared = prepare.prepare(job(pico_dir("llama"), setup, tmp_path / "out"))
     layer = next(x for x in prepared.plan.layers if x.spec.name.endswith("gate_proj"))
     columns = layer.spec.shape[1]

@@ -24,9 +24,10 @@ from compress.model.blockwise import FULL, QUANTIZED, HiddenStates
 from compress.model.skeleton import Skeleton
 from compress.process_memory import parse_size, show
 from compress.quant import gptq
-from compress.run import memory_plan, pipeline
-from compress.run.memory_plan import Arrangement, split
+from compress.run import memory_plan, pipeline, sizes
+from compress.run.memory_plan import Arrangement
 from compress.run.plan import make
+from compress.run.sizes import split_passes
 from compress.storage.checkpoint import open_checkpoint
 from runs import GPTQ, RTN, Setup, cli, command, contents, job, one_line, report_of
 
@@ -69,10 +70,10 @@ def test_sizes_for_people() -> None:
 
 def test_passes() -> None:
     keys = {"a": 4, "b": 3, "c": 9, "d": 1, "e": 1}
-    assert split(keys, 18) == [["a", "b", "c", "d", "e"]]
-    assert split(keys, 8) == [["a", "b"], ["c"], ["d", "e"]]  # c alone is more than allowed
-    assert split(keys, 0) == [[key] for key in keys]
-    assert split({}, 8) == []
+    assert split_passes(keys, 18) == [["a", "b", "c", "d", "e"]]
+    assert split_passes(keys, 8) == [["a", "b"], ["c"], ["d", "e"]]  # c alone is more than allowed
+    assert split_passes(keys, 0) == [[key] for key in keys]
+    assert split_passes({}, 8) == []
 
 
 # ---------------------------------------------------------------- arranging
@@ -83,7 +84,7 @@ def arrange(pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> C
     """arrange(setup, samples, seq_len, limit) for a llama, in a process that has BASE bytes."""
     skeleton = Skeleton(open_checkpoint(pico_dir("llama")))
     monkeypatch.setattr(process_memory, "resident", lambda: BASE)
-    monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
+    monkeypatch.setattr(memory_plan, "TOKENIZING_NBYTES", 0)
     monkeypatch.setattr(gptq, "PACKED", 0)  # more than the rest of such a small model
 
     def arranged(setup: Setup, samples: int, seq_len: int, limit: int | None) -> Arrangement:
@@ -305,7 +306,7 @@ def test_an_arrangement_changes_no_byte(
     plain, expected = arranged("plain", model, spill=False)
     written: list[int] = []
     passes: list[int] = []
-    real_pwrite, real_split = os.pwrite, memory_plan.split
+    real_pwrite, real_split = os.pwrite, sizes.split_passes
 
     def pwrite(descriptor: int, raw: memoryview, offset: int) -> int:
         written.append(len(raw))
@@ -316,7 +317,7 @@ def test_an_arrangement_changes_no_byte(
         return real_split(keys, allowed)
 
     monkeypatch.setattr(blockwise.os, "pwrite", pwrite)
-    monkeypatch.setattr(memory_plan, "split", splitting)
+    monkeypatch.setattr(sizes, "split_passes", splitting)
     out, report = arranged("other", model, **changes)
     assert contents(out) == contents(plain)
     assert sum(written) == (2 * 8 * 32 * 64 * 4 if "spill" in changes else 0)  # the embeddings, and after block 0
@@ -380,9 +381,9 @@ def test_processes_hold_the_hessians_of_their_own_experts(
 ) -> None:
     skeleton = Skeleton(open_checkpoint(pico_dir("mixtral")))
     layers = make(GPTQ.load(), skeleton).layers
-    alone = memory_plan.statistics(layers)
+    alone = sizes.hessian_nbytes(layers)
     monkeypatch.setattr(ranks, "_joined", [ranks.Ranks(0, 4)])
-    shared = memory_plan.statistics(layers)
+    shared = sizes.hessian_nbytes(layers)
     experts = {layer.spec.input_key for layer in layers if layer.spec.is_expert}
     assert experts and all(4 * shared[key] == alone[key] for key in experts)
     assert all(shared[key] == alone[key] for key in alone.keys() - experts)

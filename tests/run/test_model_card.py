@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from compress import api
-from compress.run import model_card
+from compress.run import records
 from pico import save_pico
 from runs import GPTQ, RTN, SMALL, Setup, cli, job
 
@@ -89,13 +89,13 @@ CASES: list[tuple[str, str | None, str | None]] = [
 
 @pytest.mark.parametrize(("model", "given", "expected"), CASES)
 def test_the_name_of_the_base(model: str, given: str | None, expected: str | None) -> None:
-    assert model_card.base_model(model, given) == expected
+    assert records.base_model(model, given) == expected
 
 
 def test_the_name_of_a_snapshot_in_the_cache(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--owner--name" / "snapshots" / "0123abcd"
     snapshot.mkdir(parents=True)
-    assert model_card.base_model(str(snapshot), None) == "owner/name"
+    assert records.base_model(str(snapshot), None) == "owner/name"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_the_name_of_a_snapshot_in_the_cache(tmp_path: Path) -> None:
 )
 def test_cards_that_say_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(text)
-    assert model_card.base_card(tmp_path) == {}
+    assert records.base_card(tmp_path) == {}
 
 
 def test_the_tag_of_bits_is_that_of_the_blocks(tmp_path: Path) -> None:
@@ -126,11 +126,9 @@ HOSTILE = "<img src=x onerror=alert(1)> [x](javascript:1) `` *b* a|b\n# head"
 
 
 def test_names_are_shown_as_they_are() -> None:
-    shown = model_card.plain(HOSTILE)
+    shown = records.plain(HOSTILE)
     assert shown == "&lt;img src=x onerror=alert(1)&gt; \\[x\\](javascript:1) \\`\\` \\*b\\* a\\|b \\# head"
-    assert (
-        model_card.code(HOSTILE) == f"``` {HOSTILE.replace(chr(10), ' ')} ```" and model_card.code("int4") == "`int4`"
-    )
+    assert records.code(HOSTILE) == f"``` {HOSTILE.replace(chr(10), ' ')} ```" and records.code("int4") == "`int4`"
 
 
 def test_a_hostile_name_of_a_model_and_of_a_text_is_no_html(tmp_path: Path) -> None:

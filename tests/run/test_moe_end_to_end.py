@@ -18,7 +18,7 @@ from compress.allocate import decide, metrics, session, table
 from compress.cli import tables
 from compress.errors import RecipeError
 from compress.progress import silent
-from compress.run import memory_plan, prepare, verify
+from compress.run import prepare, sizes, verify
 from compress.runtime.experts import Experts, counting
 from compress.types import ExpertPruning
 from pico import VOCAB_SIZE, save_pico
@@ -31,7 +31,7 @@ MOE = Setup("moe2.5bit", (OPTIONS, "allocate.target=4.6bpw", "experts.layers=1",
 WIDTHS = {"hidden_size": 128, "intermediate_size": 128}  # 2 bits are padded to 128 columns
 EXPERTS = 4  # of a block
 OPEN, FIXED = 12, 4  # linears of experts, with three options each, and of attention in a block
-MEASURED = "measured-experts.json"
+
 NAMES = [f"model.layers.{block}.mlp.experts" for block in (0, 1)]
 
 
@@ -76,12 +76,12 @@ def test_the_budget_is_kept_and_spent(made: Made) -> None:
 def test_the_report_shows_what_each_expert_got(made: Made) -> None:
     rows = made.report["experts"]
     assert list(rows) == NAMES and json.loads((made.out / "report.json").read_text())["experts"] == rows
-    sizes = {row["name"]: 8 * row["nbytes"] / (row["shape"][0] * row["shape"][1]) for row in made.report["layers"]}
+    bits_of = {row["name"]: 8 * row["nbytes"] / (row["shape"][0] * row["shape"][1]) for row in made.report["layers"]}
     for name, row in rows.items():
         assert row["tokens"] == 8 * 32 and sum(row["counts"]) == 2 * row["tokens"] and len(row["bits"]) == EXPERTS
         assert row["share"] == [count / (2 * row["tokens"]) for count in row["counts"]]
         for number, bits in enumerate(row["bits"]):  # three linears of one size each
-            own = [sizes[f"{name}.{number}.{part}"] for part in ("gate_proj", "up_proj", "down_proj")]
+            own = [bits_of[f"{name}.{number}.{part}"] for part in ("gate_proj", "up_proj", "down_proj")]
             assert bits == pytest.approx(sum(own) / 3)
     pruned = min(NAMES, key=lambda name: rows[name]["harm"])
     for name in NAMES:
@@ -110,7 +110,7 @@ def test_what_is_loaded_prunes_as_the_report_says(made: Made) -> None:
 
 def test_pruning_changes_no_weight(model: Path, made: Made, tmp_path: Path) -> None:
     asked = dataclasses.replace(job_of(model, MOE, tmp_path / "out"), measurements=made.folder)
-    asked = decide.decided(asked, silent)
+    asked = decide.decide(asked, silent)
     plain = dataclasses.replace(asked, recipe=dataclasses.replace(asked.recipe, experts=None))
     report = api.quantize(plain)
     assert "experts" not in report and "experts" not in json.loads((plain.out / "config.json").read_text())
@@ -156,7 +156,7 @@ def test_resumed_measurements_are_the_same(where: str, model: Path, made: Made, 
     assert (folder / "levels/00000.json").exists() and not (folder / "levels/00001.json").exists()
     result = cli(*words)
     assert result.code == 0 and "expert, expert_squares" in result.out, result.err
-    for file in (MEASURED, "levels/00001.json", "levels/00001.safetensors"):
+    for file in ("levels/00001.json", "levels/00001.safetensors"):
         assert (folder / file).read_bytes() == (made.folder / file).read_bytes(), file
 
 
@@ -168,8 +168,8 @@ def test_the_table_has_all_damages_of_all_units(model: Path, made: Made, tmp_pat
     setup = MOE.set("rules=[]", "allocate.method=knapsack", "allocate.estimator=hessian")
     setup = setup.set("allocate.options=[{bits: 2}, {bits: 4}, {bits: 8}, {keep: true}]")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_plan, "split", lambda sizes, allowed: [[key] for key in sizes])
-        with session.session(job_of(model, setup, tmp_path / "out"), silent) as opened:
+        patch.setattr(sizes, "split_passes", lambda sizes, allowed: [[key] for key in sizes])
+        with session.open_measurements(job_of(model, setup, tmp_path / "out"), silent) as opened:
             found = metrics.table(opened, frozenset({"expert", "expert_squares", "share", "routing"}))
     before = {unit.name: unit for unit in table.load(made.folder).units}
     for unit in found.units:
@@ -247,7 +247,7 @@ def test_pruning_that_cannot_be(
 def test_experts_are_allocated_where_there_are_any(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     asked = job_of(pico_dir("llama"), MOE, tmp_path / "out")
     with pytest.raises(RecipeError, match="there are no experts among the units"):
-        decide.decided(
+        decide.decide(
             dataclasses.replace(
                 asked, recipe=MOE.set("rules=[]", "allocate.target=9bpw", "experts.prune=false").load()
             ),

@@ -15,7 +15,7 @@ import pytest
 from compress import api
 from compress.evaluate import page, record, suite
 from compress.export import convert
-from compress.run import verify, write_checkpoint
+from compress.run import records, verify
 from compress.storage.manifest import PAGE, SCORES, Manifest
 from runs import GPTQ, RTN, SMALL, Setup, contents, job
 
@@ -78,9 +78,9 @@ def test_a_page_that_fails_fails_no_run(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    real = write_checkpoint.write_text
+    real = records.write_text
 
-    def write(path: Path, text: str) -> None:
+    def write_badly(path: Path, text: str) -> None:
         if path.name == PAGE:
             path.with_name(PAGE + ".part").write_text("half")
             raise OSError("the disk\nis odd")
@@ -90,9 +90,9 @@ def test_a_page_that_fails_fails_no_run(
         raise ZeroDivisionError
 
     if failing == "page":
-        monkeypatch.setattr(write_checkpoint.pages, "page", drawn)
+        monkeypatch.setattr(records.pages, "page", drawn)
     else:
-        monkeypatch.setattr(write_checkpoint, "write_text", write)
+        monkeypatch.setattr(records, "write_text", write_badly)
     with caplog.at_level(logging.WARNING):
         api.quantize(job(pico_dir("llama"), GPTQ, tmp_path / "out"))
     (said,) = [text for text in caplog.messages if PAGE in text]

@@ -13,7 +13,7 @@ from compress.errors import RecipeError
 from compress.formats import dense
 from compress.formats import int as int_format
 from compress.model.skeleton import Skeleton
-from compress.run import plan
+from compress.run import plan, plan_summary
 from compress.storage.checkpoint import StoredTensor, open_checkpoint
 from compress.types import Plan, Stored
 from pico import PICO
@@ -46,7 +46,7 @@ def test_every_linear_has_its_bytes_and_every_tensor_its_place(
     source = open_checkpoint(pico_dir(name))
     for setup, bits in ((RTN, 8), (GPTQ, 4)):
         made = make(name, setup)
-        assert len({layer.spec.name for layer in made.layers}) == len(made.layers) and not made.kept
+        assert len({layer.spec.name for layer in made.layers}) == len(made.layers) and not made.kept_reasons
         for layer in made.layers:
             rows, columns = layer.spec.shape
             padded = int_format.padded_shape(layer.stored.params, layer.spec.shape)
@@ -84,7 +84,7 @@ def test_the_first_matching_rule_decides(make: Callable[[str, Setup], Plan]) -> 
 @pytest.mark.parametrize("how", [f"ignore=['{Q}']", f"rules=[{{match: '{Q}', keep: true}}]"])
 def test_a_kept_linear_is_copied(how: str, make: Callable[[str, Setup], Plan]) -> None:
     made, whole = make("llama", RTN.set(how)), make("llama", RTN)
-    assert made.kept == {Q: "kept by the recipe"}
+    assert made.kept_reasons == {Q: "kept by the recipe"}
     assert schemes(made).keys() == schemes(whole).keys() - {Q}
     assert made.kept_nbytes == whole.kept_nbytes | {f"{Q}.weight": 4 * 64 * 64}
 
@@ -95,7 +95,7 @@ def test_a_kept_expert_is_dense_where_others_of_its_module_are_packed(make: Call
     assert schemes(made)[kept] == ("keep", "dense", 0)
     (layer,) = (layer for layer in made.layers if layer.stored.format == "dense")
     assert layer.stored.params == dense.Params("float32") and layer.nbytes == 4 * 96 * 64 and layer.bpw == 32
-    assert made.kept == {} and made.kept_nbytes == whole.kept_nbytes
+    assert made.kept_reasons == {} and made.kept_nbytes == whole.kept_nbytes
     assert {n: s for n, s in schemes(made).items() if n != kept} == {
         n: s for n, s in schemes(whole).items() if n != kept
     }
@@ -104,7 +104,7 @@ def test_a_kept_expert_is_dense_where_others_of_its_module_are_packed(make: Call
 def test_experts_that_are_all_kept_are_copied(make: Callable[[str, Setup], Plan]) -> None:
     made, whole = make("mixtral", RTN.set("ignore=['model.layers.0.mlp.experts.*']")), make("mixtral", RTN)
     kept = {f"model.layers.0.mlp.experts.{e}.{p}" for e in range(4) for p in ("gate_proj", "up_proj", "down_proj")}
-    assert made.kept.keys() == kept and not kept & schemes(made).keys()
+    assert made.kept_reasons.keys() == kept and not kept & schemes(made).keys()
     more = {name: nbytes for name, nbytes in made.kept_nbytes.items() if name not in whole.kept_nbytes}
     assert sum(more.values()) == 4 * 4 * 3 * 96 * 64
 
@@ -153,7 +153,7 @@ def test_nothing_left_to_quantize(name: str, make: Callable[[str, Setup], Plan])
 
 def test_groups_gather_what_differs_only_in_numbers(make: Callable[[str, Setup], Plan]) -> None:
     made = make("qwen3_moe", GPTQ.set("rules=[{match: '*.1.*.o_proj', bits: 3}]"))
-    groups = plan.groups(made)
+    groups = plan_summary.groups(made)
     found = {(group.pattern.removeprefix("model.layers.*."), group.format.split()[1]): group.count for group in groups}
     assert found == {
         ("self_attn.q_proj", "bits=4"): 2,
@@ -172,6 +172,6 @@ def test_groups_gather_what_differs_only_in_numbers(make: Callable[[str, Setup],
 
 def test_the_description_of_a_layer(make: Callable[[str, Setup], Plan]) -> None:
     layer = make("llama", GPTQ).layers[0]
-    assert plan.describe(layer) == "int bits=4 group_size=32 symmetric=True"
+    assert plan_summary.describe(layer) == "int bits=4 group_size=32 symmetric=True"
     other = dataclasses.replace(layer, stored=Stored("dense", dense.Params("bfloat16")))
-    assert plan.describe(other) == "dense dtype=bfloat16"
+    assert plan_summary.describe(other) == "dense dtype=bfloat16"

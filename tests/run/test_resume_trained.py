@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 
 from compress import api
-from compress.run import verify, write_checkpoint
+from compress.run import verify, write
 from runs import GPTQ, cli, command, contents, interrupt, job, one_line, report_of
 
 CACHE = "kv_cache={method: kvquant, keys: {bits: 3}, values: {bits: 3}, residual_length: 16}"
 LOWRANK = "lowrank={{rank: 4, train: 8, train_rate: {}}}"
 SETUP = GPTQ.set("bits=2", "calibration.num_samples=64", CACHE)
 TRAINED = SETUP.set(LOWRANK.format(1e-3))
-AT_THE_MANIFEST = interrupt("compress.run.identity", "write_manifest", 1)
+AT_THE_MANIFEST = interrupt("compress.run.records", "write_manifest", 1)
 ONCE = """
 import compress.{0} as module
 def refuse(*args, **kwargs):
     raise AssertionError("{1} again")
 module.{1} = refuse
 """
-NOTHING_AGAIN = ONCE.format("tune.low_rank", "train_model") + ONCE.format("run.kv_cache", "calibrate")
+NOTHING_AGAIN = ONCE.format("tune.low_rank", "train_model") + ONCE.format("run.cache_calibration", "calibrate")
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +81,11 @@ def test_killed_at_the_manifest(
     [
         pytest.param("compress.tune.low_rank", "_backward", 5, False, marks=pytest.mark.slow),
         ("compress.run.trained_tensors", "write_shard", 1, False),
-        pytest.param("compress.run.trained_tensors", "put_in", 1, True, marks=pytest.mark.slow),
+        pytest.param("compress.run.trained_tensors", "put_into_shards", 1, True, marks=pytest.mark.slow),
         pytest.param(
             "compress.run.trained_tensors", "write_shard", 3, True, marks=pytest.mark.slow
         ),  # one shard is trained, the other is not
-        ("compress.run.kv_cache", "calibrate", 1, True),
+        ("compress.run.cache_calibration", "calibrate", 1, True),
         pytest.param("compress.runtime.kv_config", "write_shard", 1, True, marks=pytest.mark.slow),
         ("compress.run.verify", "self_check", 2, True),
     ],
@@ -174,7 +174,7 @@ def test_the_report_says_what_the_last_check_found(
         seen.append({path.name: path.read_bytes() for path in directory.glob("*.*")})
         return "the outcome"
 
-    monkeypatch.setattr(write_checkpoint.verify, "self_check", check)
+    monkeypatch.setattr(write.verify, "self_check", check)
     api.quantize(job(model, TRAINED, tmp_path / "out"))
     written = contents(tmp_path / "out")
     assert {name: raw for name, raw in seen[-1].items() if name != "README.md"} == {

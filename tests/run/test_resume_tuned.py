@@ -18,7 +18,7 @@ TUNE = "tune={{method: end_to_end, steps: 4, batch_tokens: 2048, rate: {0}, norm
 SETUP = GPTQ.set("bits=2", "calibration.num_samples=64", LOWRANK)
 TUNED = SETUP.set(TUNE.format(0.01))
 MODULE = "compress.run.trained_tensors"
-AT_THE_MANIFEST = interrupt("compress.run.identity", "write_manifest", 1)
+AT_THE_MANIFEST = interrupt("compress.run.records", "write_manifest", 1)
 NOT_AGAIN = """
 import compress.tune.end_to_end as tuning, compress.tune.low_rank as parts
 def refuse(*args, **kwargs):
@@ -83,7 +83,7 @@ def test_killed_at_the_manifest(
         ("compress.calib.reference_logprobs", "_make", 1, False),
         pytest.param("compress.tune.streamed", "_through", 30, False, marks=pytest.mark.slow),  # within a step
         pytest.param(MODULE, "_keep", 2, False, marks=pytest.mark.slow),
-        (MODULE, "put_in", 2, True),
+        (MODULE, "put_into_shards", 2, True),
         pytest.param(MODULE, "write_shard", 6, True, marks=pytest.mark.slow),  # one shard is tuned, the others are not
     ],
 )

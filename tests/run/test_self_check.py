@@ -74,7 +74,7 @@ def family(model_type: str, directory: Path) -> Path:
 
 def without_placeholder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed linears have no weight while transformers initializes, as those of any architecture not thought of."""
-    monkeypatch.setattr(hf, "_packed", lambda model: [])
+    monkeypatch.setattr(hf, "_packed_modules", lambda model: [])
 
 
 @pytest.mark.parametrize("model_type", INITIALIZED)

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from compress import api
 from compress.errors import RecipeError
-from compress.model import tables as model_tables
+from compress.model import towers as model_tables
 from compress.model.skeleton import Skeleton
-from compress.run import prepare, report, table_sizes, verify
+from compress.run import prepare, report, sizes, verify
 from compress.runtime.embedding import PackedEmbedding
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
@@ -90,7 +90,7 @@ def test_rows_in_chunks_are_those_of_the_whole(
 ) -> None:
     source = pico_dir("llama_tied")
     api.quantize(job(source, GPTQ.set(section), tmp_path / "whole"))
-    monkeypatch.setattr(table_sizes, "chunk_rows", lambda layer: 80)
+    monkeypatch.setattr(sizes, "chunk_rows", lambda layer: 80)
     api.quantize(job(source, GPTQ.set(section), tmp_path / "chunks"))
     whole, chunks = stored_tensors(tmp_path / "whole"), stored_tensors(tmp_path / "chunks")
     assert whole.keys() == chunks.keys()
@@ -103,7 +103,7 @@ def test_rows_in_chunks_are_those_of_the_whole(
     "moment",
     [
         interrupt("compress.run.tables", "_chunk", 1),
-        interrupt("compress.run.shards", "write_rest", 1),
+        interrupt("compress.run.outside_shards", "_write_rest_shard", 1),
         interrupt("compress.run.verify", "self_check", 1),
     ],
 )
@@ -154,7 +154,7 @@ def test_embeddings_of_their_own_take_no_method_that_needs_inputs(
 def test_an_ignored_table_stays(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     source = pico_dir("llama_tied")
     prepared = prepare.prepare(job(source, GPTQ.set(HEAD, "ignore=[lm_head]"), tmp_path / "out"))
-    assert prepared.plan.tables == () and prepared.plan.kept["model.embed_tokens"] == "kept by the recipe"
+    assert prepared.plan.tables == () and prepared.plan.kept_reasons["model.embed_tokens"] == "kept by the recipe"
 
 
 def test_a_head_of_its_own_takes_any_method(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
@@ -167,9 +167,9 @@ def test_a_head_of_its_own_takes_any_method(pico_dir: Callable[..., Path], tmp_p
 
 def test_what_other_modules_share_stays(pico_dir: Callable[..., Path]) -> None:
     skeleton = Skeleton(open_checkpoint(pico_dir("llama_tied")))
-    (table,) = model_tables.find(skeleton)
+    (table,) = model_tables.find_tables(skeleton)
     assert table.roles == ("embeddings", "head") and table.names == ("model.embed_tokens", "lm_head")
     assert table.refused is None and dataclasses.asdict(table.spec)["shape"] == (264, 64)
     skeleton.model.model.layers[0].mlp.up_proj.weight = skeleton.model.get_input_embeddings().weight
-    (table,) = model_tables.find(skeleton)
+    (table,) = model_tables.find_tables(skeleton)
     assert table.refused is not None and table.refused.startswith("shared by model.embed_tokens, ")

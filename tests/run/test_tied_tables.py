@@ -171,7 +171,7 @@ def test_bytes_and_bits_are_known_before(rotated: Path, pico_dir: Callable[..., 
     nbytes = sum(tensor.nbytes for tensor in stored_tensors(rotated).values())
     numel = sum(p.numel() for p in loaded(pico_dir("llama_tied")).parameters())
     plan = prepared.plan
-    assert prepared.says == () and plan.nbytes == nbytes and plan.numel == plan.written_numel == numel
+    assert prepared.messages == () and plan.nbytes == nbytes and plan.numel == plan.written_numel == numel
     assert plan.whole_bpw == pytest.approx(8 * nbytes / numel)
     plain = prepare.prepare(job(pico_dir("llama_tied"), EIGHT, tmp_path / "out")).plan
     assert plan.tables[0].nbytes - plain.tables[0].nbytes == 64 // 8 + 4 * 64
@@ -197,10 +197,10 @@ REASONS: dict[str, tuple[str, tuple[str, ...]]] = {
 def test_two_tables_where_it_cannot_be(reason: str, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     rotate, sections = REASONS[reason]
     prepared = prepare.prepare(job(pico_dir("llama_tied"), GPTQ.set(rotate, *sections), tmp_path / "out"))
-    (said,) = prepared.says
+    (said,) = prepared.messages
     assert said.startswith("the transform unties the output head from the embeddings, because ") and reason in said
     assert said.endswith("both are then stored: + 0.1 MiB before either is packed")
-    assert not prepared.plan.is_rejoined and prepared.plan.written_numel == prepared.plan.numel + 264 * 64
+    assert not prepared.plan.tables_are_shared and prepared.plan.written_numel == prepared.plan.numel + 264 * 64
 
 
 def test_a_plain_checkpoint_has_two_tables(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
@@ -269,4 +269,4 @@ def test_a_matrix_of_its_own_for_each_of_two_roles(tmp_path: Path) -> None:
     """A model that is not tied has nothing around its tables."""
     source = save_pico("llama", tmp_path / "model")
     prepared = prepare.prepare(job(source, EIGHT.set(ROTATE), tmp_path / "out"))
-    assert prepared.says == () and [bool(table.stored.ops) for table in prepared.plan.tables] == [False, False]
+    assert prepared.messages == () and [bool(table.stored.ops) for table in prepared.plan.tables] == [False, False]

@@ -14,8 +14,8 @@ import wrappers
 from compress import api
 from compress.errors import RecipeError
 from compress.model.load import load_model
-from compress.model.skeleton import BESIDE, Skeleton
-from compress.run import memory_plan, verify
+from compress.model.skeleton import OFF_TEXT_PATH, Skeleton
+from compress.run import sizes, verify
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
 from runs import GPTQ, RTN, job, report_of, stored_tensors
@@ -45,7 +45,7 @@ def test_the_text_is_packed_and_the_class_loads_it(name: str, tmp_path: Path) ->
     source, out = saved(name, tmp_path / "model"), tmp_path / "out"
     (source / "preprocessor_config.json").write_text('{"do_resize": false}')
     report = api.quantize(job(source, GPTQ, out))
-    assert report["self_check"] == "passed" and BESIDE in report["nbytes"]
+    assert report["self_check"] == "passed" and OFF_TEXT_PATH in report["nbytes"]
     assert (out / "preprocessor_config.json").read_text() == '{"do_resize": false}'
     original = AutoModelForImageTextToText.from_pretrained(source)
     model = AutoModelForImageTextToText.from_pretrained(out)
@@ -75,7 +75,7 @@ def test_text_alone_is_opened_by_its_own_class(tmp_path: Path) -> None:
 
 
 def test_a_tower_is_packed_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory_plan, "BESIDE_NBYTES", 2500)
+    monkeypatch.setattr(sizes, "TOWER_SHARD_NBYTES", 2500)
     source, out = saved("llava", tmp_path / "model"), tmp_path / "out"
     api.quantize(job(source, GPTQ.set(IN_TOWER % "vision_tower."), out))
     model = AutoModelForImageTextToText.from_pretrained(out)
@@ -103,7 +103,9 @@ def test_towers_are_not_loaded_to_read_text(tmp_path: Path) -> None:
     skeleton = Skeleton(open_checkpoint(saved("llava", tmp_path / "model")))
     assert skeleton.text_path.towers == ("model.vision_tower", "model.multi_modal_projector")
     skeleton.load_rest(torch.device("cpu"))
-    loaded = [name for name, p in skeleton.model.named_parameters() if skeleton.is_beside(name) and not p.is_meta]
+    loaded = [
+        name for name, p in skeleton.model.named_parameters() if skeleton.is_off_text_path(name) and not p.is_meta
+    ]
     assert len(loaded) <= 1  # the first, by which the model knows its device
     assert not skeleton.model.get_input_embeddings().weight.is_meta
 

@@ -104,7 +104,7 @@ def test_a_finished_block(tmp_path: Path) -> None:
 
 def test_the_weights_behind_a_measured_option(tmp_path: Path) -> None:
     database, block = Database(tmp_path / "measured"), nn.Linear(4, 3)
-    with database.opened({}, {}):
+    with database.hold({}, {}):
         database.add_state(0, {"weight": torch.ones(3, 4)})
         database.restore_state(0, block)
         assert torch.equal(block.weight, torch.ones(3, 4))
@@ -116,7 +116,7 @@ def test_the_weights_behind_a_measured_option(tmp_path: Path) -> None:
 
 def test_a_measured_option(tmp_path: Path) -> None:
     database = Database(tmp_path / "measured")
-    with database.opened({}, {}):
+    with database.hold({}, {}):
         database.add(0, {f"{NAME}@0": weight()}, {})
     original = torch.zeros(1)
     assert database.weight(0, NAME, 0, original).shape == (64, 64)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compress.runtime.expert_layouts import CALLS, POST_NORM, ROUTED, SHARED, SORTED, Layout, describe
+from compress.runtime.expert_layouts import CALLS, POST_NORM, ROUTED, SHARED, SORTED, ExpertLayout, describe
 from compress.runtime.experts import Experts, is_supported, layout_of
 
 HIDDEN, INNER, EXPERTS, TOKENS = 32, 24, 3, 11
@@ -199,4 +199,4 @@ def test_only_a_plain_gate_lets_scales_through() -> None:
     closed = {name.partition(".")[0] for name, layout in layouts.items() if not layout.is_open}
     assert closed == {"muse_spark", "longcat_flash", "llama4", "jetmoe", "inkling"}
     assert layouts["muse_spark.MuseSparkExperts"].has_post_norm and POST_NORM == "post_expert_norm"
-    assert all(isinstance(layout, Layout) and layout.call in CALLS.values() for layout in layouts.values())
+    assert all(isinstance(layout, ExpertLayout) and layout.call in CALLS.values() for layout in layouts.values())

@@ -22,7 +22,7 @@ from compress.kernels import dispatch, llvm
 from compress.runtime import activation_quant as inputs
 from compress.runtime import integer
 from compress.runtime.activation_quant import quantize
-from compress.runtime.linear import CACHE, CACHE_LIMIT, PackedLinear, set_cache_limit
+from compress.runtime.linear import CACHE, CACHE_LIMIT_NBYTES, PackedLinear, set_cache_limit
 from compress.types import Activations, PackedWeight, Stored
 from pico import round_to_nearest
 
@@ -35,9 +35,9 @@ needs_bytes = pytest.mark.skipif(not integer._cpu_is_exact(), reason="int8 produ
 
 @pytest.fixture(autouse=True)
 def empty_cache() -> Iterator[None]:
-    set_cache_limit(CACHE_LIMIT)
+    set_cache_limit(CACHE_LIMIT_NBYTES)
     yield
-    set_cache_limit(CACHE_LIMIT)
+    set_cache_limit(CACHE_LIMIT_NBYTES)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -63,8 +63,8 @@ def layer_of(weight: PackedWeight, activations: Activations, bias: bool = False)
     return PackedLinear.from_packed(packed, random(weight.shape[0], seed=1) if bias else None)
 
 
-def product_of(weight: PackedWeight, activations: Activations) -> integer.Product:
-    return integer.Product(weight.format, weight.params, weight.shape, activations)
+def product_of(weight: PackedWeight, activations: Activations) -> integer.IntegerProduct:
+    return integer.IntegerProduct(weight.format, weight.params, weight.shape, activations)
 
 
 def reference(layer: PackedLinear, x: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def test_the_products_of_a_gpu_are_padded(tokens: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "_int_mm", lambda a, b: (seen.append((*a.shape, b.shape[1])), int_mm(a, b))[1])
     codes = torch.randint(-8, 8, (37, 51), dtype=torch.int8)
     q = torch.randint(-127, 128, (tokens, 51), dtype=torch.int8)
-    sums = integer._on_gpu(q, integer._pad(codes, integer.MULTIPLE))
+    sums = integer._on_gpu(q, integer._pad(codes, integer.PADDED_MULTIPLE))
     ((rows, columns, outputs),) = seen
     assert rows > 16 and columns % 16 == outputs % 16 == rows % 16 == 0
     assert torch.equal(sums[:, :37].double(), q.double() @ codes.double().T)
@@ -359,7 +359,7 @@ def test_codes_are_kept_in_the_cache(bits: int, group: int, kept: int, monkeypat
     assert CACHE.nbytes == kept and len(count) == (1 if kept else 0)
     set_cache_limit(0)
     assert torch.equal(layer(x), first) and torch.equal(second, first)
-    set_cache_limit(CACHE_LIMIT)
+    set_cache_limit(CACHE_LIMIT_NBYTES)
     layer(x)
     with torch.no_grad():
         layer.get_parameter("scales").mul_(2)

@@ -17,8 +17,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from compress import api, process_memory, recipe
 from compress.errors import CheckpointError, CompressError, RecipeError
 from compress.kv import attention, generation, hooks
-from compress.kv.cache import KVCache, make_cache
+from compress.kv.cache import make_cache
 from compress.kv.codecs import kvquant
+from compress.kv.layer import KVCache
 from compress.kv.settings import cache_settings
 from compress.run import prepare, verify
 from compress.run.job import Job

@@ -15,7 +15,7 @@ from compress import formats
 from compress.formats import dense, lowrank
 from compress.formats import int as int_format
 from compress.runtime import linear
-from compress.runtime.linear import CACHE, CACHE_LIMIT, PackedLinear, set_cache_limit
+from compress.runtime.linear import CACHE, CACHE_LIMIT_NBYTES, PackedLinear, set_cache_limit
 from compress.types import Activations, LowRank, PackedWeight, Stored
 from pico import round_to_nearest
 
@@ -24,9 +24,9 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def empty_cache() -> Iterator[None]:
-    set_cache_limit(CACHE_LIMIT)
+    set_cache_limit(CACHE_LIMIT_NBYTES)
     yield
-    set_cache_limit(CACHE_LIMIT)
+    set_cache_limit(CACHE_LIMIT_NBYTES)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -167,7 +167,7 @@ def test_numbers_do_not_depend_on_the_cache(bits: int, dtype: torch.dtype) -> No
     layer = packed_linear(bits=bits, group=32)
     for rows in (1, 2, 33):
         x = random(rows, 96, dtype=dtype)
-        set_cache_limit(CACHE_LIMIT)
+        set_cache_limit(CACHE_LIMIT_NBYTES)
         cold, warm = layer(x), layer(x)
         set_cache_limit(0)
         without = layer(x)
@@ -226,7 +226,7 @@ def test_the_type_of_the_outputs_is_that_of_the_inputs(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the type of the bias: in a model that is cast part by part it may be another."""
-    monkeypatch.setattr(linear, "_traced", lambda: kind == "traced")
+    monkeypatch.setattr(linear, "_is_traced", lambda: kind == "traced")
     weight = round_to_nearest(random(64, 128) * 0.1, 4, 64)
     if kind == "quantized":
         weight = PackedWeight(Stored("int", weight.params, activations=Activations()), weight.tensors, weight.shape)

@@ -16,8 +16,8 @@ from compress.formats import int as int_format
 from compress.formats import trellis
 from compress.runtime import linear as runtime_linear
 from compress.serving import parts
-from compress.serving.parts import Part, Parts, Region, Totals
-from compress.serving.tables import Table
+from compress.serving.parts import FusedShards, LinearShard, Region, Totals
+from compress.serving.tables import TableShard
 from compress.types import PackedWeight, Stored, WeightTransforms
 from stored import random_parts
 
@@ -36,8 +36,8 @@ def packed(shape: tuple[int, int] = SHAPE) -> PackedWeight:
     return pico.round_to_nearest(torch.randn(shape, generator=generator), 4, 32)
 
 
-def part_of(weight: PackedWeight, region: Region) -> Part:
-    part = Part("block.linear", weight.stored, region, torch.float32)
+def part_of(weight: PackedWeight, region: Region) -> LinearShard:
+    part = LinearShard("block.linear", weight.stored, region, torch.float32)
     for key, tensor in weight.tensors.items():
         part.load(key, tensor, "cpu")
     part.check()
@@ -73,13 +73,13 @@ def test_parts_of_a_fused_layer(ops: WeightTransforms, monkeypatch: pytest.Monke
     """In one call where nothing lies around the weights, singly where something does: the same bits."""
     stored = Stored("int", int_format.params_for(4, 32, True, 256), ops)
     weights = [PackedWeight(stored, random_parts(stored, (rows, 256)), (rows, 256)) for rows in (96, 160)]
-    own = Parts(part_of(weight, Region.of_rows(weight.shape, range(weight.shape[0]))) for weight in weights)
+    own = FusedShards(part_of(weight, Region.of_rows(weight.shape, range(weight.shape[0]))) for weight in weights)
     x = inputs(256).bfloat16()
     expected = own(x)
     own.finish()
     calls = []
-    product = runtime_linear.Beside.product
-    monkeypatch.setattr(runtime_linear.Beside, "product", lambda *args: calls.append(args) or product(*args))
+    product = runtime_linear.FusedLinears.product
+    monkeypatch.setattr(runtime_linear.FusedLinears, "product", lambda *args: calls.append(args) or product(*args))
     assert torch.equal(own(x), expected) and len(calls) == (0 if ops else 1)
     assert torch.allclose(own(x.float()), expected.float(), atol=0.1)
 
@@ -88,7 +88,7 @@ def test_parts_of_a_fused_layer(ops: WeightTransforms, monkeypatch: pytest.Monke
 def test_linears_that_are_stored_below_each_other(rotated: bool) -> None:
     """Rank 1 of two has the second half of q (32 rows), of k (8) and of v (8)."""
     shards = [Region.of_rows((size, 64), range(size // 2, size)) for size in (32, 8, 8)]
-    region = parts.joined(shards)
+    region = parts.join_regions(shards)
     assert region == Region.of_rows(SHAPE, range(16, 32), range(36, 40), range(44, 48))
     ops = WeightTransforms(output=("hadamard",)) if rotated else WeightTransforms()
     stored = Stored("int", int_format.params_for(4, 32, True, 64), ops)
@@ -96,12 +96,12 @@ def test_linears_that_are_stored_below_each_other(rotated: bool) -> None:
     x = inputs(64)
     wanted = (x @ formats.decode(weight, torch.float32).T)[:, [*range(16, 32), *range(36, 40), *range(44, 48)]]
     assert torch.allclose(part_of(weight, region)(x), wanted, atol=1e-4)
-    assert parts.joined([Region.of_rows((size, 64), range(size)) for size in (32, 8, 8)]).is_whole
+    assert parts.join_regions([Region.of_rows((size, 64), range(size)) for size in (32, 8, 8)]).is_whole
 
 
 def test_a_linear_that_is_not_packed_beside_packed_ones() -> None:
     weight, x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)), inputs(64)
-    part = Part("block.linear", None, Region(SHAPE, (range(16, 48),), range(64)), torch.float32)
+    part = LinearShard("block.linear", None, Region(SHAPE, (range(16, 48),), range(64)), torch.float32)
     part.load("weight", weight.double(), "cpu")
     assert torch.equal(part(x), x @ weight[16:].T)
     with pytest.raises(CheckpointError, match=r"block.linear.weight is \[2, 2\], expected \[48, 64\]"):
@@ -110,7 +110,7 @@ def test_a_linear_that_is_not_packed_beside_packed_ones() -> None:
 
 def test_what_is_missing_or_wrong_is_named() -> None:
     weight = packed()
-    part = Part("block.linear", weight.stored, Region.of_rows(SHAPE, range(48)), torch.float32)
+    part = LinearShard("block.linear", weight.stored, Region.of_rows(SHAPE, range(48)), torch.float32)
     part.load("words4", weight.tensors["words4"], "cpu")
     with pytest.raises(CheckpointError, match="block.linear.scales is not in the checkpoint"):
         part.check()
@@ -123,7 +123,7 @@ def test_what_is_missing_or_wrong_is_named() -> None:
 def test_placeholders_route_tensors() -> None:
     layer, seen = nn.Module(), []
     weight = packed()
-    part = Part("block.linear", weight.stored, Region.of_rows(SHAPE, range(48)), torch.float32)
+    part = LinearShard("block.linear", weight.stored, Region.of_rows(SHAPE, range(48)), torch.float32)
 
     def load(param: Any, tensor: Tensor, shard: int) -> None:
         seen.append((param.stored_as, shard))
@@ -154,8 +154,8 @@ def test_totals_are_said_with_the_last_layer_and_the_cache_grows_no_more() -> No
     assert "3.0 MiB of them are whole on every rank: hadamard mixes all channels" in totals.lines()
 
 
-def table_of(candidates: dict[str, Stored], tensors: dict[str, Tensor], rows: range) -> Table:
-    table = Table("the token embeddings", candidates, SHAPE, rows, torch.float32)
+def table_of(candidates: dict[str, Stored], tensors: dict[str, Tensor], rows: range) -> TableShard:
+    table = TableShard("the token embeddings", candidates, SHAPE, rows, torch.float32)
     for key, tensor in {**tensors, "like": torch.empty(0)}.items():
         table.load(key, tensor, "cpu")
     table.finish()

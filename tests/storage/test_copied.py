@@ -12,7 +12,7 @@ import pytest
 from compress import api
 from compress.errors import OutputError
 from compress.run import pipeline
-from compress.storage import copied, files, paths
+from compress.storage import files, paths, workdir
 from runs import RTN, cli, contents, job
 
 
@@ -26,15 +26,15 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_the_manifest_comes_last(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order, real = list[str](), copied.copy
+    order, real = list[str](), workdir.copy_whole
 
     def copy(source: Path, target: Path) -> None:
         order.append(source.name)
         assert (target.parent / paths.UNFINISHED).exists()
         real(source, target)
 
-    monkeypatch.setattr(copied, "copy", copy)
-    copied.put(model, tmp_path / "deep" / "out")
+    monkeypatch.setattr(workdir, "copy_whole", copy)
+    workdir.put_copies(model, tmp_path / "deep" / "out")
     assert order == ["a.safetensors", "z.safetensors", "config.json", paths.MANIFEST]
     assert contents(tmp_path / "deep" / "out") == contents(model)
 
@@ -44,9 +44,9 @@ def test_the_manifest_comes_last(model: Path, tmp_path: Path, monkeypatch: pytes
 def test_a_copy_that_is_cut_off_is_no_checkpoint(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, is_old: bool
 ) -> None:
-    out, real, done = tmp_path / "out", copied.copy, list[str]()
+    out, real, done = tmp_path / "out", workdir.copy_whole, list[str]()
     if is_old:
-        copied.put(model, out)
+        workdir.put_copies(model, out)
         (out / "former.safetensors").write_text("of the former one")
 
     def copy(source: Path, target: Path) -> None:
@@ -56,13 +56,13 @@ def test_a_copy_that_is_cut_off_is_no_checkpoint(
         done.append(source.name)
         real(source, target)
 
-    monkeypatch.setattr(copied, "copy", copy)
+    monkeypatch.setattr(workdir, "copy_whole", copy)
     with pytest.raises(OSError, match="power"):
-        copied.put(model, out)
+        workdir.put_copies(model, out)
     assert (out / paths.MANIFEST).exists() == (count == 3)  # cut off itself
     paths.check_out(out, overwrite=False)  # another run may go on with it
-    monkeypatch.setattr(copied, "copy", real)
-    copied.put(model, out)
+    monkeypatch.setattr(workdir, "copy_whole", real)
+    workdir.put_copies(model, out)
     assert {p.name for p in out.iterdir()} == {p.name for p in model.iterdir()}
     with pytest.raises(OutputError, match="exists already"):
         paths.check_out(out, overwrite=False)
@@ -71,7 +71,7 @@ def test_a_copy_that_is_cut_off_is_no_checkpoint(
 def test_a_copy_of_another_size_is_an_error(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files.shutil, "copyfileobj", lambda *_: None)
     with pytest.raises(OutputError, match="has 0 bytes, not 13"):
-        copied.put(model, tmp_path / "out")
+        workdir.put_copies(model, tmp_path / "out")
 
 
 def test_nothing_is_renamed_to_an_output_with_a_folder_for_work(

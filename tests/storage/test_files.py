@@ -13,7 +13,7 @@ from test_layering import MODULES, parse
 
 from compress.errors import OutputError
 from compress.export import place
-from compress.storage import copied, files
+from compress.storage import files, workdir
 from compress.storage.checkpoint import sha256, write_shard, write_text
 from compress.storage.workdir import Output
 from compress.study.folder import StudyFolder
@@ -26,18 +26,18 @@ ALLOWED = {
     "compress.storage.files": "the helper",
     "compress.plugins": "sources of this package",
     "compress.recipe.read": "recipes of this package",
-    "compress.export.gguf_data": "a table of this package",
+    "compress.export.targets.gguf.architecture": "a table of this package",
     "compress.export.targets.mlx": "a table of this package",
-    "compress.calib.template_limits": "what Linux says of this process",
+    "compress.calib.chats": "what Linux says of this process",
     "compress.cli.streams": "the null device",
     "compress.process_memory": "what Linux says of this process",
-    "compress.kernels.object_cache": "a folder of this user's alone, whose owner is checked; new files only",
+    "compress.kernels.llvm": "a folder of this user's alone, whose owner is checked; new files only",
     "compress.model.gguf_names": "a tokenizer, into a temporary folder that this process has made",
     "compress.run.source": "links, into a temporary folder that this process has made",
     "compress.export.targets.gguf": "a new file in the folder of an export",
     "compress.export.peft": "reads weights with safetensors, once they are known to be a file",
     "compress.runtime.kv_config": "transformers saves a model where its user wants it",
-    "compress.study.self_written": "copies a text within the folder of a study",
+    "compress.study.checkpoints": "copies a text within the folder of a study",
     "compress.cli.kv_saved": "a text that the user names, which may come from a pipe",
     "compress.calib.documents": "reads a parquet file, once it is known to be a file",
     "compress.ranks.children": "the working directory, to go back there",
@@ -89,7 +89,7 @@ def put(folder: Path) -> None:
     model = folder.with_name("model")
     model.mkdir()
     (model / "config.json").write_text("new")
-    copied.put(model, folder)
+    workdir.put_copies(model, folder)
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {
@@ -124,7 +124,7 @@ TAKERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "output": ("out.partial/lock", lambda folder: Output(folder / "out").__enter__()),
     "blocks": ("out.partial/blocks/", lambda folder: Output(folder / "out").__enter__()),
     "model": ("out.partial/model/", lambda folder: Output(folder / "out").__enter__()),
-    "export": ("out.exporting/lock", lambda folder: place.Place(folder / "out", "", False).__enter__()),
+    "export": ("out.exporting/lock", lambda folder: place.ExportPlace(folder / "out", "", False).__enter__()),
     "study": ("study/lock", lambda folder: hold(folder / "study")),
     "cells": ("study/cells/", lambda folder: StudyFolder(folder / "study").open({})),
 }

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save
 
 from compress.errors import CheckpointError
-from compress.storage import layout
+from compress.storage import safetensors_header
 from compress.storage.checkpoint import read_header
-from compress.storage.layout import Span
+from compress.storage.safetensors_header import Span
 
 ENTRY = '{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}'
 
@@ -164,9 +164,17 @@ def test_damaged_files_are_refused_where_the_library_refuses_them(tmp_path: Path
 
 
 def test_padding_is_no_hole() -> None:
-    assert layout.fault([Span("a", 32, 42), Span("b", 64, 65)], 32, 65, 32) is None
-    assert layout.fault([Span("a", 32, 42), Span("b", 64, 65)], 32, 96, 32) is None
-    assert "1 bytes behind its last" in str(layout.fault([Span("a", 32, 42), Span("b", 64, 65)], 32, 97, 32))
-    assert "32 bytes in front of tensor 'b'" in str(layout.fault([Span("a", 32, 42), Span("b", 96, 97)], 32, 97, 32))
-    assert "inside of what is before it ('a')" in str(layout.fault([Span("a", 0, 42), Span("b", 32, 64)], 0, 64, 32))
-    assert "truncated: 64 bytes of 65" in str(layout.fault([Span("a", 32, 42), Span("b", 64, 65)], 32, 64, 32))
+    assert safetensors_header.layout_fault([Span("a", 32, 42), Span("b", 64, 65)], 32, 65, 32) is None
+    assert safetensors_header.layout_fault([Span("a", 32, 42), Span("b", 64, 65)], 32, 96, 32) is None
+    assert "1 bytes behind its last" in str(
+        safetensors_header.layout_fault([Span("a", 32, 42), Span("b", 64, 65)], 32, 97, 32)
+    )
+    assert "32 bytes in front of tensor 'b'" in str(
+        safetensors_header.layout_fault([Span("a", 32, 42), Span("b", 96, 97)], 32, 97, 32)
+    )
+    assert "inside of what is before it ('a')" in str(
+        safetensors_header.layout_fault([Span("a", 0, 42), Span("b", 32, 64)], 0, 64, 32)
+    )
+    assert "truncated: 64 bytes of 65" in str(
+        safetensors_header.layout_fault([Span("a", 32, 42), Span("b", 64, 65)], 32, 64, 32)
+    )

@@ -9,7 +9,7 @@ from torch import Tensor
 import problems
 from compress.errors import NumericalError
 from compress.numerics import linalg
-from compress.numerics.linalg import truncated, truncated_together
+from compress.numerics.linalg import truncated
 
 SHAPES = pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32), (1, 7), (7, 1)])
 
@@ -121,16 +121,6 @@ def test_the_randomized_form_comes_as_near(shape: tuple[int, int], metric: bool)
     assert abs(found.losses[6] - real) < 1e-6 * found.losses[0], "the loss is that of what was found"
     assert (found.losses >= exact.losses * (1 - 1e-9)).all()
     assert (found.losses <= exact.losses * 1.02).all()
-
-
-def test_one_right_factor_for_several_weights() -> None:
-    first, hessian = problem((20, 30))
-    second = 3 * problems.random(12, 30, seed=5)
-    lefts, right, losses = truncated_together([first, second], hessian, 7)
-    assert [left.shape for left in lefts] == [(20, 7), (12, 7)]
-    whole = problems.loss(first, lefts[0] @ right, hessian) + problems.loss(second, lefts[1] @ right, hessian)
-    assert whole == pytest.approx(losses[7].item(), rel=1e-5)
-    assert losses[7] == truncated(torch.cat((first, second)), hessian, 7).losses[7]
 
 
 def test_wide_matrices_are_solved_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compress.cli import app
+from compress.__main__ import main
 from sweep import models
 from sweep.tables import VOCABULARY
 
@@ -164,7 +164,7 @@ def _in_child(out: Path, err: Path, target: Callable[..., None], args: tuple[Any
 
 def _main(words: list[str]) -> None:
     sys.argv = ["compress", *words]
-    app.main()
+    main()
 
 
 def _build(name: str, place: Place) -> None:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from blocks import SITES, Case, difference, nearest, outputs, rounded_outputs, vectors
-from compress.quant import rtn, vptq
+from compress.papers.quant import vptq
+from compress.quant import rtn
 from compress.transform import awq
-from compress.transform.awq import Config, clamp, unclipped
+from compress.transform.awq import Config, clamp, never_clipped
 from compress.transform.search import trials
 from compress.types import Scheme
 from problems import random
@@ -159,11 +160,11 @@ def test_kept_linears_are_scaled_with_their_site_but_not_clipped() -> None:
 def test_queries_and_keys_are_not_clipped() -> None:
     queries_and_keys = {"self_attn.q_proj", "self_attn.k_proj"}
     for name in SITES:
-        assert unclipped(SITES[name]) == queries_and_keys
+        assert never_clipped(SITES[name]) == queries_and_keys
     case = Case("llama")
     before = case.copy()
     notes = awq.apply(case.block, case.sites[1:2], case.batches(), Config(), case.schemes(3, 16, clip_search=False))
-    assert unclipped(case.sites[1:2]) == set()  # nothing says what they are
+    assert never_clipped(case.sites[1:2]) == set()  # nothing says what they are
     assert "7 linears" in notes[-1]
     case = Case("llama")
     schemes = {n: s for n, s in case.schemes(3, 16, clip_search=False).items() if n in queries_and_keys}

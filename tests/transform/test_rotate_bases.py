@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from compress.errors import CheckpointError
 from compress.formats import transforms
 from compress.numerics import hadamard
 from compress.quant import gptq
-from compress.transform.rotate import Basis
-from compress.types import Quantized, Stats, WeightTransforms
+from compress.transform.bases import Basis, Orthogonal
+from compress.types import Stats, WeightTransforms
 from problems import random
 from runs import GPTQ, Setup, job, stored_tensors
 
@@ -184,12 +185,12 @@ def test_hessians_are_those_of_the_rotated_inputs(
 ) -> None:
     """Of block 0, whose inputs are exact: Q D H D Q^T behind a norm with weight 1 / D, and the operations left over."""
     seen: list[Tensor] = []
-    real = gptq.quantize
+    real = gptq.prepare
 
-    def quantize(weight: Tensor, stats: Stats | None, config: gptq.Config, seed: int) -> Quantized:
+    def prepare(weight: Tensor, stats: Stats | None, config: gptq.Config) -> Any:
         assert stats is not None
         seen.append(stats.hessian.double())
-        return real(weight, stats, config, seed)
+        return real(weight, stats, config)
 
     def collected(setup: Setup, out: Path) -> dict[str, Tensor]:
         """Linear of block 0 -> what its method is given."""
@@ -199,7 +200,7 @@ def test_hessians_are_those_of_the_rotated_inputs(
         assert order == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
         return dict(zip(order, seen[:7], strict=True))
 
-    monkeypatch.setattr(gptq, "quantize", quantize)
+    monkeypatch.setattr(gptq, "prepare", prepare)
     before = collected(GPTQ, tmp_path / "plain")
     after = collected(GPTQ.set(ROTATE), tmp_path / "rotated")
     q, r = bases
@@ -215,3 +216,14 @@ def test_hessians_are_those_of_the_rotated_inputs(
         expected = t @ before[name] @ t.T
         assert (after[name] - expected).norm() < 1e-5 * expected.norm(), name
         assert (after[name] - before[name]).norm() > 0.1 * expected.norm(), name
+
+
+@pytest.mark.parametrize("keep_mean", [False, True])
+def test_bases_and_their_inverses(keep_mean: bool) -> None:
+    x = torch.randn(5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    basis = Basis(24, 7, keep_mean)
+    assert torch.allclose(basis.transpose(basis.forward(x)), x, atol=1e-12)
+    same = Orthogonal(basis.dense(24))
+    assert torch.allclose(same.forward(x), basis.forward(x), atol=1e-12)
+    assert torch.allclose(same.transpose(x), basis.transpose(x), atol=1e-12)
+    assert torch.equal(Orthogonal().forward(x), x) and torch.equal(Orthogonal().transpose(x), x)

@@ -12,7 +12,8 @@ from blocks import SAMPLES, SITES, TOKENS, Case, outputs, per_token, vectors
 from compress import formats
 from compress.model.blockwise import BlockArgs
 from compress.model.graph import Site
-from compress.quant import gptq, rtn, vptq
+from compress.papers.quant import vptq
+from compress.quant import gptq, rtn
 from compress.transform.folding import fold
 from compress.transform.search import (
     Range,
@@ -22,7 +23,7 @@ from compress.transform.search import (
     fake_weight,
     observe,
     scalar_grid,
-    substituted,
+    substitute_weights,
     trials,
 )
 from compress.types import Activations, Scheme
@@ -182,9 +183,9 @@ def test_substitutes_are_taken_back() -> None:
     fc1 = case.block.get_submodule("fc1")
     x = random(3, 64)
     weight, bias = random(128, 64, seed=1), random(128, seed=2)
-    with substituted(case.block, {"fc1": Substitute(weight, bias, lambda x: 2 * x)}):
+    with substitute_weights(case.block, {"fc1": Substitute(weight, bias, lambda x: 2 * x)}):
         torch.testing.assert_close(fc1(x), 2 * x @ weight.T + bias)
-    with pytest.raises(RuntimeError, match="stop"), substituted(case.block, {"fc1": Substitute(weight)}):
+    with pytest.raises(RuntimeError, match="stop"), substitute_weights(case.block, {"fc1": Substitute(weight)}):
         raise RuntimeError("stop")
     assert {n: p.data_ptr() for n, p in case.block.named_parameters()} == pointers
     assert all(torch.equal(p, before[n]) for n, p in case.block.named_parameters())

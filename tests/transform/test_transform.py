@@ -133,12 +133,12 @@ def test_rotate_must_come_first(first: str, pico_dir: Callable[..., Path], tmp_p
     ("steps", "line"),
     [
         (
-            "[{method: spin}]",
-            "unknown transform plugin 'spin'; known: awq, clover, merge_kv_heads, outlier_suppression, ",
+            "[{method: spun}]",
+            "unknown transform plugin 'spun'; known: awq, rotate, smooth, clover, merge_kv_heads, outlier_suppression",
         ),
         (
             "[{residual: false}]",
-            "a transform needs a method, one of awq, clover, merge_kv_heads, outlier_suppression, rotate",
+            "a transform needs a method, one of awq, rotate, smooth, clover, merge_kv_heads, outlier_suppression",
         ),
         ("[{method: rotate, resid: false}]", "resid"),
         ("[{method: rotate, values: 1}]", "values"),

@@ -14,7 +14,7 @@ from compress import api, recipe
 from compress.errors import RecipeError
 from compress.tune import bias_correction
 from compress.tune.bias_correction import Config, workspace
-from compress.tune.held_block import Sizes
+from compress.tune.held_block import BlockSizes
 from pico import save_pico
 from runs import GPTQ, job, report_of, stored_tensors
 from small_block import Batch, SmallBlock, batches, held_error, plain_copy, quantized
@@ -140,7 +140,7 @@ def test_a_corrected_model(name: str, tmp_path: Path) -> None:
 
 
 def test_what_it_takes_is_counted() -> None:
-    assert workspace(Config(), Sizes(1000, 50, 20, 4, 512)) == 1000 * 12 + 2 * 50
+    assert workspace(Config(), BlockSizes(1000, 50, 20, 4, 512)) == 1000 * 12 + 2 * 50
 
 
 def test_settings_that_cannot_be() -> None:

@@ -22,7 +22,7 @@ from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
 from compress.tune import adamw8bit, blockwise
 from compress.tune.blockwise import BlockTuning, Config
-from compress.tune.held_block import Sizes
+from compress.tune.held_block import BlockSizes
 from compress.types import Activations, PackedWeight, Stored, WeightTransforms
 from pico import round_to_nearest, save_pico
 from runs import GPTQ, Setup, cli, contents, job, report_of, stored_tensors
@@ -125,7 +125,8 @@ def test_states_of_eight_bits_tune_as_well(monkeypatch: pytest.MonkeyPatch) -> N
     assert small.stages[-1].after == pytest.approx(wide.stages[-1].after, rel=0.1)
     assert small.stages[-1].after != wide.stages[-1].after
     wide_nbytes, small_nbytes = (
-        blockwise.workspace(Config(optimizer_states=states), Sizes(10**8, 0, 0, 4, 512)) for states in ("32bit", "8bit")
+        blockwise.workspace(Config(optimizer_states=states), BlockSizes(10**8, 0, 0, 4, 512))
+        for states in ("32bit", "8bit")
     )
     assert small_nbytes < 0.9 * wide_nbytes
 
@@ -238,15 +239,17 @@ def test_a_killed_run_goes_on_with_the_same_bytes(
 def test_what_tuning_takes_is_counted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skeleton = Skeleton(open_checkpoint(model))
     made = plan.make(GPTQ.load(), skeleton)
-    monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
-    sizes = Sizes(numel=1000, states=40, hidden=10, batch=4, seq_len=512)
+    monkeypatch.setattr(memory_plan, "TOKENIZING_NBYTES", 0)
+    sizes = BlockSizes(numel=1000, states=40, hidden=10, batch=4, seq_len=512)
     given = blockwise.workspace(Config(), sizes)
     assert given == 1000 * (8 + 24) + 40 + 2 * 2 * 10
     assert blockwise.workspace(Config(codes="signs"), sizes) == given + 1000 * 12
     assert blockwise.workspace(Config(tokens=2048), sizes) == given + 2 * 40
-    extras = (memory_plan.Extras(), memory_plan.Extras(tuning=lambda *sizes: 1 << 30))
+    extras = (memory_plan.MemoryDemands(), memory_plan.MemoryDemands(block_tuning=lambda *sizes: 1 << 30))
     plain, tuned = (memory_plan.arrange(made, skeleton, 8, 32, 1 << 40, each) for each in extras)
-    assert tuned.block_nbytes - (1 << 30) > memory_plan.TRAINING and tuned.peak_nbytes > plain.peak_nbytes + (1 << 30)
+    assert tuned.block_nbytes - (1 << 30) > memory_plan.TRAINING_NBYTES and tuned.peak_nbytes > plain.peak_nbytes + (
+        1 << 30
+    )
 
 
 @pytest.mark.parametrize(

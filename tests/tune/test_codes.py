@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from compress import formats, plugins
 from compress.formats import int as int_format
 from compress.model.blockwise import BlockArgs
-from compress.tune import portions
+from compress.tune import held_block
 from compress.tune.blockwise import BlockTuning, Config
 from compress.tune.codes.latent import MARGIN, Rounded
 from compress.tune.descend import descend
-from compress.tune.portions import Portions
-from compress.tune.trained import Rates, TrainedWeight, within
+from compress.tune.held_block import Portions
+from compress.tune.trained import Rates, TrainedWeight, strip_surroundings
 from compress.types import PackedWeight, Stored, WeightTransforms
 from pico import round_to_nearest
 from stored import samples
@@ -45,7 +45,7 @@ def rotated() -> tuple[Tensor, PackedWeight]:
     around = {"in_signs": torch.full((8,), 0xA5, dtype=torch.uint8)}
     plain = round_to_nearest(weight, 3, 16, symmetric=False)
     shell = PackedWeight(Stored("int", plain.params, AROUND), {**plain.tensors, **around}, plain.shape)
-    inner = within(weight, shell)
+    inner = strip_surroundings(weight, shell)
     assert inner is not None
     stored = round_to_nearest(inner, 3, 16, symmetric=False).tensors
     return weight, PackedWeight(shell.stored, {**stored, **around}, plain.shape)
@@ -67,10 +67,10 @@ def test_training_begins_with_what_is_stored(name: str, start: str) -> None:
     for weight, packed in served:
         trained = made(name, weight, packed, dataclasses.replace(RATES, start=start))
         assert torch.allclose(trained.weight(), formats.decode(packed, torch.float32), rtol=1e-5, atol=1e-5)
-        rounded = trained.rounded()
+        rounded = trained.pack()
         assert rounded.stored == packed.stored and rounded.tensors.keys() == packed.tensors.keys()
         assert all(torch.equal(tensor, rounded.tensors[key]) for key, tensor in packed.tensors.items())
-        assert trained.changed() in (0.0, None)
+        assert trained.changed_share() in (0.0, None)
 
 
 def test_latents_are_as_near_to_the_weight_as_their_cells_allow() -> None:
@@ -143,7 +143,7 @@ def test_signs_move_as_the_paper_says() -> None:
         assert torch.allclose(moved[inside], -rate * mixing.sign()[inside], atol=1e-6)
     assert inside.float().mean() > 0.5
     assert offset.value().abs().max() <= 0.5 + 0.5 / steps + 1e-6  # the sum of all rates
-    assert beta.value().min() > 0.4 and 0 < (trained.changed() or 0) < 1
+    assert beta.value().min() > 0.4 and 0 < (trained.changed_share() or 0) < 1
 
 
 class Pair(nn.Module):
@@ -238,8 +238,8 @@ def test_a_step_takes_some_samples_where_they_do_not_hear_of_each_other() -> Non
         found = [hidden for hidden, _, _ in islice(cut.endless(), 4)]
         assert [len(hidden) for hidden in found] == sizes
         assert torch.equal(torch.cat(found)[:8], x[1:].flatten(0, 1)[:8])
-        assert [id(batch[0]) for batch in cut.held()] == [id(batches[0][0])]
-    hidden, call, target = portions.part(batches[1], slice(2, 4))
+        assert [id(batch[0]) for batch in cut.held_out()] == [id(batches[0][0])]
+    hidden, call, target = held_block.batch_part(batches[1], slice(2, 4))
     assert torch.equal(call.args[0].flatten(), torch.tensor([2.0, 3.0])) and call.args[1].shape == (8, 1)
     assert torch.equal(hidden, x[1, 2:]) and torch.equal(target, x[1, 2:])
 

@@ -22,8 +22,8 @@ from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
 from compress.tune import end_to_end, streamed
 from compress.tune.end_to_end import Config
-from compress.tune.streamed import StreamedModel, Text
-from compress.tune.whole_model import DiskSizes, Result, Sizes, Work
+from compress.tune.streamed import StreamedModel, TrainingText
+from compress.tune.whole_model import DiskSizes, TuningResult, TuningWork, WholeModelSizes
 from compress.types import IN_SCALE, PackedWeight
 from pico import VOCAB_SIZE, save_pico
 from runs import GPTQ, Setup, contents, job, report_of, stored_tensors
@@ -58,7 +58,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
     return make
 
 
-def opened(paths: tuple[Path, Path], folder: Path, batch: int = 4, is_held: bool = True) -> tuple[StreamedModel, Text]:
+def opened(
+    paths: tuple[Path, Path], folder: Path, batch: int = 4, is_held: bool = True
+) -> tuple[StreamedModel, TrainingText]:
     """The packed model and a text for it, with all of the original's log-probabilities."""
     original = Skeleton(open_checkpoint(paths[0]))
     reference = reference_logprobs.load(original, TOKENS, folder, VOCAB_SIZE)
@@ -129,10 +131,12 @@ def test_neither_batches_nor_files_change_more_than_the_order_of_sums(made: Any,
         assert all(torch.allclose(g, found[0][1][key], rtol=1e-3, atol=1e-5) for key, g in gradients.items())
 
 
-def tuned(paths: tuple[Path, Path], folder: Path, config: Config, tokens: Tensor = TOKENS, batch: int = 2) -> Result:
+def tuned(
+    paths: tuple[Path, Path], folder: Path, config: Config, tokens: Tensor = TOKENS, batch: int = 2
+) -> TuningResult:
     before = contents(paths[1])
     said: list[str] = []
-    work = Work(paths[1], open_checkpoint(paths[0]), tokens, CPU, batch, folder, False, said.append)
+    work = TuningWork(paths[1], open_checkpoint(paths[0]), tokens, CPU, batch, folder, False, said.append)
     result = end_to_end.train(config, work)
     assert contents(paths[1]) == before and any("step 1 of" in text for text in said)
     return result
@@ -214,7 +218,7 @@ def test_its_files_are_counted(top_k: int, made: Any, tmp_path: Path, monkeypatc
     monkeypatch.setattr(reference_logprobs, "write_shard", writing)
     monkeypatch.setattr(StreamedModel, "divergence", measuring)
     config, paths = Config(1, batch_tokens=480, top_k=top_k, held_out=3), made("experts")
-    work = Work(paths[1], open_checkpoint(paths[0]), TOKENS, CPU, 2, tmp_path, True, lambda _: None)
+    work = TuningWork(paths[1], open_checkpoint(paths[0]), TOKENS, CPU, 2, tmp_path, True, lambda _: None)
     end_to_end.train(config, work)
     said = end_to_end.disk(config, DiskSizes(6, 24, 64, VOCAB_SIZE, 0))
     assert 0.9 * said < seen[0] < said + 2048 and len(seen) > 1 and max(seen[1:]) < seen[0]  # a header
@@ -261,7 +265,7 @@ def test_steps_have_the_same_samples_whatever_fits_into_memory(
     seen: list[list[int]] = []
     real = StreamedModel.gradients
 
-    def note(self: StreamedModel, text: Text, batches: list[slice], numbers: Any) -> Any:
+    def note(self: StreamedModel, text: TrainingText, batches: list[slice], numbers: Any) -> Any:
         seen.append([text.first + sample for samples in batches for sample in range(samples.start, samples.stop)])
         return real(self, text, batches, numbers)
 
@@ -275,10 +279,12 @@ def test_steps_have_the_same_samples_whatever_fits_into_memory(
 
 
 def test_blocks_that_hand_each_other_more_are_said(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Text, "is_separable", property(lambda self: False))
-    work = Work(made("experts")[1], open_checkpoint(made("experts")[0]), TOKENS, CPU, 2, tmp_path, True, print)
+    monkeypatch.setattr(TrainingText, "is_separable", property(lambda self: False))
+    work = TuningWork(made("experts")[1], open_checkpoint(made("experts")[0]), TOKENS, CPU, 2, tmp_path, True, print)
     result = end_to_end.train(Config(), work)
-    assert result == Result("not tuned end to end: blocks of this model hand each other more than hidden states", {})
+    assert result == TuningResult(
+        "not tuned end to end: blocks of this model hand each other more than hidden states", {}
+    )
 
 
 BOTH = "tune=[{method: blockwise, steps: 6, between: 3}, {method: end_to_end, steps: 8, batch_tokens: 64}]"
@@ -339,18 +345,18 @@ def test_the_plan_counts_its_time(made: Any, tmp_path: Path) -> None:
 
 
 def test_what_tuning_takes_is_counted(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
+    monkeypatch.setattr(memory_plan, "TOKENIZING_NBYTES", 0)
     skeleton = Skeleton(open_checkpoint(made("experts")[0]))
     planned = plan.make(MADE["experts"][1].load(), skeleton)
-    given: list[tuple[Sizes, int, bool]] = []
+    given: list[tuple[WholeModelSizes, int, bool]] = []
 
-    def whole(sizes: Sizes, batch: int, is_spilled: bool) -> int:
+    def whole(sizes: WholeModelSizes, batch: int, is_spilled: bool) -> int:
         given.append((sizes, batch, is_spilled))
         return 1 << 30
 
-    extras = memory_plan.Extras(whole=whole)
+    extras = memory_plan.MemoryDemands(model_tuning=whole)
     arranged = memory_plan.arrange(planned, skeleton, 8, 32, 1 << 40, extras)
-    assert arranged.peak_nbytes > (1 << 30) + memory_plan.TRAINING
+    assert arranged.peak_nbytes > (1 << 30) + memory_plan.TRAINING_NBYTES
     sizes, batch, is_spilled = given[0]
     assert (batch, is_spilled, sizes.tokens, sizes.seq_len) == (8, False, 256, 32)
     model = StreamedModel(made("experts")[1], CPU, True)

@@ -14,9 +14,8 @@ from compress.formats import e8p as e8p_format
 from compress.formats import trellis as trellis_format
 from compress.tune import blockwise
 from compress.tune.codes import pv
-from compress.tune.codes.lattice_points import LatticePoints
-from compress.tune.codes.paths import Paths
-from compress.tune.codes.units import Units
+from compress.tune.codes.pv import LatticePoints, Paths
+from compress.tune.codes.vectors import Units
 from compress.tune.trained import Rates
 from compress.types import PackedWeight
 from stored import random_weight, samples
@@ -59,9 +58,9 @@ def test_training_begins_with_what_is_stored_to_the_bit(packed: PackedWeight) ->
     assert pv.serves(packed)
     codes = pv.Codes(packed, near(packed, 0.1), RATES)
     assert torch.equal(codes.weight(), formats.decode(packed, torch.float32))
-    rounded = codes.rounded()
+    rounded = codes.pack()
     assert all(torch.equal(rounded.tensors[name], tensor) for name, tensor in packed.tensors.items())
-    assert codes.changed() == 0.0
+    assert codes.changed_share() == 0.0
 
 
 def test_formats_without_units_keep_their_codes() -> None:
@@ -118,7 +117,7 @@ def test_paths_are_as_good_as_the_best_closed_ones() -> None:
         before = squares(units.matrix(), wanted, units)
         units.encode(wanted, torch.arange(12))
         after = squares(units.matrix(), wanted, units)
-        assert (after <= before).all() and units.changed() > 0.1
+        assert (after <= before).all() and units.changed_share() > 0.1
         if params.row_scales:
             continue  # weighed alike in the search
         table = trellis_format.states_table(params, packed.tensors.get("table")).double()
@@ -145,7 +144,7 @@ def test_only_the_chosen_units_move_and_only_nearer(packed: PackedWeight) -> Non
     units.encode(again, torch.arange(len(units.units(again))))
     assert torch.equal(matrix_of(units.packed), again)  # nothing is nearer than what is there
     units.restore()
-    assert torch.equal(matrix_of(units.packed), before) and units.changed() == 0
+    assert torch.equal(matrix_of(units.packed), before) and units.changed_share() == 0
 
 
 def descended(packed: PackedWeight, wanted: Tensor, steps: int) -> tuple[pv.Codes, list[float]]:
@@ -166,11 +165,11 @@ def test_codes_come_nearer_and_are_stored_as_they_are(packed: PackedWeight, monk
     wanted = near(packed, 0.7)
     codes, errors = descended(packed, wanted, 60)
     assert min(errors) < 0.9 * errors[0]
-    assert 0 < codes.changed() < 1
-    assert torch.equal(formats.decode(codes.rounded(), torch.float32), codes.weight())
+    assert 0 < codes.changed_share() < 1
+    assert torch.equal(formats.decode(codes.pack(), torch.float32), codes.weight())
     other, _ = descended(packed, wanted, 60)
-    tensors = other.rounded().tensors
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in codes.rounded().tensors.items())
+    tensors = other.pack().tensors
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in codes.pack().tensors.items())
 
 
 def test_what_training_holds_is_counted(packed: PackedWeight) -> None:
@@ -194,7 +193,7 @@ def test_a_block_is_never_worse_for_moves(format: str) -> None:
         units = units_of(random_weight(format, params, (weight.shape[0], weight.shape[1]), seed))
         units.trained["scale"].start.fill_(float(weight.std()) / 1.1)
         units.encode(weight, torch.arange(len(units.units(weight))))
-        tuning.add(name, units.rounded())
+        tuning.add(name, units.pack())
     packed, _, said = tuning.finish()
     stage = tuning.stages[-1]
     assert stage.after < stage.before and "codes that moved" in said and "cannot" not in said

@@ -15,12 +15,11 @@ from compress.calib import fisher
 from compress.errors import RecipeError
 from compress.model.blockwise import BlockArgs
 from compress.model.skeleton import Skeleton
-from compress.run import layer_needs, linear_sizes, plan
+from compress.run import plan, sizes
 from compress.storage.checkpoint import open_checkpoint
-from compress.tune import blockwise, preserved
-from compress.tune.blockwise import BlockTuning, Config
-from compress.tune.held_block import Sizes
-from compress.tune.preserved import Preserved
+from compress.tune import blockwise
+from compress.tune.blockwise import BlockTuning, Config, Preserved
+from compress.tune.held_block import BlockSizes
 from compress.types import Fisher
 from pico import round_to_nearest, save_pico
 from runs import GPTQ, Setup, contents, job, stored_tensors
@@ -166,15 +165,15 @@ def test_gradients_do_not_change_what_is_tuned(held: Held, model: Path, tmp_path
 
 
 def test_what_it_takes_is_counted(model: Path) -> None:
-    of_block = Sizes(1000, 50, 40, 4, 512)
+    of_block = BlockSizes(1000, 50, 40, 4, 512)
     settings = [Config(codes="clips", between=0, preserve=preserve) for preserve in (0, 0.1)]
-    sizes = [blockwise.workspace(config, of_block) for config in settings]
-    assert sizes[1] - sizes[0] == 1000 * preserved.BYTES
+    needs = [blockwise.workspace(config, of_block) for config in settings]
+    assert needs[1] - needs[0] == 1000 * blockwise.PRESERVED_NBYTES
     layers = plan.make(GPTQ.load(), Skeleton(open_checkpoint(model))).layers
-    assert linear_sizes.gradients(layers, 2, every=False) == 0
-    assert linear_sizes.gradients(layers, 2, every=True) == 10 * sum(layer.spec.numel for layer in layers)
-    asks = [layer_needs.tuning_needs_gradients(tuned(8, preserve).load()) for preserve in (0, 0.1)]
-    assert asks == [False, True] and not layer_needs.tuning_needs_gradients(GPTQ.load())
+    assert sizes.gradient_nbytes(layers, 2, every=False) == 0
+    assert sizes.gradient_nbytes(layers, 2, every=True) == 10 * sum(layer.spec.numel for layer in layers)
+    asks = [sizes.tuning_needs_gradients(tuned(8, preserve).load()) for preserve in (0, 0.1)]
+    assert asks == [False, True] and not sizes.tuning_needs_gradients(GPTQ.load())
 
 
 @pytest.mark.parametrize("preserve", ["-0.1", ".inf", ".nan"])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from compress import formats
 from compress.runtime.linear import PackedLinear
-from compress.tune import quantized_inputs
+from compress.tune import held_block
 from compress.types import IN_SCALE, Activations, PackedWeight, WeightTransforms
 from pico import round_to_nearest
 
@@ -51,7 +51,7 @@ def test_outputs_are_those_of_the_packed_linear(activations: Activations, ops: W
     packed, x = packed_weight(activations, ops), inputs()
     linear = plain(packed)
     exact = linear(x)
-    quantized_inputs.attach(linear, packed)
+    held_block.attach_quantized_inputs(linear, packed)
     expected = PackedLinear.from_packed(packed, None)(x)
     assert torch.allclose(linear(x), expected, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(exact, expected, rtol=1e-3, atol=1e-3)
@@ -60,7 +60,7 @@ def test_outputs_are_those_of_the_packed_linear(activations: Activations, ops: W
 def test_gradients_pass_the_rounding() -> None:
     packed = packed_weight(Activations(bits=8), AROUND)
     linear, x = plain(packed), inputs().requires_grad_()
-    quantized_inputs.attach(linear, packed)
+    held_block.attach_quantized_inputs(linear, packed)
     linear(x).sum().backward()
     assert torch.allclose(x.grad, linear.weight.sum(0).expand_as(x), rtol=1e-4, atol=1e-4)  # nothing is clipped
 
@@ -69,5 +69,5 @@ def test_inputs_stay_as_they_are_without_activations() -> None:
     packed = packed_weight(Activations(bits=8), WeightTransforms())
     packed = PackedWeight(dataclasses.replace(packed.stored, activations=None), packed.tensors, packed.shape)
     linear = plain(packed)
-    quantized_inputs.attach(linear, packed)
+    held_block.attach_quantized_inputs(linear, packed)
     assert torch.equal(linear(inputs()), nn.functional.linear(inputs(), linear.weight))

@@ -47,7 +47,9 @@ def copied(directory: Path, out: Path) -> Path:
     return out
 
 
-def trained(directory: Path, model: Path, tokens: Tensor, asked: low_rank.Request, *more: Any) -> low_rank.Result:
+def trained(
+    directory: Path, model: Path, tokens: Tensor, asked: low_rank.LowRankRequest, *more: Any
+) -> low_rank.LowRankResult:
     """Train a checkpoint, and write what is better into its shards."""
     before = contents(directory)
     result, factors = low_rank.train_model(directory, model, tokens, asked, *more)
@@ -68,7 +70,7 @@ def test_the_whole_model_comes_nearer_to_the_original(made: tuple[Path, Path], t
     model, packed = made
     out = copied(packed, tmp_path / "out")
     said: list[str] = []
-    asked = low_rank.Request(40, 3e-3, names(packed))
+    asked = low_rank.LowRankRequest(40, 3e-3, names(packed))
     result = trained(out, model, TOKENS.repeat(2, 1), asked, "cpu", said.append)
     assert (
         result.improved
@@ -89,19 +91,21 @@ def test_only_the_asked_parts_and_only_if_it_is_better(made: tuple[Path, Path], 
     model, packed = made
     one = frozenset({"model.layers.1.mlp.down_proj"})
     out = copied(packed, tmp_path / "out")
-    assert trained(out, model, TOKENS.repeat(2, 1), low_rank.Request(20, 3e-3, one), "cpu", lambda _: None).improved
+    assert trained(
+        out, model, TOKENS.repeat(2, 1), low_rank.LowRankRequest(20, 3e-3, one), "cpu", lambda _: None
+    ).improved
     before, after = stored_tensors(packed), stored_tensors(out)
     changed = {name.rsplit(".", 1)[0] for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert changed == one
     worse = copied(packed, tmp_path / "worse")
-    result = trained(worse, model, TOKENS, low_rank.Request(8, 3.0, names(packed)), "cpu", lambda _: None)
+    result = trained(worse, model, TOKENS, low_rank.LowRankRequest(8, 3.0, names(packed)), "cpu", lambda _: None)
     assert not result.improved and "no better, so the parts stay as they were" in result.note
     assert contents(worse) == contents(packed)
 
 
 def test_the_same_again(made: tuple[Path, Path], tmp_path: Path) -> None:
     model, packed = made
-    asked = low_rank.Request(5, 1e-3, names(packed))
+    asked = low_rank.LowRankRequest(5, 1e-3, names(packed))
     outs = [copied(packed, tmp_path / name) for name in "ab"]
     for out in outs:
         trained(out, model, TOKENS, asked, "cpu", lambda _: None)
@@ -150,9 +154,9 @@ def test_a_block_comes_nearer_to_what_it_gave(made: tuple[Path, Path]) -> None:
 
 
 def test_settings() -> None:
-    assert low_rank.requested({"a": None, "b": Correction(4)}) is None
+    assert low_rank.find_request({"a": None, "b": Correction(4)}) is None
     settings = {"a": Correction(4, train=3), "b": Correction(4), "c": Correction(4, train=7, train_rate=0.1)}
-    assert low_rank.requested(settings) == low_rank.Request(7, 0.1, frozenset("ac"))
+    assert low_rank.find_request(settings) == low_rank.LowRankRequest(7, 0.1, frozenset("ac"))
     with pytest.raises(RecipeError, match="bits 8 of a low-rank factor cannot be trained; set bits: 16"):
         load("int4", ["lowrank={rank: 4, bits: 8, train: 10}"])
     with pytest.raises(RecipeError, match="train -1"):
@@ -166,7 +170,7 @@ def test_a_loss_that_is_not_finite_is_one_clear_line() -> None:
 
 def test_the_memory_of_training_is_predicted(made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_memory, "resident", lambda: 0)
-    monkeypatch.setattr(memory_plan, "TOKENIZING", 0)
+    monkeypatch.setattr(memory_plan, "TOKENIZING_NBYTES", 0)
     skeleton = Skeleton(open_checkpoint(made[0]))
 
     def peak(lowrank: str, samples: int = 6) -> int:
@@ -174,7 +178,9 @@ def test_the_memory_of_training_is_predicted(made: tuple[Path, Path], monkeypatc
         return memory_plan.arrange(planned, skeleton, samples, 32, 1 << 40).peak_nbytes
 
     alone, blocks, whole = (peak(f"{{rank: 4{more}}}") for more in ("", ", train_blocks: 5", ", train: 5"))
-    assert alone + memory_plan.TRAINING < blocks < alone + 1.2 * memory_plan.TRAINING  # all else is small here
+    assert (
+        alone + memory_plan.TRAINING_NBYTES < blocks < alone + 1.2 * memory_plan.TRAINING_NBYTES
+    )  # all else is small here
     planned = plan.make(GPTQ.set(*PART, "lowrank={rank: 4}").load(), skeleton)
     linears = sum(layer.spec.numel for layer in planned.layers)
     parameters = linears + sum(nbytes for name, nbytes in planned.kept_nbytes.items()) // 4
@@ -183,9 +189,9 @@ def test_the_memory_of_training_is_predicted(made: tuple[Path, Path], monkeypatc
     sizes = low_rank.TrainingSizes(parameters, linears, planned.quantized_nbytes, trained, 264, states)
     assert sizes.trained == sum(t.numel() for name, t in stored_tensors(made[1]).items() if "lowrank_" in name)
     tokenizer = sum(path.stat().st_size for path in made[0].glob("tokenizer*"))
-    kept = memory_plan.KEPT + memory_plan.TOKENIZER_KEPT * tokenizer + 8 * 6 * 32
-    assert whole == memory_plan.SLACK + kept + int(
-        memory_plan.MARGIN * (memory_plan.TRAINING + low_rank.whole_workspace(sizes, 32))
+    kept = memory_plan.KEPT_NBYTES + memory_plan.TOKENIZER_KEPT_FACTOR * tokenizer + 8 * 6 * 32
+    assert whole == memory_plan.SLACK_NBYTES + kept + int(
+        memory_plan.MARGIN_FACTOR * (memory_plan.TRAINING_NBYTES + low_rank.whole_workspace(sizes, 32))
     )
     models = 4 * (2 * parameters - linears) + sizes.packed + 4 * linears
     assert low_rank.whole_workspace(sizes, 32) == models + 1024 * 4 * (states + 5 * 264) + 16 * trained

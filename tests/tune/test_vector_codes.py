@@ -11,7 +11,7 @@ from torch import Tensor
 from compress import formats, plugins
 from compress.formats import codebook
 from compress.tune.codes import pv, vectors
-from compress.tune.codes.vectors import Vectors
+from compress.tune.codes.vectors import CodebookVectors
 from compress.tune.trained import Rates
 from compress.types import PackedWeight
 from stored import samples
@@ -42,9 +42,9 @@ def test_there_are_weights_of_every_layout() -> None:
     assert factored and not any(map(vectors.serves, factored))
 
 
-def with_code(weight: Vectors, stage: int, place: tuple[int, int], code: int) -> Tensor:
+def with_code(weight: CodebookVectors, stage: int, place: tuple[int, int], code: int) -> Tensor:
     """The matrix with one code replaced, decoded in the ordinary way, float64."""
-    held = Vectors(weight.packed)
+    held = CodebookVectors(weight.packed)
     codes = [each.clone() for each in held.codes]
     codes[stage][place] = code
     held.set_codes(codes)
@@ -53,7 +53,7 @@ def with_code(weight: Vectors, stage: int, place: tuple[int, int], code: int) ->
 
 def test_best_entries_are_those_of_a_search_that_decodes() -> None:
     for packed in weights():
-        weight, wanted = Vectors(packed), target(packed, 1)
+        weight, wanted = CodebookVectors(packed), target(packed, 1)
         columns = weight.codes[0].shape[1]
         places = [(0, 0), (weight.codes[0].shape[0] - 1, columns - 1), (1, columns // 2)]
         chosen = torch.tensor([row * columns + column for row, column in places])
@@ -73,7 +73,7 @@ def test_best_entries_are_those_of_a_search_that_decodes() -> None:
 
 def test_codes_that_are_set_are_packed() -> None:
     for packed in weights():
-        weight = Vectors(packed)
+        weight = CodebookVectors(packed)
         generator = torch.Generator().manual_seed(3)
         codes = [
             torch.randint(0, 2**bits, each.shape, generator=generator)
@@ -83,9 +83,9 @@ def test_codes_that_are_set_are_packed() -> None:
         formats.check(weight.packed, "w")
         read = codebook.unpack_codes(weight.packed.tensors, packed.params, packed.shape)
         assert all(torch.equal(a, b.long()) for a, b in zip(codes, read, strict=True))
-        assert 0 < weight.changed() <= 1
+        assert 0 < weight.changed_share() <= 1
         weight.restore()
-        assert weight.changed() == 0
+        assert weight.changed_share() == 0
         assert all(torch.equal(weight.packed.tensors[name], tensor) for name, tensor in packed.tensors.items())
 
 
@@ -99,7 +99,7 @@ def test_gradients_go_straight_through_the_codes() -> None:
 
 def other_codes(packed: PackedWeight) -> PackedWeight:
     """The weight with one code in eight drawn anew."""
-    weight, generator = Vectors(packed), torch.Generator().manual_seed(5)
+    weight, generator = CodebookVectors(packed), torch.Generator().manual_seed(5)
     codes = []
     for each, bits in zip(weight.codes, packed.params.bits, strict=True):
         drawn = torch.randint(0, 2**bits, each.shape, generator=generator)
@@ -124,8 +124,8 @@ def test_codes_that_were_moved_away_come_back(way: str, left: float) -> None:
                 codes.target.dense.moved.grad = None
             codes.behind(step)
         last = float((codes.weight().detach() - wanted).square().sum())
-        assert last < left * first and 0 < codes.changed() < 0.25
-        stored = formats.decode(codes.rounded(), torch.float32)
+        assert last < left * first and 0 < codes.changed_share() < 0.25
+        stored = formats.decode(codes.pack(), torch.float32)
         assert torch.allclose(stored, codes.weight(), rtol=1e-5, atol=1e-7)
 
 
@@ -135,7 +135,7 @@ def test_few_codes_move_at_a_time() -> None:
     codes.target.dense.moved.data.normal_(std=5.0, generator=torch.Generator().manual_seed(7))
     count = codes.units.codes[0].numel()
     codes.behind(pv.EVERY - 2)
-    assert codes.changed() == 0
+    assert codes.changed_share() == 0
     codes.behind(pv.EVERY - 1)
     moved = sum(int((a != b).sum()) for a, b in zip(codes.units.codes, codes.units.first, strict=True))
-    assert 0 < moved <= max(1, int(Vectors.share * count))
+    assert 0 < moved <= max(1, int(CodebookVectors.share * count))

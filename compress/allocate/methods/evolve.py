@@ -11,7 +11,7 @@ the parent joins the last. By default we do otherwise, in order to need fewer to
 - the start is the table's solution (allocate/solver.py), and changes trade between units of all sizes and use up the
   budget;
 - offspring are the best of many random changes by a surrogate, the table's damages corrected by what has been measured
-  since the search began (allocate/surrogate.py); a share is random all the same;
+  since the search began (allocate/search_state.py); a share is random all the same;
 - a race: offspring and parent are measured on the same sequences from the first stage on, a stage adds sequences, what
   is not expected to be better than the parent is out at once, and the order is that of the expected differences: those
   measured, drawn towards the surrogate's the more, the fewer sequences they were measured on. Many generations end
@@ -36,11 +36,10 @@ from typing import Literal
 from compress.allocate import mutation, search_state, solver
 from compress.allocate.mutation import Moves
 from compress.allocate.problem import AUTO, Allocated, Choice, ChoiceEvaluator, Estimator, Problem
-from compress.allocate.search_state import SearchState
-from compress.allocate.surrogate import Observation, Surrogate, UnitValues
+from compress.allocate.search_state import Observation, SearchState, Surrogate, UnitValues
 
-PROPOSALS = 32  # random changes of which the surrogate takes the best, for one offspring
-TRIES = 100  # at random changes, for each that is wanted; small problems have few
+PROPOSALS_PER_CHILD = 32  # random changes of which the surrogate takes the best, for one offspring
+RANDOM_TRIES_PER_CHILD = 100  # small problems have few changes
 
 
 @dataclass(frozen=True)
@@ -129,10 +128,10 @@ def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None
         "tokens": float(state.tokens + len(ends) * len(everything) * evaluator.seq_len),
         "seconds": time.monotonic() - began,
     }
-    return Allocated(ends[best], (_told(state, kls, best),), tuple(state.trace), facts)
+    return Allocated(ends[best], (_sentence(state, kls, best),), tuple(state.trace), facts)
 
 
-def _told(state: SearchState, kls: Sequence[float], best: int) -> str:
+def _sentence(state: SearchState, kls: Sequence[float], best: int) -> str:
     after = f"after {state.generation} generations"
     if best:
         return f"On all sequences the search lowered KL from {kls[0]:.5f} to {kls[best]:.5f} {after}."
@@ -144,14 +143,14 @@ def _told(state: SearchState, kls: Sequence[float], best: int) -> str:
 def search(problem: Problem, config: Config, evaluator: ChoiceEvaluator) -> Iterator[SearchState]:
     """Yield the state at the start and after each generation, the same object; goes on where a search was killed."""
     problem.check()
-    return _Search(problem, config, evaluator).run()
+    return _Evolution(problem, config, evaluator).run()
 
 
 def _has_table(config: Config) -> bool:
     return config.start == "hull" or config.surrogate
 
 
-class _Search:
+class _Evolution:
     """One search. Chance is that of the seed and the number of the generation, so that nothing of it must be kept."""
 
     def __init__(self, problem: Problem, config: Config, evaluator: ChoiceEvaluator) -> None:
@@ -217,7 +216,7 @@ class _Search:
         if config.start == "hull":
             choices = [solver.solve(self.problem, self.damages).choice]
         else:
-            choices = list(dict.fromkeys(mutation.rounded_down(self.moves, rng) for _ in range(config.initial)))
+            choices = list(dict.fromkeys(mutation.round_down(self.moves, rng) for _ in range(config.initial)))
         kls = self._kl(choices, self._subset(config.initial_tokens, rng))
         kl, start = min(zip(kls, choices, strict=True))
         state = SearchState(start, start, trace=[{"generation": 0.0, "kl": kl}])
@@ -246,32 +245,32 @@ class _Search:
         return Surrogate(values, self.alike, [*state.measured, *more], sizes)
 
     def _children(self, state: SearchState, model: Surrogate | None, rng: Random) -> list[Choice]:
-        """Return different choices, none of them the parent; fewer than asked for where no more are found.
+        """Return different choices, none of them the parent; fewer than asked for where there are no more.
 
         A race does not try again what has lost to this parent, until there is nothing else.
         """
         count, parent = self.config.offspring, state.parent
         known = {parent, *(state.rejected if self.config.selection == "racing" else ())}
-        found: dict[Choice, None] = {}
+        children: dict[Choice, None] = {}
         if model is not None:
             values = model.mean()
             for _ in range(count - round(self.config.random_share * count)):
-                if child := self._promising(parent, known | found.keys(), values, rng):
-                    found[child] = None
-        for _ in range(TRIES * count):
-            if len(found) == count:
+                if child := self._promising(parent, known | children.keys(), values, rng):
+                    children[child] = None
+        for _ in range(RANDOM_TRIES_PER_CHILD * count):
+            if len(children) == count:
                 break
             if child := self._random(parent, rng):
                 if model is not None:
-                    child = mutation.filled(self.moves, child, self.damages)
+                    child = mutation.fill(self.moves, child, self.damages)
                 if child not in known:
-                    found[child] = None
-        return list(found)
+                    children[child] = None
+        return list(children)
 
     def _random(self, parent: Choice, rng: Random) -> Choice | None:
         if self.config.groups == "none":
-            return mutation.traded(self.moves, parent, rng)
-        return mutation.switched(self.moves, parent, self.groups, rng)
+            return mutation.trade(self.moves, parent, rng)
+        return mutation.switch_levels(self.moves, parent, self.groups, rng)
 
     def _promising(self, parent: Choice, known: Set[Choice], values: UnitValues, rng: Random) -> Choice | None:
         """Return the best new choice by `values` of some guided changes; None if there is none."""
@@ -280,7 +279,7 @@ class _Search:
             pairs = zip(values, choice, parent, strict=True)
             return float(f"{sum(row[i] - row[j] for row, i, j in pairs if i != j):.9g}"), choice
 
-        drawn = {mutation.guided(self.moves, parent, values, rng) for _ in range(PROPOSALS)}
+        drawn = {mutation.mutate_guided(self.moves, parent, values, rng) for _ in range(PROPOSALS_PER_CHILD)}
         new = [choice for choice in drawn if choice is not None and choice not in known]
         return min(new, key=worth, default=None)
 
@@ -315,10 +314,10 @@ class _Search:
             for child, kl in zip(alive, kls, strict=True):
                 sums[child] += (kl - base) * len(samples)
                 counts[child] += len(samples)
-            measured = [_measured(state.parent, child, sums[child], counts[child]) for child in children]
+            measured = [_observe(state.parent, child, sums[child], counts[child]) for child in children]
             differences = [one.difference for one in measured]
             if model is not None:
-                differences = self._surrogate(state, measured, model.sizes).expected()[-len(children) :]
+                differences = self._surrogate(state, measured, model.sizes).expected_differences()[-len(children) :]
             gains = dict(zip(children, differences, strict=True))
             better = [child for child in alive if gains[child] < 0]
             alive = sorted(better, key=lambda child: (gains[child], child))[:keep]
@@ -329,7 +328,7 @@ class _Search:
         return (alive[0], kl + gains[alive[0]]) if alive else (state.parent, kl)
 
 
-def _measured(parent: Choice, child: Choice, differences: float, sequences: int) -> Observation:
+def _observe(parent: Choice, child: Choice, differences: float, sequences: int) -> Observation:
     """Return the observation of a child; differences: their sum over the sequences."""
     change = {unit: (old, new) for unit, (old, new) in enumerate(zip(parent, child, strict=True)) if old != new}
     return Observation(change, differences / sequences, sequences)

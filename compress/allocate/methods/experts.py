@@ -26,8 +26,8 @@ Differences from the paper and its released code, and why:
 Units that are no experts have damages of another kind, which cannot be added to these: they get one option, `dense`.
 Mostly a recipe's rules fix attention, and there are none.
 
-Not done: options for parts of an expert (units should be whole experts); the pruning of experts at run time, which is
-the runtime's.
+Not done: options for parts of an expert (units should be whole experts). Experts are pruned at run time by
+compress/runtime/experts.py (`experts: {prune: true}` of a recipe).
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from compress.allocate import uniform_options
-from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem, Unit
-from compress.allocate.solver import Limits, LinearSide, Solution, solve
+from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem, Unit, entries_at, option_named, rank_options
+from compress.allocate.solver import LinearSide, Solution, SolverLimits, solve
 from compress.errors import BudgetError, RecipeError
 
 ERRORS = {"squares": "expert_squares", "norms": "expert"}  # their names among damages
 
 
 @dataclass(frozen=True)
-class Config(Limits):
+class Config(SolverLimits):
     error: Literal["squares", "norms"] = "squares"  # of the block's output with one expert alone at the option, summed
     # over tokens: squared norms, or norms
     alpha: float = 0.0  # exponent of an expert's share of the tokens
@@ -82,15 +81,15 @@ def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None
     chosen = [0] * len(units)
     notes = []
     if others := [i for i, unit in enumerate(units) if not unit.is_expert]:
-        dense = uniform_options.named([units[i] for i in others], "dense", config.dense, -1)
-        for i, entry in zip(others, uniform_options.at([units[i] for i in others], dense), strict=True):
+        dense = option_named([units[i] for i in others], "dense", config.dense, -1)
+        for i, entry in zip(others, entries_at([units[i] for i in others], dense), strict=True):
             chosen[i] = entry
         notes.append(f"{len(others)} units that are no experts are stored with {dense}")
     room = problem.budget - sum(units[i].entries[chosen[i]].nbytes for i in others)
     if room <= 0:
         raise BudgetError(f"{notes[0]}, which leaves nothing; raise the target, or name a smaller allocate.dense")
     damage = bound = 0.0
-    for group, solution in _solved([units[i] for i in experts], room, config):
+    for group, solution in _solve_groups([units[i] for i in experts], room, config):
         for i, entry in zip(group, solution.choice, strict=True):
             chosen[experts[i]] = entry
         damage, bound = damage + solution.damage, bound + solution.bound
@@ -98,30 +97,28 @@ def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None
     return Allocated(tuple(chosen), tuple(dict.fromkeys(notes)), facts={"damage": damage, "bound": bound})
 
 
-def _solved(experts: Sequence[Unit], room: int, config: Config) -> list[tuple[list[int], Solution]]:
+def _solve_groups(experts: Sequence[Unit], room: int, config: Config) -> list[tuple[list[int], Solution]]:
     """Return (indices of units, their solution) of every program: one, or one a block."""
     damages = _damages(experts, config)
-    spread = [uniform_options.named(experts, "spread", name, 0) for name in config.spread] or uniform_options.ranked(
-        experts
-    )[-2:]
+    spread = [option_named(experts, "spread", name, 0) for name in config.spread] or rank_options(experts)[-2:]
     blocks = defaultdict[int, list[int]](list)
     for i, unit in enumerate(experts):
         blocks[unit.block].append(i)
     groups = list(blocks.values()) if config.scope == "block" else [list(range(len(experts)))]
-    limits = Limits(config.seconds / len(groups), config.gap)
-    total, weights, spent, found = sum(unit.numel for unit in experts), 0, 0, []
+    limits = SolverLimits(config.seconds / len(groups), config.gap)
+    total, weights, spent, solutions = sum(unit.numel for unit in experts), 0, 0, []
     for group in groups:
         weights += sum(experts[i].numel for i in group)
         problem = Problem(tuple(experts[i] for i in group), room * weights // total - spent)
         sides = _sides(problem.units, spread, config.at_least)
         solution = solve(problem, [damages[i] for i in group], "milp", sides, limits)
         spent += problem.nbytes(solution.choice)
-        found.append((group, solution))
-    return found
+        solutions.append((group, solution))
+    return solutions
 
 
 def _damages(experts: Sequence[Unit], config: Config) -> list[list[float]]:
-    share, routing = _normalized(experts, "share"), _normalized(experts, "routing")
+    share, routing = _normalize(experts, "share"), _normalize(experts, "routing")
     return [
         [
             share[i] ** config.alpha * routing[i] ** config.beta * e.damage[ERRORS[config.error]] ** config.gamma
@@ -131,7 +128,7 @@ def _damages(experts: Sequence[Unit], config: Config) -> list[list[float]]:
     ]
 
 
-def _normalized(experts: Sequence[Unit], score: str) -> list[float]:
+def _normalize(experts: Sequence[Unit], score: str) -> list[float]:
     """Return the score of each, as a fraction of its block's sum."""
     total = defaultdict[int, float](float)
     for unit in experts:
@@ -143,7 +140,7 @@ def _sides(experts: Sequence[Unit], spread: Sequence[str], at_least: int) -> lis
     """Ask for at least so many experts of every block at each of the options."""
     pairs = defaultdict[tuple[int, str], list[tuple[int, int]]](list)
     for i, unit in enumerate(experts):
-        for place, entry in enumerate(unit.entries):
-            pairs[unit.block, entry.option].append((i, place))
+        for index, entry in enumerate(unit.entries):
+            pairs[unit.block, entry.option].append((i, index))
     blocks = dict.fromkeys(unit.block for unit in experts)
     return [LinearSide(tuple(pairs[block, name]), low=at_least) for block in blocks for name in spread if at_least]

@@ -28,11 +28,11 @@ from compress.allocate.problem import (
     Problem,
     ShareEvaluator,
 )
-from compress.allocate.solver import Limits, Solver, damages_of, solve
+from compress.allocate.solver import Solver, SolverLimits, damages_of, solve
 
 
 @dataclass(frozen=True)
-class Config(Limits):
+class Config(SolverLimits):
     estimator: Estimator = AUTO  # measured or estimated damage of each unit at each option, which is added up; auto:
     # the best that fits into the time
     scale: BlockScale = "none"  # damage to which the sum of each block is scaled; none: not scaled
@@ -56,18 +56,18 @@ def allocate(problem: Problem, config: Config, evaluator: ShareEvaluator | None 
     problem.check()
     damages = damages_of(problem, config.estimator)
     if config.scale != "none":
-        damages = _scaled(problem, damages, damages_of(problem, config.scale))
+        damages = _scale_to(problem, damages, damages_of(problem, config.scale))
 
-    def solved(known: list[list[float]]) -> Allocated:
-        return solve(problem, known, config.solver, limits=config).allocated()
+    def solve_damages(known: list[list[float]]) -> Allocated:
+        return solve(problem, known, config.solver, limits=config).to_allocated()
 
     if not config.rounds:
-        return solved(damages)
+        return solve_damages(damages)
     assert evaluator is not None, "needs() asks for an evaluator"
-    return rounds.improved(problem, damages, config.rounds, solved, evaluator)
+    return rounds.improve(problem, damages, config.rounds, solve_damages, evaluator)
 
 
-def _scaled(problem: Problem, damages: list[list[float]], scales: list[list[float]]) -> list[list[float]]:
+def _scale_to(problem: Problem, damages: list[list[float]], scales: list[list[float]]) -> list[list[float]]:
     """Multiply the damages by one factor a block, after which a block's sum is that of `scales`; 0 stays 0."""
     have, want = defaultdict[int, float](float), defaultdict[int, float](float)
     for unit, losses, scale in zip(problem.units, damages, scales, strict=True):

@@ -13,8 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from compress.allocate import uniform_options
-from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem
+from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem, entries_at, option_named, rank_options
 from compress.errors import BudgetError
 
 
@@ -34,8 +33,8 @@ def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None
     """Take the same option for every unit; where a unit is not offered it, the largest of its own below."""
     problem.check()
     if config.option is not None:
-        option = uniform_options.named(problem.units, "option", config.option, 0)
-        chosen = uniform_options.at(problem.units, option)
+        option = option_named(problem.units, "option", config.option, 0)
+        chosen = entries_at(problem.units, option)
         if (nbytes := problem.nbytes(tuple(chosen))) > problem.budget:
             raise BudgetError(
                 f"{option} everywhere takes {nbytes} bytes, more than the budget of {problem.budget}; raise the "
@@ -51,8 +50,8 @@ def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None
 
 def _largest(problem: Problem) -> tuple[str, list[int]]:
     """Return the largest option whose bytes are within the budget, and its choice."""
-    for option in reversed(uniform_options.ranked(problem.units)):
-        chosen = uniform_options.at(problem.units, option)
+    for option in reversed(rank_options(problem.units)):
+        chosen = entries_at(problem.units, option)
         if problem.nbytes(tuple(chosen)) <= problem.budget:
             return option, chosen
     sizes = [[entry.nbytes for entry in unit.entries] for unit in problem.units]
@@ -71,8 +70,8 @@ def _fill(problem: Problem, chosen: list[int]) -> None:
         is_done = True
         for i in order:
             entries = problem.units[i].entries
-            larger = [(e.nbytes, place) for place, e in enumerate(entries) if e.nbytes > entries[chosen[i]].nbytes]
+            larger = [(e.nbytes, index) for index, e in enumerate(entries) if e.nbytes > entries[chosen[i]].nbytes]
             if larger and min(larger)[0] - entries[chosen[i]].nbytes <= room:
-                nbytes, place = min(larger)
+                nbytes, index = min(larger)
                 room -= nbytes - entries[chosen[i]].nbytes
-                chosen[i], is_done = place, False
+                chosen[i], is_done = index, False

@@ -1,6 +1,6 @@
-"""Write checkpoints in the formats of other tools: one file a target, looked up by its file name.
+"""Write checkpoints in the formats of other tools: one file or one folder a target, looked up by its name.
 
-A target file has
+A target file, or the __init__.py of a target's folder, has
 - `SUFFIX`: "" if it writes a directory, ".gguf" or the like if it writes one file;
 - `refuses(weight) -> str | None`: why the target cannot hold a weight (compress/export/weights.py) as it is, and what
   a recipe would have to say. It is asked before anything is read, and of weights that are not quantized yet. A refused

@@ -14,14 +14,14 @@ from torch import Tensor
 from compress.errors import ExportError
 from compress.export import directory, integers
 from compress.export.convert import Export
-from compress.export.weights import IntWeight, Weight
+from compress.export.weights import ExportWeight, IntWeight
 
 SUFFIX = ""
 BITS = 4
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each nibble of a word holds, the lowest first
 
 
-def refuses(weight: Weight) -> str | None:
+def refuses(weight: ExportWeight) -> str | None:
     """Return why a weight is no plain integers of 4 bits, with a multiple of 8 outputs."""
     if reason := integers.refusal(weight, (BITS,)) or integers.without_activations(weight):
         return reason
@@ -52,7 +52,7 @@ def write(export: Export, out: Path) -> None:
         "version": "gemm",
         "modules_to_not_convert": export.plain_linears() or None,
     }
-    tensors = directory.held(export, lambda weight: _tensors(weight.integers()))
+    tensors = directory.held_tensors(export, lambda weight: _tensors(weight.integers()))
     directory.write(export, out, tensors, {"quantization_config": settings})
 
 
@@ -66,4 +66,4 @@ def _tensors(weight: IntWeight) -> dict[str, Tensor]:
 
 def _words(codes: Tensor) -> Tensor:
     """Return codes uint8 [rows, out] as int32 [rows, out / 8]."""
-    return integers.words(codes.unflatten(1, (-1, len(ORDER)))[:, :, list(ORDER)].flatten(1), BITS)
+    return integers.pack_words(codes.unflatten(1, (-1, len(ORDER)))[:, :, list(ORDER)].flatten(1), BITS)

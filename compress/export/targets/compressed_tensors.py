@@ -20,8 +20,8 @@ from torch import Tensor
 
 from compress.errors import ExportError
 from compress.export import directory, integers
-from compress.export.convert import Export, word
-from compress.export.weights import IntWeight, Packed, Weight
+from compress.export.convert import Export, dtype_name
+from compress.export.weights import ExportWeight, IntWeight, StoredWeight
 from compress.types import Activations
 
 SUFFIX = ""
@@ -30,7 +30,7 @@ PACKED, INT8, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
 INPUTS = Activations(bits=8, scale="token", clip=1.0, dtype="int")  # the only ones that readers compute likewise
 
 
-def refuses(weight: Weight) -> str | None:
+def refuses(weight: ExportWeight) -> str | None:
     """Return why a weight is no plain integers, or has quantized inputs that readers do not know."""
     if reason := integers.refusal(weight, BITS, heads=True):
         return reason
@@ -69,8 +69,8 @@ def _settle_head(export: Export) -> None:
     if heads and len(schemes) > 1 and any(not scheme["weights"]["symmetric"] for scheme in schemes):
         export.held, export.tables = linears, (*export.tables, *heads)
         export.notes.append(
-            f"{heads[0].name} is written as plain {word(export.dtype)}: transformers opens asymmetric weights only if "
-            "all are alike"
+            f"{heads[0].name} is written as plain {dtype_name(export.dtype)}: transformers opens asymmetric weights "
+            "only if all are alike"
         )
 
 
@@ -93,7 +93,7 @@ def write(export: Export, out: Path) -> None:
         },
         **({} if groups[0][0]["weights"]["symmetric"] else {"dequantize": True}),
     }
-    tensors = directory.held(export, lambda weight: _tensors(weight.integers()))
+    tensors = directory.held_tensors(export, lambda weight: _tensors(weight.integers()))
     directory.write(export, out, tensors, {"quantization_config": settings})
 
 
@@ -109,7 +109,7 @@ def _groups(export: Export) -> list[tuple[dict[str, Any], list[str]]]:
     return groups
 
 
-def _scheme(weight: Packed) -> dict[str, Any]:
+def _scheme(weight: StoredWeight) -> dict[str, Any]:
     params = weight.stored.params
     is_row = params.group(weight.shape[1]) == weight.shape[1]
     shared = {"type": "int", "symmetric": params.symmetric, "dynamic": False, "actorder": None}
@@ -137,10 +137,10 @@ def _tensors(weight: IntWeight) -> dict[str, Tensor]:
     if weight.activations is not None:
         return {"weight": (weight.codes.to(torch.int16) - 128).to(torch.int8), "weight_scale": weight.scales}
     stored = {
-        "weight_packed": integers.words(weight.codes, weight.bits),
+        "weight_packed": integers.pack_words(weight.codes, weight.bits),
         "weight_scale": weight.scales,
         "weight_shape": torch.tensor(weight.shape),
     }
     if weight.zeros is not None:
-        stored["weight_zero_point"] = integers.words(weight.zeros.T.contiguous(), weight.bits).T.contiguous()
+        stored["weight_zero_point"] = integers.pack_words(weight.zeros.T.contiguous(), weight.bits).T.contiguous()
     return stored

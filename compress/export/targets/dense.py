@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from compress.export import directory, fused
-from compress.export.convert import Export, dense
+from compress.export import directory
+from compress.export.convert import Export, dense_tensor
 from compress.export.directory import Named
-from compress.export.weights import Packed, Weight
+from compress.export.source import fused_experts
+from compress.export.weights import ExportWeight, StoredWeight
 
 SUFFIX = ""
 
 
-def refuses(weight: Weight) -> str | None:
+def refuses(weight: ExportWeight) -> str | None:
     """Refuse tables, which become plain numbers as everything else does, without a word."""
     return "" if weight.roles else None
 
@@ -27,7 +28,7 @@ def check(export: Export) -> None:
         export.notes.append("inputs of linears are not quantized: plain weights cannot say so")
 
 
-def nbytes(export: Export, weight: Packed) -> int:
+def nbytes(export: Export, weight: StoredWeight) -> int:
     """Return the bytes of a weight as it is written."""
     return weight.shape[0] * weight.shape[1] * export.dtype.itemsize
 
@@ -39,7 +40,7 @@ def write(export: Export, out: Path) -> None:
     directory.write(export, out, _tensors(export), {}, left_out=biases)
 
 
-def _experts(weight: Packed) -> str:
+def _experts(weight: StoredWeight) -> str:
     """Return the path of the module of experts that a weight is in, if it is in one."""
     return weight.module.rsplit(".", 2)[0]
 
@@ -52,7 +53,7 @@ def _tensors(export: Export) -> Iterator[Named]:
         path = _experts(weight)
         if path not in export.source.fused:
             name = f"{weight.name}.weight"
-            yield name, dense(weight, name, export.dtype)
+            yield name, dense_tensor(weight, name, export.dtype)
         elif path not in written:
             written.add(path)
-            yield from fused.tensors(export.source, path, export.dtype)
+            yield from fused_experts(export.source, path, export.dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compress.export import directory, integers
 from compress.export.convert import Export
-from compress.export.weights import IntWeight, Packed, Weight
+from compress.export.weights import ExportWeight, IntWeight, StoredWeight
 from compress.storage.checkpoint import write_text
 
 SUFFIX = ""
@@ -27,7 +27,7 @@ BITS = (2, 3, 4, 8)
 WORD = 32  # bits
 
 
-def refuses(weight: Weight) -> str | None:
+def refuses(weight: ExportWeight) -> str | None:
     """Return why a weight is no plain integers of 2, 3, 4 or 8 bits, whose rows and columns fill whole words."""
     if reason := integers.refusal(weight, BITS) or integers.without_activations(weight):
         return reason
@@ -48,7 +48,7 @@ def write(export: Export, out: Path) -> None:
     """Write the directory, with the settings in config.json and, for older readers, in quantize_config.json."""
     settings = _settings(export)
     is_first = settings["checkpoint_format"] == "gptq"
-    tensors = directory.held(export, lambda weight: _tensors(weight.integers(), is_first))
+    tensors = directory.held_tensors(export, lambda weight: _tensors(weight.integers(), is_first))
     directory.write(export, out, tensors, {"quantization_config": settings})
     write_text(out / "quantize_config.json", json.dumps(settings, indent=2) + "\n")
 
@@ -71,7 +71,7 @@ def _settings(export: Export) -> dict[str, Any]:
     }
 
 
-def _scheme(weight: Packed) -> dict[str, Any]:
+def _scheme(weight: StoredWeight) -> dict[str, Any]:
     params = weight.stored.params
     return {"bits": params.bits, "group_size": params.group_size, "sym": params.symmetric}
 
@@ -81,8 +81,8 @@ def _tensors(weight: IntWeight, is_first: bool) -> dict[str, Tensor]:
     if is_first:
         zeros = (zeros - 1) & ((1 << weight.bits) - 1)
     return {
-        "qweight": integers.words(weight.codes, weight.bits).T.contiguous(),
-        "qzeros": integers.words(zeros.T.contiguous(), weight.bits),
+        "qweight": integers.pack_words(weight.codes, weight.bits).T.contiguous(),
+        "qzeros": integers.pack_words(zeros.T.contiguous(), weight.bits),
         "scales": weight.scales_in(torch.float16).T.contiguous(),
         "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // weight.group_size,
     }

@@ -10,7 +10,8 @@ configuration says so module by module. Experts of a layer are one tensor, as in
 
 All other numbers are written in the type of the scales, so that MLX computes in it; a checkpoint with nothing packed
 keeps its types. mlx-lm reads settings of rotary positions by their former names, and some that transformers leaves out
-where they are its defaults: both are written. What mlx-lm computes otherwise (compress/export/mlx.yaml) is refused.
+where they are its defaults: both are written. What mlx-lm computes otherwise (mlx.yaml beside this file) is
+refused.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from compress.errors import ExportError
 from compress.export import directory
 from compress.export.convert import TIED, Export
 from compress.export.directory import Named
-from compress.export.signed import scales_of, signed, width
-from compress.export.weights import Packed, Weight
+from compress.export.integers import repeated_scales, signed_bits, signed_codes
+from compress.export.weights import ExportWeight, StoredWeight
 from compress.numerics.packing import pack_stream
 
-DATA: dict[str, Any] = yaml.safe_load(Path(__file__).parents[1].joinpath("mlx.yaml").read_text(encoding="utf-8"))
+DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("mlx.yaml").read_text(encoding="utf-8"))
 TOOL: str = DATA["tool"]
 ELSEWHERE = "export to another target"
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
@@ -48,13 +49,13 @@ PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # names o
 Form = tuple[int, int]  # bits, columns of a group
 
 
-def refuses(weight: Weight) -> str | None:
+def refuses(weight: ExportWeight) -> str | None:
     """Return why the affine format does not hold the weight in every bit, and what would have to be chosen."""
     if (reason := weight.not_integers()) is not None:
         return reason
     if weight.is_turned:
         return "it is stored as [in, out], which mlx-lm does not read packed; keep it"
-    if width(weight) > BITS[-1]:
+    if signed_bits(weight) > BITS[-1]:
         return "asymmetric codes of 8 bits have no exact bias in MLX; set symmetric: true, or bits: 7"
     params, columns = weight.stored.params, weight.shape[1]
     if _group(params.group_size, columns) is None:
@@ -110,10 +111,10 @@ def _group(group_size: int, columns: int) -> int | None:
     return next((group for group in GROUPS if size % group == 0 and columns % group == 0), None)
 
 
-def _form(weight: Packed) -> Form:
+def _form(weight: StoredWeight) -> Form:
     group = _group(weight.stored.params.group_size, weight.shape[1])
     assert group is not None
-    return next(bits for bits in BITS if bits >= width(weight)), group
+    return next(bits for bits in BITS if bits >= signed_bits(weight)), group
 
 
 def _dtype(export: Export) -> torch.dtype:
@@ -122,17 +123,17 @@ def _dtype(export: Export) -> torch.dtype:
     return torch.bfloat16 if stored == {"bfloat16"} else torch.float16
 
 
-def _stacks(export: Export) -> dict[str, list[Packed]]:
+def _stacks(export: Export) -> dict[str, list[StoredWeight]]:
     """Return name of a module in mlx-lm -> its weight, or those of the experts that are stacked there, in order."""
-    found: dict[str, dict[int, Packed]] = {}
+    stacks: dict[str, dict[int, StoredWeight]] = {}
     for weight in export.held:
         expert = EXPERT.fullmatch(weight.name)
         if expert:
             name = f"{expert[1]}.switch_mlp.{PROJECTIONS.get(expert[3], expert[3])}"
-            found.setdefault(name, {})[int(expert[2])] = weight
+            stacks.setdefault(name, {})[int(expert[2])] = weight
         else:
-            found[weight.name] = {0: weight}
-    return {name: [stack[index] for index in sorted(stack)] for name, stack in found.items()}
+            stacks[weight.name] = {0: weight}
+    return {name: [stack[index] for index in sorted(stack)] for name, stack in stacks.items()}
 
 
 def _quantization(forms: dict[str, Form]) -> dict[str, Any]:
@@ -167,10 +168,10 @@ def _positions(rope: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     theta, share = whole["rope_theta"], whole.get("partial_rotary_factor")
     is_plain = whole.get("rope_type", "default") == "default"
-    found = {"rope_theta": theta, "rotary_emb_base": theta}
-    found["rope_scaling"] = None if is_plain else {key: value for key, value in whole.items() if key != "rope_theta"}
-    found |= {} if share is None else {"partial_rotary_factor": share, "rotary_pct": share}
-    return found | ({"rope_local_base_freq": kinds[SLIDING]["rope_theta"]} if SLIDING in kinds else {})
+    settings = {"rope_theta": theta, "rotary_emb_base": theta}
+    settings["rope_scaling"] = None if is_plain else {key: value for key, value in whole.items() if key != "rope_theta"}
+    settings |= {} if share is None else {"partial_rotary_factor": share, "rotary_pct": share}
+    return settings | ({"rope_local_base_freq": kinds[SLIDING]["rope_theta"]} if SLIDING in kinds else {})
 
 
 def _head_dim(config: Mapping[str, Any]) -> int | None:
@@ -187,7 +188,7 @@ def _period(kinds: Sequence[str] | None) -> int | None:
     return period if kinds == regular else None
 
 
-def _tensors(export: Export, stacks: dict[str, list[Packed]], dtype: torch.dtype) -> Iterator[Named]:
+def _tensors(export: Export, stacks: dict[str, list[StoredWeight]], dtype: torch.dtype) -> Iterator[Named]:
     for number, (name, weights) in enumerate(stacks.items()):
         export.progress(f"writing {name}", number, len(stacks))
         parts = [_affine(weight, dtype) for weight in weights]
@@ -196,14 +197,14 @@ def _tensors(export: Export, stacks: dict[str, list[Packed]], dtype: torch.dtype
             yield f"{name}.{key}", torch.stack([part[key] for part in parts]) if is_stack else parts[0][key]
 
 
-def _affine(weight: Packed, dtype: torch.dtype) -> dict[str, Tensor]:
+def _affine(weight: StoredWeight, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return what is stored for a weight."""
     bits, group = _form(weight)
     integers = weight.integers()
     middle = 1 << (bits - 1)
-    codes = (signed(integers).to(torch.int16) + middle).to(torch.uint8)
+    codes = (signed_codes(integers).to(torch.int16) + middle).to(torch.uint8)
     words = torch.cat([pack_stream(rows, bits) for rows in codes.split(max(1, (1 << 22) // codes.shape[1]))])
-    scales = scales_of(integers, group, dtype)
+    scales = repeated_scales(integers, group, dtype)
     biases = scales * -middle
     if not torch.isfinite(biases).all():
         raise ExportError(f"{weight.name} has scales too large for {dtype} biases in MLX; export to dense or gguf")

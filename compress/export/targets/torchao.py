@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from compress.export import directory, integers
-from compress.export.convert import Export, word
-from compress.export.weights import IntWeight, Packed, Weight
+from compress.export.convert import Export, dtype_name
+from compress.export.weights import ExportWeight, IntWeight, StoredWeight
 
 SUFFIX = ""
 BITS = tuple(range(2, 9))
 PARTS = ("qdata", "scale", "zero_point")
 
 
-def refuses(weight: Weight) -> str | None:
+def refuses(weight: ExportWeight) -> str | None:
     """Return why a weight is no plain integers that torchao multiplies with as ours does."""
     if reason := integers.refusal(weight, BITS) or integers.without_activations(weight):
         return reason
@@ -42,7 +42,7 @@ def check(export: Export) -> None:
         export.notes.append("torchao stores a byte for each code: bits below 8 save nothing there")
 
 
-def nbytes(export: Export, weight: Packed) -> int:
+def nbytes(export: Export, weight: StoredWeight) -> int:
     """Return the bytes of a weight as it is written."""
     params, (rows, columns) = weight.stored.params, weight.shape
     groups = columns // params.group(columns)
@@ -56,20 +56,20 @@ def write(export: Export, out: Path) -> None:
         "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}},
         "modules_to_not_convert": export.plain_linears() or None,
     }
-    metadata = {f"{weight.name}.weight": json.dumps(_described(export, weight)) for weight in export.held}
+    metadata = {f"{weight.name}.weight": json.dumps(_description(export, weight)) for weight in export.held}
     metadata["tensor_names"] = json.dumps(list(metadata))
-    tensors = directory.held(export, lambda weight: _tensors(weight.integers()))
+    tensors = directory.held_tensors(export, lambda weight: _tensors(weight.integers()))
     directory.write(export, out, tensors, {"quantization_config": settings}, metadata=metadata)
 
 
-def _described(export: Export, weight: Packed) -> dict[str, object]:
+def _description(export: Export, weight: StoredWeight) -> dict[str, object]:
     """Return what torchao makes of the tensors of a weight."""
     params = weight.stored.params
     return {
         "_type": "Int8Tensor",
         "_data": {
             "block_size": [1, params.group(weight.shape[1])],
-            "dtype": {"_type": "torch.dtype", "_data": word(export.dtype)},
+            "dtype": {"_type": "torch.dtype", "_data": dtype_name(export.dtype)},
         },
         "_tensor_data_names": PARTS[:2] if params.symmetric else PARTS,
     }

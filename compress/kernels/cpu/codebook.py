@@ -8,7 +8,7 @@ into registers once; outlier columns are a thin product of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from compress.formats import codebook as codebook_format
 from compress.formats.codebook import ROW_MULTIPLE, Params
 from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
-from compress.kernels.cpu import codebook_decode, emitter, row_decoder
-from compress.kernels.cpu.emitter import LANES
+from compress.kernels.cpu import codebook_decode, emitter, small_matmul
+from compress.kernels.cpu.codebook_decode import GROUPS, word_names
+from compress.kernels.cpu.emitter import LANES, PRODUCT
 from compress.kernels.cpu.small_matmul import Layout, Product
 from compress.kernels.cpu.unpack import Planar, lanes
 from compress.numerics.packing import plane_fields, plane_widths
@@ -60,16 +61,18 @@ class _Product(Product):
     def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> None:
         code_rows, code_columns = codebook_format.padded_shape(params, shape)
         span, groups, width = span_codes(params), codebook_format.groups(params, shape), params.width
-        words = [tensors[f"words{bits}"] for bits in plane_widths(params.bits[0])]
-        stored = [t.data_ptr() for t in (*words, tensors["codebook"], tensors["codebook_scales"])]
+        names = (*word_names(params.bits[0]).split(), "codebook", "codebook_scales")
+        stored = {name: tensors[name].data_ptr() for name in names}
         rows, columns, space = code_rows * params.height, code_columns * width, ROW_MULTIPLE * LANES
         layout = Layout(shape[1], shape[0], columns, rows, span * width, lanes(params.tile_words), space)
-        sizes = (code_columns // span, code_rows, *codebook_decode.group_codes(params, shape), *groups)
+        sizes = {"spans": code_columns // span, "code_rows": code_rows}
+        values = (*codebook_decode.group_codes(params, shape), *groups)
+        sizes |= dict(zip(GROUPS.split(), values, strict=True))
         super().__init__(tensors, params, shape, layout, stored, sizes)
         self._settings = (params.bits[0], params.vector_dim, params.axis, params.tile_words, span, groups[0] == 1)
         self.gathers = params.permuted or width > 1
 
-    def kernel(self, tokens: int) -> Callable[..., None]:
+    def kernel(self, tokens: int) -> llvm.Function:
         return llvm.function(_Sums, *self._settings, tokens)
 
     def decoder(self, dtype: torch.dtype) -> Decoder:
@@ -93,7 +96,7 @@ class _Product(Product):
             skip = first * inputs * x.element_size()
             kernel(x.data_ptr() + skip, order.data_ptr(), out.data_ptr() + skip, last - first, inputs, 1, inputs)
 
-        llvm.parallel(work, x.numel() // inputs, -(-row_decoder.THREAD // inputs))
+        llvm.parallel(work, x.numel() // inputs, -(-small_matmul.WEIGHTS_PER_THREAD // inputs))
         return out
 
     def gather(self, source: int, target: int, tokens: int, dtype: torch.dtype) -> None:
@@ -118,11 +121,10 @@ class _Product(Product):
 
 
 class _Gather(emitter.Emitter):
-    """void gather(x, order, out, rows, inputs, spans, codes of a span): activations in the order in which the kernel
-    meets them: span, dimension, code; 0 past the last."""
+    """Writes activations in the order in which the kernel meets them: span, dimension, code; 0 past the last."""
 
     def __init__(self, size: int, width: int, order_bits: int) -> None:
-        super().__init__("gather", 3, 4)
+        super().__init__("gather", "x order out", "rows inputs spans codes")
         x, order, out = self.pointers
         count, inputs, spans, codes = self.integers
         b, kind = self.b, self.ir.IntType(8 * size)
@@ -141,12 +143,12 @@ class _Gather(emitter.Emitter):
 
 
 class _Sums(emitter.Emitter):
-    """void product(words..., codebook, codebook_scales, x16, x_scales, x_sums, out, space, first, last, spans, code
-    rows, codes of a column group, code rows of a row group, column groups, row groups)."""
+    """Sums rows of the weight times few rows of activations."""
 
     def __init__(self, bits: int, dim: int, axis: str, tile_words: int, span: int, single: bool, tokens: int) -> None:
         widths = plane_widths(bits)
-        super().__init__("product", len(widths) + 7, 8)
+        pointers = f"{word_names(bits)} codebook codebook_scales {PRODUCT}"
+        super().__init__("product", pointers, f"first last spans code_rows {GROUPS}")
         self.bits, self.dim, self.axis, self.span, self.tokens = bits, dim, axis, span, tokens
         self.width, self.height = (dim, 1) if axis == "in" else (1, dim)
         self.tile_words, self.fields = tile_words, plane_fields(bits)
@@ -286,13 +288,10 @@ class _Sums(emitter.Emitter):
 
 
 class _Outliers(emitter.Emitter):
-    """void outliers(codes, scales, index, x, sums, first, last, count, rows of the weight, rows of activations, inputs)
-
-    adds the integer parts of whole columns to the sums [rows of activations, rows of the weight].
-    """
+    """Adds the integer parts of whole columns to the sums [rows of activations, rows of the weight]."""
 
     def __init__(self, bits: int, dtype: torch.dtype) -> None:
-        super().__init__("outliers", 5, 6)
+        super().__init__("outliers", "codes scales index x sums", "first last count rows tokens inputs")
         codes, scales, index, x, sums = self.pointers
         first, last, count, rows_of_weight, tokens, inputs = self.integers
         b = self.b

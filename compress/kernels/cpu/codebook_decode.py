@@ -17,12 +17,20 @@ from compress.formats import codebook as codebook_format
 from compress.formats.codebook import ROW_MULTIPLE, Params
 from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
-from compress.kernels.cpu import row_decoder
+from compress.kernels.cpu import emitter, small_matmul
 from compress.kernels.cpu.unpack import Planar
 from compress.numerics.packing import plane_fields, plane_widths
 
 UNROLLED = 8  # codes; groups of columns have a multiple of sixteen
-STORED = 2 * row_decoder.LANES  # weights that are rounded together
+STORED = 2 * emitter.LANES  # weights that are rounded together
+
+
+GROUPS = "group_codes group_rows column_groups row_groups"  # arguments
+
+
+def word_names(bits: int) -> str:
+    """Return the arguments that are planes of words."""
+    return " ".join(f"words{width}" for width in plane_widths(bits))
 
 
 def decoder(tensors: Mapping[str, Tensor], params: Params, shape: Shape, dtype: torch.dtype) -> Decoder:
@@ -34,18 +42,21 @@ def decoder(tensors: Mapping[str, Tensor], params: Params, shape: Shape, dtype: 
     entries = codebook_format.entries(tensors, params, 0).to(torch.float32 if params.outliers else dtype).contiguous()
     codes = (params.bits[0], params.vector_dim, params.axis, params.tile_words)
     kernel = llvm.function(_Decode, codes, params.outlier_bits if params.outliers else 0, dtype)
-    words = [tensors[f"words{width}"] for width in plane_widths(params.bits[0])]
+    words = [tensors[name] for name in word_names(params.bits[0]).split()]
     outliers = _outliers(tensors, params) if params.outliers else [entries] * 3
     held = (*words, *outliers, entries)  # some of them live no longer than this decoder
     groups = (*group_codes(params, shape), *codebook_format.groups(params, shape))
-    sizes = (shape[1], code_columns, *groups, params.outliers, code_rows * params.height)
+    values = dict(zip(GROUPS.split(), groups, strict=True)) | {"features": shape[1], "code_columns": code_columns}
+    values |= {"outliers": params.outliers, "rows": code_rows * params.height}
     space = code_columns * (1 + params.vector_dim)  # int16 codes and weights of up to 32 bits
 
-    def write(*given: int) -> None:
-        own = torch.empty(space, dtype=torch.float32, device="cpu")
-        kernel(*(t.data_ptr() for t in held), own.data_ptr(), *given)
+    addresses = dict(zip(kernel.signature.pointers, (t.data_ptr() for t in held), strict=False))
+    decode = small_matmul.in_rows(kernel, addresses | values, shape[1], space)
 
-    return row_decoder.in_rows(write, (), sizes, shape[1])
+    def write(out: Tensor, start: int, _: object = held) -> None:
+        decode(out, start)
+
+    return write
 
 
 def group_codes(params: Params, shape: Shape) -> tuple[int, int]:
@@ -65,15 +76,15 @@ def _outliers(tensors: Mapping[str, Tensor], params: Params) -> list[Tensor]:
     return [tensors["outliers"], tensors["outlier_scale"], place]
 
 
-class _Decode(row_decoder.Writer):
-    """void decode(words..., outliers, their scales, their columns, entries, space, out, first, last, start, stop, in
-    features, code columns, codes of a column group, code rows of a row group, column groups, row groups, outliers,
-    stored rows)."""
+class _Decode(emitter.Writer):
+    """Writes rows of the weight."""
 
     def __init__(self, codes: tuple[int, int, str, int], outlier_bits: int, dtype: torch.dtype) -> None:
         self.bits, self.dim, axis, self.tile_words = codes
         widths = plane_widths(self.bits)
-        super().__init__("decode", len(widths) + 6, 12, dtype)
+        pointers = f"{word_names(self.bits)} outlier_codes outlier_scale outlier_index entries space out"
+        integers = f"first last start stop features code_columns {GROUPS} outliers rows"
+        super().__init__("decode", pointers, integers, dtype)
         self.height = self.dim if axis == "out" else 1
         self.outlier_bits = outlier_bits
         kinds = {torch.bfloat16: self.short, torch.float16: self.half, torch.float32: self.float}

@@ -11,7 +11,7 @@ counts beside a quarter. The 15 are taken off the sums, times the sum of the act
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from itertools import product as pairs
 from math import gcd
@@ -24,14 +24,15 @@ from compress.formats import e8p as e8p_format
 from compress.formats.e8p import DIM, RHO, Params
 from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
-from compress.kernels.cpu import emitter, row_decoder
-from compress.kernels.cpu.emitter import LANES
+from compress.kernels.cpu import emitter, small_matmul
+from compress.kernels.cpu.emitter import LANES, PRODUCT
 from compress.kernels.cpu.small_matmul import Factors, Layout, Product, SpanSums
 
 SPAN = 512  # columns that share the scale of an activation, or a part of them that divides the row
 CHUNK = 2 * LANES  # columns of one vector
 TOGETHER = {1: 4, 2: 4, 4: 2}  # rows that share a load of activations, by the number of tokens
 UNIT = {3: 0.5, 4: 0.25}  # of the integers in the table of residuals
+TABLES = ("high", "low", "ball")  # the arguments that `_tables` gives
 BIAS = 15  # of the integers in all tables
 
 
@@ -44,20 +45,25 @@ class _E8p(Product):
     def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> None:
         rows, columns = e8p_format.padded_shape(shape)
         span = gcd(columns, SPAN)
-        codes = [tensors["codes"], tensors["residual"]] if params.bits in RHO else [tensors["codes"]]
+        codes = [tensors[name] for name in _code_names(params.bits)]
         by_row = tensors["row_scales"].data_ptr() if params.row_scales else 0
         factors = Factors(tensors["scale"].data_ptr(), by_row, 4.0)
         layout = Layout(shape[1], shape[0], columns, rows, span, CHUNK, 0)
-        stored = [t.data_ptr() for t in (*codes, *_tables())]
-        super().__init__(tensors, params, shape, layout, stored, (columns, rows, span), factors)
+        names = (*_code_names(params.bits), *TABLES)
+        stored = {name: t.data_ptr() for name, t in zip(names, (*codes, *_tables()), strict=True)}
+        sizes = {"columns": columns, "rows": rows, "span": span, "features": shape[1]}
+        super().__init__(tensors, params, shape, layout, stored, sizes, factors)
 
-    def kernel(self, tokens: int) -> Callable[..., None]:
+    def kernel(self, tokens: int) -> llvm.Function:
         return llvm.function(_Sums, self.params.bits, tokens)
 
     def decoder(self, dtype: torch.dtype) -> Decoder:
         function = llvm.function(_Decode, self.params.bits, self.params.row_scales, dtype)
-        stored = (*self.stored, *self.factors.addresses)
-        return row_decoder.in_rows(function, stored, (self.shape[1], self.layout.columns), self.shape[1])
+        return small_matmul.in_rows(function, {**self.stored, **self.sizes, **self.factors.named}, self.shape[1])
+
+
+def _code_names(bits: int) -> tuple[str, ...]:
+    return ("codes", "residual") if bits in RHO else ("codes",)
 
 
 @cache
@@ -73,13 +79,13 @@ def _tables() -> tuple[Tensor, Tensor, Tensor]:
     return (4 * numbers).to(torch.uint8), low.to(torch.uint8), ball.to(torch.uint8)
 
 
-class _Points(row_decoder.Writer):
+class _Points(emitter.Writer):
     """Turns codes into bytes, for both functions. Their first arguments are the codes, the residuals if there are any,
     and the tables."""
 
-    def __init__(self, name: str, pointers: int, integers: int, bits: int, dtype: torch.dtype) -> None:
-        self.bits, self.parts = bits, 2 if bits in RHO else 1
-        super().__init__(name, self.parts + 3 + pointers, integers, dtype)
+    def __init__(self, name: str, pointers: str, integers: str, bits: int, dtype: torch.dtype) -> None:
+        self.bits, self.parts = bits, len(_code_names(bits))
+        super().__init__(name, " ".join((*_code_names(bits), *TABLES, pointers)), integers, dtype)
         self.codes, self.tables = self.pointers[: self.parts], self.pointers[self.parts : self.parts + 3]
 
     def chunk(self, part: int, index: Any) -> Any:
@@ -106,10 +112,10 @@ class _Points(row_decoder.Writer):
 
 
 class _Sums(_Points, SpanSums):
-    """void sums(codes[, residuals], tables..., x16, x_scales, x_sums, out, space, first, last, columns, rows, span)."""
+    """Sums rows of the weight times few rows of activations."""
 
     def __init__(self, bits: int, tokens: int) -> None:
-        super().__init__("sums", 5, 5, bits, torch.float32)
+        super().__init__("sums", PRODUCT, "first last columns rows span", bits, torch.float32)
         self.x16, self.x_scales, self.x_sums, self.out, _ = self.pointers[-5:]
         first, last, self.columns, self.rows, self.span = self.integers
         b = self.b
@@ -141,11 +147,10 @@ class _Sums(_Points, SpanSums):
 
 
 class _Decode(_Points):
-    """void decode(codes[, residuals], tables..., scale, row scales, out, first, last, start, stop, in features,
-    columns)."""
+    """Writes rows of the weight."""
 
     def __init__(self, bits: int, by_row: bool, dtype: torch.dtype) -> None:
-        super().__init__("decode", 3, 6, bits, dtype)
+        super().__init__("decode", "scale row_scales out", "first last start stop features columns", bits, dtype)
         self.kind = self.vector(self.float, CHUNK)
         scales, row_scales, self.out = self.pointers[-3:]
         first, last, self.start, stop, self.features, self.columns = self.integers

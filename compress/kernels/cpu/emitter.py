@@ -8,7 +8,9 @@ approximated but the activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from compress.kernels import llvm
 _INTRINSIC = {"half": "f16", "float": "f32"}  # types in names of intrinsics
 LANES = 16  # of float32 or int32; vectors of int16 have twice as many
 TOKENS = (4, 2, 1)  # rows of activations that a compiled product takes at once
+PRODUCT = "x16 x_scales x_sums out space"  # the last pointers of a function that multiplies: see small_matmul.Product
 LARGEST = 32767.0
 # Rows of activations up to which the kernels beat decoding and F.linear, 4096 x 4096, one thread: 12 of bfloat16 (24 of
 # codebooks), and any number of float16, whose F.linear takes as long as three kernels on CPUs without such products.
@@ -57,8 +60,84 @@ def most_rows(dtype: torch.dtype, bfloat16: int = MOST) -> int:
     return MOST_FLOAT16 if slow else bfloat16
 
 
-class Emitter(llvm.Emitter):
-    """Writes pieces of the kernels."""
+class Emitter:
+    """Writes one function: llvmlite's builder with what kernels need over and over.
+
+    Offsets count elements of the type that is loaded or stored. Nothing is assumed about alignment but that of an
+    element: tensors are views of files.
+    """
+
+    def __init__(self, name: str, pointers: str | int, integers: str | int) -> None:
+        """Begin void name(pointers, 64-bit integers): their names, or how many; no pointer aliases another."""
+        from llvmlite import ir
+
+        self.ir, self.pointer = ir, ir.PointerType()
+        self.byte, self.short, self.word, self.index = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+        self.half, self.float, self.bfloat = ir.HalfType(), ir.FloatType(), _bfloat()
+        self.signature = llvm.Signature(name, _names("pointer", pointers), _names("integer", integers))
+        count = len(self.signature.pointers)
+        kind = ir.FunctionType(ir.VoidType(), [self.pointer] * count + [self.index] * len(self.signature.integers))
+        self.module = ir.Module(context=ir.Context())  # a context of its own: types of the shared one would pile up
+        function = ir.Function(self.module, kind, name)
+        for argument in function.args[:count]:
+            argument.add_attribute("noalias")
+        self.pointers, self.integers = function.args[:count], function.args[count:]
+        self.b = ir.IRBuilder(function.append_basic_block())
+        self._entry = self.b.block
+
+    def i64(self, value: int) -> Any:
+        return self.index(value)
+
+    def vector(self, kind: Any, lanes: int) -> Any:
+        return self.ir.VectorType(kind, lanes)
+
+    def variable(self, kind: Any) -> Any:
+        """Take memory for one value of the function, which LLVM turns into a register; made in the first block."""
+        with self.b.goto_block(self._entry):
+            return self.b.alloca(kind)
+
+    def at(self, pointer: Any, offset: Any, kind: Any) -> Any:
+        return self.b.gep(pointer, [offset], source_etype=kind)
+
+    def load(self, pointer: Any, offset: Any, kind: Any, lanes: int = 0) -> Any:
+        """Load the element, or `lanes` of them as a vector."""
+        loaded = self.vector(kind, lanes) if lanes else kind
+        return self.b.load(self.at(pointer, offset, kind), typ=loaded, align=_bytes(kind))
+
+    def store(self, value: Any, pointer: Any, offset: Any) -> None:
+        kind = getattr(value.type, "element", value.type)
+        self.b.store(value, self.at(pointer, offset, kind), align=_bytes(kind))
+
+    def constant(self, kind: Any, lanes: int, value: float) -> Any:
+        return self.ir.Constant(self.vector(kind, lanes), [value] * lanes)
+
+    def splat(self, value: Any, lanes: int) -> Any:
+        kind = self.vector(value.type, lanes)
+        single = self.b.insert_element(kind(self.ir.Undefined), value, self.word(0))
+        return self.b.shuffle_vector(single, kind(self.ir.Undefined), self.constant(self.word, lanes, 0))
+
+    def shuffled(self, a: Any, b: Any, order: Sequence[int]) -> Any:
+        """Return elements of a, then b, in this order."""
+        return self.b.shuffle_vector(a, b, self.ir.Constant(self.vector(self.word, len(order)), list(order)))
+
+    def smaller(self, a: Any, b: Any) -> Any:
+        return self.b.select(self.b.icmp_signed("<", a, b), a, b)
+
+    @contextmanager
+    def loop(self, stop: Any, start: Any = None) -> Iterator[Any]:
+        """Loop over range(start, stop): the index is the value of the block; what follows comes after the loop."""
+        b, before = self.b, self.b.block
+        head, body, done = (b.append_basic_block(name) for name in ("head", "body", "done"))
+        b.branch(head)
+        b.position_at_end(head)
+        index = b.phi(self.index)
+        index.add_incoming(start if start is not None else self.i64(0), before)
+        b.cbranch(b.icmp_signed("<", index, stop), body, done)
+        b.position_at_end(body)
+        yield index
+        index.add_incoming(b.add(index, self.i64(1)), b.block)
+        b.branch(head)
+        b.position_at_end(done)
 
     def pair_sums(self, a: Any, b: Any) -> Any:
         """Return the sums of the products of neighbours of two int16 vectors, as int32 vector of half the length."""
@@ -198,3 +277,56 @@ class Emitter(llvm.Emitter):
 
     def floats(self, value: float) -> Any:
         return self.constant(self.float, LANES, value)
+
+
+class Writer(Emitter):
+    """Pieces of functions that write floating-point numbers of one type."""
+
+    def __init__(self, name: str, pointers: str | int, integers: str | int, dtype: torch.dtype) -> None:
+        super().__init__(name, pointers, integers)
+        self.dtype = dtype
+
+    def rounded(self, values: Any) -> Any:
+        """A float32 vector in the type that is written, bfloat16 as int16."""
+        if self.dtype == torch.float32:
+            return values
+        b, lanes = self.b, values.type.count
+        if self.dtype == torch.float16:
+            return b.fptrunc(values, self.vector(self.half, lanes))
+        if "avx512bf16" in llvm.features():  # numbers below 2^-126 become 0, as in the products of such CPUs
+            return b.bitcast(b.fptrunc(values, self.vector(self.bfloat, lanes)), self.vector(self.short, lanes))
+        words = b.bitcast(values, self.vector(self.word, lanes))
+        sixteen = self.constant(self.word, lanes, 16)
+        odd = b.and_(b.lshr(words, sixteen), self.constant(self.word, lanes, 1))
+        up = b.add(words, b.add(odd, self.constant(self.word, lanes, 0x7FFF)))  # to the nearest, to even in the middle
+        up = b.select(b.fcmp_unordered("uno", values, values), self.constant(self.word, lanes, 0x7FC00000), up)
+        return b.trunc(b.lshr(up, sixteen), self.vector(self.short, lanes))
+
+    @contextmanager
+    def rows_between(self, first: Any, last: Any, stop: Any) -> Iterator[Any]:
+        """for row in the blocks of sixteen from first to last, without those from `stop` on."""
+        begin, end = (self.b.mul(block, self.i64(LANES)) for block in (first, last))
+        with self.loop(self.smaller(end, stop), begin) as row:
+            yield row
+
+
+@cache
+def _bfloat() -> Any:
+    """Return LLVM's type, which llvmlite does not have."""
+    from llvmlite import ir
+
+    class BFloat(ir.Type):
+        def _to_string(self) -> str:
+            return "bfloat"
+
+    return BFloat()
+
+
+def _bytes(kind: Any) -> int:
+    """Return the bytes of an element."""
+    return {"half": 2, "float": 4}.get(str(kind)) or kind.width // 8
+
+
+def _names(kind: str, arguments: str | int) -> tuple[str, ...]:
+    """Return the names of arguments, made up where only their number is known."""
+    return tuple(arguments.split()) if isinstance(arguments, str) else tuple(f"{kind}{i}" for i in range(arguments))

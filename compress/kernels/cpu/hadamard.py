@@ -15,8 +15,7 @@ from torch import Tensor
 
 from compress.formats.transforms import unpack_signs
 from compress.kernels import llvm
-from compress.kernels.cpu.emitter import LANES
-from compress.kernels.cpu.row_decoder import Writer
+from compress.kernels.cpu.emitter import LANES, Writer
 from compress.numerics import hadamard
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -80,10 +79,10 @@ def _flipped(x: Tensor, bitmap: Tensor | None) -> Tensor:
 
 
 class _Transform(Writer):
-    """void transform(x, signs before, signs after, table, space, out, rows): space for the float32 numbers of a row."""
+    """Writes the transforms of rows; `before` and `after` are signs, `space` holds the float32 numbers of a row."""
 
     def __init__(self, K: int, power: int, dtype: torch.dtype, before: bool, after: bool) -> None:
-        super().__init__("transform", 6, 1, dtype)
+        super().__init__("transform", "x before after table space out", "rows", dtype)
         self.x, signs_before, signs_after, self.table, self.space, self.out = self.pointers
         self.before, self.after = (s if has else None for s, has in ((signs_before, before), (signs_after, after)))
         (rows,) = self.integers

@@ -24,12 +24,11 @@ from compress.formats import int as int_format
 from compress.formats.int import NARROW, PLANES, Params
 from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
-from compress.kernels.cpu import emitter, row_decoder
-from compress.kernels.cpu.emitter import LANES
-from compress.kernels.cpu.int_tiles import IntTiles
+from compress.kernels.cpu import emitter, small_matmul
+from compress.kernels.cpu.emitter import LANES, PRODUCT
 from compress.kernels.cpu.small_matmul import Layout, Product
-from compress.kernels.cpu.tiled_sums import SPACE
-from compress.kernels.cpu.unpack import SHORTS, NarrowTiles, vector_lanes, whole_tiles
+from compress.kernels.cpu.tiled_sums import SPACE, IntTiles
+from compress.kernels.cpu.unpack import SHORTS, NarrowTiles, vector_lanes, whole_tiles, words
 from compress.numerics.packing import FIELDS
 
 ROWS = int_format.ROW_MULTIPLE  # of the weight, whose scales are read together
@@ -57,18 +56,28 @@ def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Int 
     return Int(tensors, params, shape) if emitter.worthwhile(shape) and span_blocks(params) else None
 
 
+def look_up(
+    tensors: Mapping[str, Tensor], params: Params, shape: Shape, ids: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the rows ids [n] of a table, [n, in]; None for types and groups that no kernel reads."""
+    table = prepare(tensors, params, shape)
+    if table is None or dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return None
+    return table.look_up(ids, dtype)
+
+
 class Int(Product):
     def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> None:
         rows, columns = int_format.padded_shape(params, shape)
         span = span_blocks(params) * params.tile_words
         spans, (tiles, tail) = -(-columns // span), params.split(columns)
         zeros = tensors["scales" if params.symmetric else "zeros"]
-        words = [tensors[f"words{width}"] for width in PLANES[params.bits]]
         vector = vector_lanes(params.tile_words, span)
         layout = Layout(shape[1], shape[0], spans * span, rows, span, vector, SPACE + (1 + spans) * ROWS)
         group = columns if params.group_size == -1 else params.group_size
-        stored = [t.data_ptr() for t in (*words, tensors["scales"], zeros)]
-        super().__init__(tensors, params, shape, layout, stored, (spans, rows, group, tiles, tail))
+        stored = {name: tensors[name].data_ptr() for name in (*words(params.bits).split(), "scales")}
+        sizes = {"features": shape[1], "spans": spans, "rows": rows, "group": group, "tiles": tiles, "tail": tail}
+        super().__init__(tensors, params, shape, layout, stored | {"zeros": zeros.data_ptr()}, sizes)
         self._settings = (params.bits, params.tile_words, span, params.symmetric, params.scale_dtype, tail > 0)
 
         self._has_tiles = span >= LEAST_SPAN and span % SHORTS == 0
@@ -86,37 +95,37 @@ class Int(Product):
     def lanes(self, tokens: int) -> int:
         return self.layout.span if tokens >= LEAST_TILED else self.layout.lanes
 
-    def kernel(self, tokens: int) -> Callable[..., None]:
+    def kernel(self, tokens: int) -> llvm.Function:
         if tokens < LEAST_TILED:
             return llvm.function(_Sums, *self._settings, tokens)
-        function = llvm.function(IntTiles, *self._settings)
-        return lambda *arguments: function(*arguments, tokens)
+        return llvm.function(IntTiles, *self._settings)
 
     def decoder(self, dtype: torch.dtype) -> Decoder:
-        sizes = (self.shape[1], *self.sizes[1:])
-        return row_decoder.in_rows(llvm.function(_Decode, *self._settings, dtype), self.stored, sizes, self.shape[1])
+        function = llvm.function(_Decode, *self._settings, dtype)
+        return small_matmul.in_rows(function, {**self.stored, **self.sizes}, self.shape[1])
 
     def look_up(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the rows ids [n] of the weight, [n, in], as bfloat16, float16 or float32; ids must be rows of it."""
         ids = ids.long().contiguous()
         out = torch.empty(len(ids), self.shape[1], dtype=dtype, device="cpu")
-        write, pointers = llvm.function(_LookUp, *self._settings, dtype), (out.data_ptr(), ids.data_ptr())
+        write = llvm.function(_LookUp, *self._settings, dtype)
+        values = {**self.stored, **self.sizes, "out": out.data_ptr(), "ids": ids.data_ptr()}
+        pointers, sizes = write.signature.around(("first", "last"), values)
 
         def work(first: int, last: int) -> None:
-            write(*self.stored, *pointers, first, last, 0, 0, self.shape[1], *self.sizes[1:])
+            write(*pointers, first, last, *sizes)
 
-        llvm.parallel(work, len(ids), -(-row_decoder.THREAD // self.shape[1]))
+        llvm.parallel(work, len(ids), -(-small_matmul.WEIGHTS_PER_THREAD // self.shape[1]))
         return out
 
 
 class _Sums(emitter.Emitter):
-    """void product(words..., scales, zeros, x16, x_scales, x_sums, out, space, first, last, spans, rows, group, tiles,
-    tail)."""
+    """Sums rows of the weight times few rows of activations."""
 
     def __init__(
         self, bits: int, tile_words: int, span: int, symmetric: bool, scale_dtype: str, has_tail: bool, tokens: int
     ) -> None:
-        super().__init__("product", len(PLANES[bits]) + 7, 7)
+        super().__init__("product", f"{words(bits)} scales zeros {PRODUCT}", "first last spans rows group tiles tail")
         self.bits, self.tile_words, self.span, self.tokens, self.has_tail = bits, tile_words, span, tokens, has_tail
         self.symmetric, self.scale_dtype = symmetric, getattr(torch, scale_dtype)
         self.planes = self.pointers[: len(PLANES[bits])]
@@ -244,10 +253,8 @@ class _Sums(emitter.Emitter):
         return self.b.add(self.b.mul(self.rows, self.i64(m)), start)
 
 
-class _Decode(row_decoder.Writer):
-    """void decode(words..., scales, zeros, out, first, last, start, stop, in features, rows, group, tiles, tail)."""
-
-    further = 0  # pointers behind `out`
+class _Decode(emitter.Writer):
+    """Writes rows of the weight."""
 
     def __init__(
         self,
@@ -260,7 +267,7 @@ class _Decode(row_decoder.Writer):
         dtype: torch.dtype,
     ) -> None:
         count = len(PLANES[bits])
-        super().__init__("decode", count + 3 + self.further, 9, dtype)
+        super().__init__(*self.arguments(bits), dtype)
         self.bits, self.tile_words, self.span, self.symmetric = bits, tile_words, span, symmetric
         self.scale_dtype = getattr(torch, scale_dtype)
         planes, (self.scales, self.zeros, self.out) = self.pointers[:count], self.pointers[count : count + 3]
@@ -278,6 +285,11 @@ class _Decode(row_decoder.Writer):
                 with self.loop(tail) as tile:
                     self._narrow(row, line, tile)
         self.b.ret_void()
+
+    @staticmethod
+    def arguments(bits: int) -> tuple[str, str, str]:
+        """Return the name, the pointers and the integers of the function."""
+        return "decode", f"{words(bits)} scales zeros out", "first last start stop features rows group tiles tail"
 
     @contextmanager
     def each_row(self) -> Iterator[tuple[Any, Any]]:
@@ -340,9 +352,11 @@ class _Decode(row_decoder.Writer):
 
 
 class _LookUp(_Decode):
-    """void decode(words..., scales, zeros, out, ids, first, last, 0, 0, in features, rows, group, tiles, tail)."""
+    """Writes the rows `ids` of a weight."""
 
-    further = 1
+    @staticmethod
+    def arguments(bits: int) -> tuple[str, str, str]:
+        return "look_up", f"{words(bits)} scales zeros out ids", "first last features rows group tiles tail"
 
     @contextmanager
     def each_row(self) -> Iterator[tuple[Any, Any]]:

@@ -56,7 +56,7 @@ def scores(
     planes [B, h, n, words] int16; scales, minima [B, h, n / group, width] float16. Rows of planes, scales and minima
     and the last axis of out must be contiguous.
     """
-    multiply_keys(partial(llvm.function, _Scores, codes), q, (*planes, scales, minima), (), out, scales.shape[2])
+    multiply_keys(partial(llvm.function, _AffineScores, codes), q, (*planes, scales, minima), (), out, scales.shape[2])
 
 
 def multiply_keys(
@@ -89,7 +89,7 @@ def mix(p: Tensor, planes: Sequence[Tensor], scales: Tensor, minima: Tensor, cod
     planes [B, h, n, words]; scales, minima [B, h, n, width / group].
     """
     groups = codes.width // codes.group
-    kernel = partial(llvm.function, _Mix, codes)
+    kernel = partial(llvm.function, _AffineMix, codes)
     out, sums = sum_values(kernel, p, (*planes, scales, minima), codes.width, groups)
     offset = sums.unflatten(-1, (-1, groups)).sum(-2)  # B, h, m, group
     return out.unflatten(-1, (groups, -1)).add_(offset[..., None]).flatten(-2)
@@ -134,7 +134,7 @@ def _row_blocks(count: int) -> list[tuple[int, int]]:
     return blocks
 
 
-class Packed(emitter.Emitter):
+class PackedEmitter(emitter.Emitter):
     """Reads planar codes of a head, and rounds what they are multiplied with to int16."""
 
     sizes: PlanarCodes
@@ -166,7 +166,7 @@ class Packed(emitter.Emitter):
         return b.fptosi(rounded, self.vector(self.word, lanes))
 
 
-class _Scores(Packed):
+class _AffineScores(PackedEmitter):
     """void scores(words..., scales, minima, q, out, space, groups, stride): q [M, width], rows of out
     `stride` apart."""
 
@@ -241,7 +241,7 @@ class _Scores(Packed):
         return self.b.add(even, odd)
 
 
-class _Mix(Packed):
+class _AffineMix(PackedEmitter):
     """void mix(words..., scales, minima, p, out, sums, space, blocks, stride): p [M, tokens], rows `stride` apart; out
     [M, width] and sums [M, 16], the latter of p times minima over (token, group), are added to."""
 

@@ -22,11 +22,11 @@ from compress.kernels.cpu.emitter import LANES, LARGEST
 SECOND = 1  # steps of channels of the codes whose rows of `back` are a sum of two numbers
 STEP = 32  # fields of a tile
 TILE = 512  # bfloat16 numbers: 16 rows of STEP
-PAIR = 2 * TILE  # of the two tiles that a step reads
-MOST_SUM = 2.0**31 - 2.0**24  # that levels and `back` in integers may add up to; rounding takes the rest
+PAIR = 2 * TILE  # a step reads two tiles
+MAX_INT_SUM = 2.0**31 - 2.0**24  # sums of levels and `back` in integers; rounding takes the rest
 
 
-class Transform(NamedTuple):
+class KeyTransform(NamedTuple):
     """Of all heads, as the kernel reads it; `transform` makes it."""
 
     back: Tensor
@@ -44,7 +44,9 @@ def has_tiles() -> bool:
     return {"amx-tile", "amx-bf16"} <= llvm.features() and start is not None and bool(start())
 
 
-def transform(back: Tensor, mean: Tensor, largest: Tensor, columns: Tensor, rotary: int, is_exact: bool) -> Transform:
+def transform(
+    back: Tensor, mean: Tensor, largest: Tensor, columns: Tensor, rotary: int, is_exact: bool
+) -> KeyTransform:
     """back [h, width (of codes), width], a row for each channel of the codes, in units of the tables; mean [h, width];
     largest [h, width]: of the levels of a channel of the codes; columns int64 [h, width]: where a channel is among the
     fields of its head, -1: nowhere; rotary: channels that turn; is_exact: to float32.
@@ -59,15 +61,15 @@ def transform(back: Tensor, mean: Tensor, largest: Tensor, columns: Tensor, rota
     if has_tiles():
         high = lanes.bfloat16()
         low = (lanes - high.float())[:, : second * STEP].bfloat16()
-        found = _tiles(torch.cat((high, low), 1), rotary, LANES)
+        back = _tiles(torch.cat((high, low), 1), rotary, LANES)
     elif is_exact:
-        found = lanes.contiguous()
+        back = lanes.contiguous()
     else:
         sums = (back.abs() * (columns >= 0)[..., None] * largest[..., None]).sum(1)
-        scales = torch.maximum(lanes.abs().amax(1) / LARGEST, sums / MOST_SUM).float().clamp(min=1e-30)
-        found = _tiles((lanes / scales[:, None]).round().short(), rotary, 1)
-    firsts = torch.arange(heads, device="cpu") * found[0].numel()
-    return Transform(found, torch.stack((firsts, fields)), mean.float().contiguous(), lanes.shape[1], second, scales)
+        scales = torch.maximum(lanes.abs().amax(1) / LARGEST, sums / MAX_INT_SUM).float().clamp(min=1e-30)
+        back = _tiles((lanes / scales[:, None]).round().short(), rotary, 1)
+    firsts = torch.arange(heads, device="cpu") * back[0].numel()
+    return KeyTransform(back, torch.stack((firsts, fields)), mean.float().contiguous(), lanes.shape[1], second, scales)
 
 
 def _tiles(rows: Tensor, rotary: int, together: int) -> Tensor:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
-from compress.kernels.cpu.emitter import LANES
-from compress.kernels.cpu.kv_affine import THREAD, Packed, addresses
-from compress.kernels.cpu.row_decoder import Writer
+from compress.kernels.cpu.emitter import LANES, Writer
+from compress.kernels.cpu.kv_affine import THREAD, PackedEmitter, addresses
 from compress.kernels.kv_contract import PlanarCodes
 from compress.numerics.packing import FIELDS
 
@@ -37,7 +36,7 @@ def decode(
     """planes [B, h, n, words]; scales, minima [B, h, n / group, width], by token [B, h, n, width / group];
     out [B, h, n, width] of one of DTYPES. The last two axes of all are contiguous.
     """
-    kernel, groups = llvm.function(_Decode, codes, by_token, out.dtype), scales.shape[2]
+    kernel, groups = llvm.function(_AffineDecode, codes, by_token, out.dtype), scales.shape[2]
     stored = addresses((*planes, scales, minima, out))
 
     def work(first: int, last: int) -> None:
@@ -47,7 +46,7 @@ def decode(
     llvm.parallel(work, len(stored), -(-THREAD // (out.shape[2] * codes.width)))
 
 
-class _Decode(Writer, Packed):
+class _AffineDecode(Writer, PackedEmitter):
     """void decode(words..., scales, minima, out, groups)."""
 
     def __init__(self, codes: PlanarCodes, by_token: bool, dtype: torch.dtype) -> None:

@@ -3,7 +3,7 @@
 Sixteen components of a piece are in a register. The code of each is the number of edges between levels that it lies
 above, found by halving: in each step a permutation looks up an edge for every lane. `fit` does that for vectors divided
 by their root mean square, and returns for each token and head the norm by which the levels come nearest; `pack` does it
-for the norms as they are stored, and writes the planes of the codes (compress/kv/codecs/mixed_packed.py). A division, a
+for the norms as they are stored, and writes the planes of the codes (compress/kv/codecs/packed.py). A division, a
 comparison and an edge are those of plain code, so that codes are the same; only the sums of a norm are added up in
 another order.
 """
@@ -70,7 +70,7 @@ def pack(y: Tensor, norms: Tensor, lanes: Lanes, tables: LevelTables, nbytes: in
     return rows
 
 
-class _Coder(Unpacker):
+class _MixedCoder(Unpacker):
     """Finds codes; `bounds`, y and norms are pointers, the first four integers tokens, heads, F, tokens of a head."""
 
     def __init__(self, name: str, pointers: int, integers: int, tables: LevelTables) -> None:
@@ -85,33 +85,33 @@ class _Coder(Unpacker):
 
     def piece_lanes(self, head: Any, piece: Any) -> Any:
         """Where a piece begins among the lanes of its head."""
-        return self.b.mul(self.b.sub(piece, self._bound(head, 0)), self.i64(LANES))
+        return self.b.mul(self.b.sub(piece, self._piece_bound(head, 0)), self.i64(LANES))
 
     def nearest(self, x: Any, bits: int) -> Any:
         """Codes int32 of sixteen components, which are divided by their norm."""
         b, edges = self.b, self.edges[bits]
-        found = self.constant(self.word, LANES, 0)
+        code = self.constant(self.word, LANES, 0)
         for step in (1 << s for s in reversed(range(bits))):
             if 2 * step == 1 << bits:
                 edge = self.constant(self.word, LANES, edges[step - 1])
             else:
-                edge = self.looked_up(b.add(found, self.constant(self.word, LANES, step - 1)), edges)
+                edge = self.look_up(b.add(code, self.constant(self.word, LANES, step - 1)), edges)
             is_above = b.fcmp_ordered(">", x, b.bitcast(edge, x.type))
-            found = b.select(is_above, b.add(found, self.constant(self.word, LANES, step)), found)
-        return found
+            code = b.select(is_above, b.add(code, self.constant(self.word, LANES, step)), code)
+        return code
 
-    def divided(self, x: Any, norm: Any) -> Any:
+    def divide(self, x: Any, norm: Any) -> Any:
         b, least = self.b, self.ir.Constant(self.float, torch.tensor(LEAST).item())
         return b.fdiv(x, self.splat(b.select(b.fcmp_ordered(">", norm, least), norm, least), LANES))
 
-    def _bound(self, head: Any, place: int) -> Any:
+    def _piece_bound(self, head: Any, place: int) -> Any:
         at = self.b.add(self.b.mul(head, self.i64(MOST_MIXED_BITS + 1)), self.i64(place))
         return self.integer(self.bounds, at)
 
     bounds: Any
 
 
-class _Fit(_Coder):
+class _Fit(_MixedCoder):
     """void fit(bounds, weights, active, y, norms, tokens, heads, F, tokens of a head)."""
 
     def __init__(self, tables: LevelTables) -> None:
@@ -126,7 +126,7 @@ class _Fit(_Coder):
             for held in self.sums:
                 b.store(self.floats(0.0), held)
             for place in range(MOST_MIXED_BITS):
-                with self.loop(self._bound(head, place + 1), self._bound(head, place)) as piece:
+                with self.loop(self._piece_bound(head, place + 1), self._piece_bound(head, place)) as piece:
                     self._piece(head, piece, first, size, MOST_MIXED_BITS - place)
             above, below = (self.total(b.load(held)) for held in self.sums)
             self.store(b.fdiv(above, below), self.norm, cell)
@@ -146,14 +146,14 @@ class _Fit(_Coder):
         b, lane = self.b, self.piece_lanes(head, piece)
         x = self.load(self.y, b.add(first, lane), self.float, LANES)
         weight = self.load(self.weights, b.add(b.mul(head, self.width), lane), self.float, LANES)
-        code = self.nearest(self.divided(x, size), bits)
-        level = b.bitcast(self.looked_up(code, self.tables[bits]), x.type)
+        code = self.nearest(self.divide(x, size), bits)
+        level = b.bitcast(self.look_up(code, self.tables[bits]), x.type)
         heavy = b.fmul(level, weight)
         for held, other in zip(self.sums, (x, level), strict=True):
             b.store(self.multiply_add(heavy, other, b.load(held)), held)
 
 
-class _Pack(_Coder):
+class _Pack(_MixedCoder):
     """void pack(starts, bounds, counts, y, norms, rows, tokens, heads, F, tokens of a head, bytes of a row)."""
 
     def __init__(self, tables: LevelTables) -> None:
@@ -166,9 +166,9 @@ class _Pack(_Coder):
             row = b.mul(token, self.integers[4])
             for place in range(MOST_MIXED_BITS):
                 bits = MOST_MIXED_BITS - place
-                with self.loop(self._bound(head, place + 1), self._bound(head, place)) as piece:
+                with self.loop(self._piece_bound(head, place + 1), self._piece_bound(head, place)) as piece:
                     x = self.load(self.y, b.add(first, self.piece_lanes(head, piece)), self.float, LANES)
-                    self._write(row, piece, self.nearest(self.divided(x, norm), bits), bits)
+                    self._write(row, piece, self.nearest(self.divide(x, norm), bits), bits)
         b.ret_void()
 
     def _write(self, row: Any, piece: Any, code: Any, bits: int) -> None:
@@ -184,9 +184,9 @@ class _Pack(_Coder):
                 field = b.lshr(code, self.constant(self.word, LANES, low))
                 field = b.and_(field, self.constant(self.word, LANES, (1 << width) - 1))
                 at = b.add(b.mul(piece, self.i64(len(PLANES) + 1)), self.i64(column))
-                self._store(self._joined(field, width), b.add(row, self.integer(self.starts, at)), is_whole)
+                self._store(self._join_fields(field, width), b.add(row, self.integer(self.starts, at)), is_whole)
 
-    def _joined(self, field: Any, width: int) -> list[Any]:
+    def _join_fields(self, field: Any, width: int) -> list[Any]:
         """Fields of all lanes side by side, as two numbers."""
         b, half = self.b, LANES // 2
         if width == 1:

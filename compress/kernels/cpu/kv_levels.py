@@ -44,7 +44,7 @@ def scores(q: Tensor, planes: Sequence[Tensor], norms: Tensor, levels: tuple[int
     """
     one = torch.ones(q.shape[3], dtype=torch.float16, device="cpu")
     zero = torch.zeros_like(one)
-    kernel = partial(llvm.function, _Scores, levels, q.shape[3])
+    kernel = partial(llvm.function, _LevelScores, levels, q.shape[3])
     plain = one.data_ptr(), zero.data_ptr()
     kv_affine.multiply_keys(kernel, q, (*planes, norms), plain, out, norms.shape[2] // LANES)
 
@@ -54,7 +54,7 @@ def mix(p: Tensor, planes: Sequence[Tensor], norms: Tensor, levels: tuple[int, .
 
     planes [B, h, n, words]; norms [B, h, n, 1] float16.
     """
-    kernel = partial(llvm.function, _Mix, levels, width)
+    kernel = partial(llvm.function, _LevelMix, levels, width)
     return kv_affine.sum_values(kernel, p, (*planes, norms, norms), width, 1)[0]
 
 
@@ -62,7 +62,7 @@ def _codes(levels: tuple[int, ...], width: int) -> PlanarCodes:
     return PlanarCodes(len(levels).bit_length() - 1, width, width)
 
 
-class _Levels(kv_affine.Packed):
+class _Levels(kv_affine.PackedEmitter):
     levels: tuple[int, ...]
 
     def field(self, words: Sequence[Any], field: int) -> Any:
@@ -74,13 +74,13 @@ class _Levels(kv_affine.Packed):
         return self.intrinsic(f"llvm.x86.avx512.permvar.hi.{16 * lanes}", kind, table, codes)
 
 
-class _Scores(_Levels, kv_affine._Scores):
+class _LevelScores(_Levels, kv_affine._AffineScores):
     """void scores(words..., norms, ones, zeros, q, out, space, parts of 16 tokens, stride): q [M, width]; ones and
-    zeros [width] stand for the scales and minima of `kv_affine._Scores`."""
+    zeros [width] stand for the scales and minima of `kv_affine._AffineScores`."""
 
     def __init__(self, levels: tuple[int, ...], width: int, tokens: int) -> None:
         sizes = _codes(levels, width)
-        kv_affine.Packed.__init__(self, "scores", sizes.planes + 6, 2)
+        kv_affine.PackedEmitter.__init__(self, "scores", sizes.planes + 6, 2)
         self.sizes, self.tokens, self.levels = sizes, tokens, levels
         self.planes = self.pointers[: sizes.planes]
         self.norms, self.scales, self.minima, self.q, self.out, self.space = self.pointers[sizes.planes :]
@@ -98,9 +98,9 @@ class _Scores(_Levels, kv_affine._Scores):
         self.b.ret_void()
 
 
-class _Mix(_Levels, kv_affine._Mix):
-    """The sums of `kv_affine._Mix` with one group; norms stand for scales, and sums of minima are dropped."""
+class _LevelMix(_Levels, kv_affine._AffineMix):
+    """The sums of `kv_affine._AffineMix` with one group; norms stand for scales, and sums of minima are dropped."""
 
     def __init__(self, levels: tuple[int, ...], width: int, tokens: int) -> None:
         self.levels = levels
-        kv_affine._Mix.__init__(self, _codes(levels, width), tokens)
+        kv_affine._AffineMix.__init__(self, _codes(levels, width), tokens)

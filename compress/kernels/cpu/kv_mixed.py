@@ -1,4 +1,4 @@
-"""Read values whose bits differ between channels (kv/codecs/mixed_packed.py), on CPUs with AVX-512.
+"""Read values whose bits differ between channels (kv/codecs/packed.py), on CPUs with AVX-512.
 
 A piece of 16 channels of a token is spread over the lanes of a register, each lane moves its own field down, and a
 permutation turns the codes into levels, three to ten instructions for 1 to 7 bits. The sum over tokens
@@ -39,7 +39,7 @@ def mix(p: Tensor, coded: MixedCodes, tables: LevelTables) -> Tensor:
     p = p if p.stride(3) == 1 else p.contiguous()
     batch, heads, count, tokens = p.shape
     out = torch.zeros(batch, heads, count, LANES * coded.most, dtype=torch.float32, device="cpu")
-    kernel = llvm.function(_Mix, count, tables)
+    kernel = llvm.function(_MixedMix, count, tables)
     stored = addresses((coded.codes, coded.codes))
     given = addresses((coded.norms, p, out))
     fixed = coded.starts.data_ptr(), coded.bounds.data_ptr()
@@ -70,15 +70,15 @@ class Unpacker(emitter.Emitter):
         """An int32 as 64 bits."""
         return self.b.sext(self.load(pointer, offset, self.word), self.index)
 
-    def bound(self, head: Any, place: int) -> Any:
+    def piece_bound(self, head: Any, place: int) -> Any:
         at = self.b.add(self.b.mul(head, self.i64(MOST_MIXED_BITS + 1)), self.i64(place))
         return self.integer(self.pointers[2], at)
 
     def planes(self, piece: Any, bits: int) -> dict[int, Any]:
         """Where the planes of a piece begin in a row, by width."""
         first = self.b.mul(piece, self.i64(len(PLANES) + 1))
-        found = [self.b.add(first, self.i64(column)) for column in range(len(PLANES))]
-        return {w: self.integer(self.pointers[1], at) for w, at in zip(PLANES, found, strict=True) if bits & w}
+        starts = [self.b.add(first, self.i64(column)) for column in range(len(PLANES))]
+        return {w: self.integer(self.pointers[1], at) for w, at in zip(PLANES, starts, strict=True) if bits & w}
 
     def column(self, piece: Any) -> Any:
         """Fields of the head before a piece."""
@@ -94,14 +94,14 @@ class Unpacker(emitter.Emitter):
 
     def levels(self, token: Any, planes: Mapping[int, Any], bits: int) -> Any:
         """The table's words for sixteen channels of a token, int32."""
-        return self.looked_up(self._index(self.b.mul(token, self.row), planes, bits), self.tables[bits])
+        return self.look_up(self._index(self.b.mul(token, self.row), planes, bits), self.tables[bits])
 
     def norms(self, pointer: Any, offset: Any) -> Any:
         """Sixteen norms as floats."""
         b, words = self.b, self.vector(self.word, LANES)
         code = b.zext(self.load(pointer, offset, self.byte, LANES), words)
         table = [emitter.float32(2 ** (i / NORM_STEPS)) for i in range(NORM_STEPS)]
-        fraction = self.permuted(self.ir.Constant(self.vector(self.float, LANES), table), code)
+        fraction = self.permute(self.ir.Constant(self.vector(self.float, LANES), table), code)
         octave = b.sub(
             b.lshr(code, self.constant(self.word, LANES, 4)), self.constant(self.word, LANES, 128 // NORM_STEPS)
         )
@@ -109,31 +109,31 @@ class Unpacker(emitter.Emitter):
         is_zero = b.icmp_unsigned("==", code, self.constant(self.word, LANES, 0))
         return b.select(is_zero, self.floats(0.0), b.bitcast(whole, self.vector(self.float, LANES)))
 
-    def permuted(self, table: Any, index: Any) -> Any:
+    def permute(self, table: Any, index: Any) -> Any:
         """Elements by the lowest four bits of the indices."""
         kind = "sf" if table.type.element == self.float else "si"
         return self.intrinsic(f"llvm.x86.avx512.permvar.{kind}.512", table.type, table, index)
 
     def _index(self, row: Any, planes: Mapping[int, Any], bits: int) -> Any:
         """Codes, in the lowest bits of each lane; anything above them."""
-        b, found, low = self.b, None, bits
+        b, code, low = self.b, None, bits
         for width, start in planes.items():
             low -= width
             shifts = [width * lane % 32 - low for lane in range(LANES)]
-            spread = self._spread(b.add(row, start), width)
+            spread = self._spread_lanes(b.add(row, start), width)
             moves = self.ir.Constant(spread.type, [shift % 32 for shift in shifts])
             if low:
                 moved = self.intrinsic(f"llvm.fshr.v{LANES}i32", spread.type, spread, spread, moves)
             else:
                 moved = b.lshr(spread, moves)
-            if found is not None:
+            if code is not None:
                 above = self.constant(self.word, LANES, -1 << (low + width))
                 below = self.constant(self.word, LANES, (1 << (low + width)) - 1)
-                moved = b.or_(b.and_(found, above), b.and_(moved, below))
-            found = moved
-        return found
+                moved = b.or_(b.and_(code, above), b.and_(moved, below))
+            code = moved
+        return code
 
-    def _spread(self, offset: Any, width: int) -> Any:
+    def _spread_lanes(self, offset: Any, width: int) -> Any:
         """The number with sixteen fields in all lanes; of one of 64 bits each lane has the half with its field."""
         b, kind = self.b, self.word if width > 1 else self.short
         low = b.load(self.at(self.codes, offset, self.byte), typ=kind, align=1)
@@ -142,22 +142,22 @@ class Unpacker(emitter.Emitter):
         high = b.load(self.at(self.codes, b.add(offset, self.i64(4)), self.byte), typ=kind, align=1)
         return self.shuffled(self.splat(low, LANES), self.splat(high, LANES), [*range(8), *range(24, 32)])
 
-    def looked_up(self, index: Any, table: Sequence[int]) -> Any:
+    def look_up(self, index: Any, table: Sequence[int]) -> Any:
         """Words of a table, whose length is a power of 2, by the lowest bits of the indices."""
         b, kind = self.b, self.vector(self.word, LANES)
         if len(table) <= LANES:
-            return self.permuted(self.ir.Constant(kind, [table[i % len(table)] for i in range(LANES)]), index)
-        found = []
+            return self.permute(self.ir.Constant(kind, [table[i % len(table)] for i in range(LANES)]), index)
+        halves = []
         for first in range(0, len(table), 2 * LANES):
             low, high = (self.ir.Constant(kind, table[at : at + LANES]) for at in (first, first + LANES))
-            found.append(self.intrinsic("llvm.x86.avx512.vpermi2var.d.512", kind, low, index, high))
+            halves.append(self.intrinsic("llvm.x86.avx512.vpermi2var.d.512", kind, low, index, high))
         bit = 5
-        while len(found) > 1:
+        while len(halves) > 1:
             masked = b.and_(index, self.constant(self.word, LANES, 1 << bit))
             is_set = b.icmp_unsigned("!=", masked, self.constant(self.word, LANES, 0))
-            found = [b.select(is_set, y, x) for x, y in zip(found[::2], found[1::2], strict=True)]
+            halves = [b.select(is_set, y, x) for x, y in zip(halves[::2], halves[1::2], strict=True)]
             bit += 1
-        return found[0]
+        return halves[0]
 
 
 def words(tables: LevelTables) -> list[list[int]]:
@@ -165,7 +165,7 @@ def words(tables: LevelTables) -> list[list[int]]:
     return [torch.tensor(table, dtype=torch.float32).view(torch.int32).tolist() for table in tables]
 
 
-class _Mix(Unpacker):
+class _MixedMix(Unpacker):
     """void mix(codes, starts, bounds, norms, p, out, space, blocks, first head, last head, bytes of a token, steps): of
     norms between heads, of p between heads and rows, of out between heads and rows. p [h, M, tokens], out [h, M, lanes]
     is added to."""
@@ -181,9 +181,9 @@ class _Mix(Unpacker):
             self.ask_for(self.b.add(token, self.i64(BLOCK)))
             with self.loop(last, first) as head:
                 self._weights(head, token)
-                begin = self.bound(head, 0)
+                begin = self.piece_bound(head, 0)
                 for place in range(MOST_MIXED_BITS):
-                    with self.loop(self.bound(head, place + 1), self.bound(head, place)) as piece:
+                    with self.loop(self.piece_bound(head, place + 1), self.piece_bound(head, place)) as piece:
                         self._piece(head, token, piece, self.b.sub(piece, begin), MOST_MIXED_BITS - place)
         self.b.ret_void()
 
@@ -206,8 +206,8 @@ class _Mix(Unpacker):
         with self.loop(self.i64(BLOCK // UNROLLED)) as part:
             for i in range(UNROLLED):
                 inside = b.add(b.mul(part, self.i64(UNROLLED)), self.i64(i))
-                found = self.levels(b.add(token, inside), planes, bits)
-                level = b.bitcast(found, self.vector(self.float, LANES))
+                floats = self.levels(b.add(token, inside), planes, bits)
+                level = b.bitcast(floats, self.vector(self.float, LANES))
                 for m, held in enumerate(self.held):
                     weight = self.load(self.space, b.add(inside, self.i64(m * BLOCK)), self.float)
                     b.store(self.multiply_add(self.splat(weight, LANES), level, b.load(held)), held)

@@ -19,8 +19,8 @@ from torch import Tensor
 from compress.kernels import llvm
 from compress.kernels.cpu import kv_mixed
 from compress.kernels.cpu.emitter import LANES
-from compress.kernels.cpu.kv_basis import PAIR, STEP, TILE, Transform, transform
-from compress.kernels.cpu.kv_turned import LINE, Place, Sizes, Turned, run
+from compress.kernels.cpu.kv_basis import PAIR, STEP, TILE, KeyTransform, transform
+from compress.kernels.cpu.kv_turned import LINE, ChannelPlace, Turned, TurnedSizes, run
 from compress.kernels.kv_contract import BLOCK, MOST_MIXED_BITS, LevelTables, MixedCodes, Rotary
 
 __all__ = ["scores", "supports", "transform", "write"]
@@ -33,24 +33,24 @@ def supports(width: int) -> bool:
     return width % (2 * LANES) == 0 and kv_mixed.supports(width)
 
 
-def scores(q: Tensor, coded: MixedCodes, made: Transform, tables: LevelTables, turns: Rotary, out: Tensor) -> None:
+def scores(q: Tensor, coded: MixedCodes, made: KeyTransform, tables: LevelTables, turns: Rotary, out: Tensor) -> None:
     """q [B, h, m, width] float32; out [B, h, m, n] float32, its last axis contiguous, n a multiple of BLOCK."""
     q = q.contiguous()
-    sizes = Sizes(q.shape[3], turns.width, turns.cos.dtype)
+    sizes = TurnedSizes(q.shape[3], turns.width, turns.cos.dtype)
     run(_function(sizes, tables, q.shape[2], torch.float32, made), (q, out, 4), coded, made, turns)
 
 
-def write(coded: MixedCodes, made: Transform, tables: LevelTables, turns: Rotary, out: Tensor) -> None:
+def write(coded: MixedCodes, made: KeyTransform, tables: LevelTables, turns: Rotary, out: Tensor) -> None:
     """out [B, h, n, width] of float32, float16 or bfloat16, its last axis contiguous, n a multiple of BLOCK."""
-    sizes = Sizes(out.shape[3], turns.width, turns.cos.dtype)
+    sizes = TurnedSizes(out.shape[3], turns.width, turns.cos.dtype)
     kernel = _function(sizes, tables, 0, out.dtype, made)
     run(kernel, (out, out, out.element_size() * out.stride(2)), coded, made, turns)
 
 
 def _function(
-    sizes: Sizes, tables: LevelTables, count: int, dtype: torch.dtype, made: Transform
+    sizes: TurnedSizes, tables: LevelTables, count: int, dtype: torch.dtype, made: KeyTransform
 ) -> Callable[..., None]:
-    kind = {torch.bfloat16: _Tiles, torch.int16: _Integers, torch.float32: _Plain}[made.back.dtype]
+    kind = {torch.bfloat16: _TileKeys, torch.int16: _Integers, torch.float32: _Plain}[made.back.dtype]
     return llvm.function(kind, sizes, tables, count, dtype)
 
 
@@ -66,7 +66,7 @@ class _Principal(Turned):
     def keep(self, words: Any, offset: Any) -> None:
         """Store sixteen levels in a."""
 
-    def sums_of(self, steps: Any, place: Place, zero: Any, step: Any, add: Any, end: Any) -> None:
+    def sums_of(self, steps: Any, place: ChannelPlace, zero: Any, step: Any, add: Any, end: Any) -> None:
         """c of a pair, TOGETHER tokens at a time in registers: add(left, right, sum) for all steps, end(sum, side).
 
         step(k) returns the two registers of `back` and a function that loads the number of a row of a.
@@ -91,16 +91,16 @@ class _Principal(Turned):
         b = self.b
         self.read_norms(head, token)
         for place in range(MOST_MIXED_BITS):
-            with self.loop(self.bound(head, place + 1), self.bound(head, place)) as piece:
+            with self.loop(self.piece_bound(head, place + 1), self.piece_bound(head, place)) as piece:
                 planes, column = self.planes(piece, MOST_MIXED_BITS - place), self.column(piece)
                 with self.loop(self.i64(BLOCK // kv_mixed.UNROLLED)) as part:
                     for i in range(kv_mixed.UNROLLED):
                         inside = b.add(b.mul(part, self.i64(kv_mixed.UNROLLED)), self.i64(i))
-                        found = self.levels(b.add(token, inside), planes, MOST_MIXED_BITS - place)
-                        self.keep(found, b.add(b.mul(inside, self.pitch), column))
+                        levels = self.levels(b.add(token, inside), planes, MOST_MIXED_BITS - place)
+                        self.keep(levels, b.add(b.mul(inside, self.pitch), column))
 
 
-class _Tiles(_Principal):
+class _TileKeys(_Principal):
     """Levels as bfloat16; a is [BLOCK, pitch] of them, in the first half of its memory."""
 
     def entries(self, tables: LevelTables) -> list[list[int]]:
@@ -115,7 +115,7 @@ class _Tiles(_Principal):
     def end(self) -> None:
         self._tile("tilerelease")
 
-    def multiply(self, first: Any, fields: Any, place: Place) -> None:
+    def multiply(self, first: Any, fields: Any, place: ChannelPlace) -> None:
         b = self.b
         most = b.lshr(self.pitch, self.i64(5))
         steps = b.lshr(b.add(fields, self.i64(STEP - 1)), self.i64(5))
@@ -154,7 +154,7 @@ class _Plain(_Principal):
     def keep(self, words: Any, offset: Any) -> None:
         self.store(words, self.a, offset)
 
-    def multiply(self, first: Any, fields: Any, place: Place) -> None:
+    def multiply(self, first: Any, fields: Any, place: ChannelPlace) -> None:
         def step(k: Any) -> tuple[list[Any], Any]:
             at = self.b.add(first, self.b.mul(k, self.i64(self.sizes.width)))
             right = [self.load(self.back, self.b.add(at, x), self.float, LANES) for x in place[1:]]
@@ -175,18 +175,18 @@ class _Integers(_Principal):
 
     def levels(self, token: Any, planes: Mapping[int, Any], bits: int) -> Any:
         """The table's numbers for sixteen channels of a token, int16: half the register, and none to be narrowed."""
-        b, found, low = self.b, None, bits
+        b, joined, low = self.b, None, bits
         for width, start in planes.items():
             low -= width
             spread = self._words(b.add(b.mul(token, self.row), start), width)
             moves = self.ir.Constant(spread.type, [(width * lane - low) % 16 for lane in range(LANES)])
             moved = self.intrinsic(f"llvm.fshr.v{LANES}i16", spread.type, spread, spread, moves)
-            if found is not None:
+            if joined is not None:
                 below = (1 << (low + width)) - 1
-                above = b.and_(found, self.constant(self.short, LANES, 0xFFFF - below))
+                above = b.and_(joined, self.constant(self.short, LANES, 0xFFFF - below))
                 moved = b.or_(above, b.and_(moved, self.constant(self.short, LANES, below)))
-            found = moved
-        return self._short_levels(found, self.tables[bits])
+            joined = moved
+        return self._short_levels(joined, self.tables[bits])
 
     def _words(self, offset: Any, width: int) -> Any:
         """The number with sixteen fields; each lane has those 16 bits of it that its field is in."""
@@ -205,17 +205,17 @@ class _Integers(_Principal):
         index = self.shuffled(index, index, list(range(2 * LANES)))
         tables = [self.ir.Constant(wide, table[at : at + 2 * LANES]) for at in range(0, len(table), 2 * LANES)]
         if len(tables) == 1:
-            found = [self.intrinsic("llvm.x86.avx512.permvar.hi.512", wide, tables[0], index)]
+            halves = [self.intrinsic("llvm.x86.avx512.permvar.hi.512", wide, tables[0], index)]
         else:
             name, pairs = "llvm.x86.avx512.vpermi2var.hi.512", zip(tables[::2], tables[1::2], strict=True)
-            found = [self.intrinsic(name, wide, low, index, high) for low, high in pairs]
-        if len(found) == 2:
+            halves = [self.intrinsic(name, wide, low, index, high) for low, high in pairs]
+        if len(halves) == 2:
             masked = b.and_(index, self.constant(short, 2 * LANES, 64))
             is_set = b.icmp_unsigned("!=", masked, self.constant(short, 2 * LANES, 0))
-            found = [b.select(is_set, found[1], found[0])]
-        return self.shuffled(found[0], found[0], list(range(LANES)))
+            halves = [b.select(is_set, halves[1], halves[0])]
+        return self.shuffled(halves[0], halves[0], list(range(LANES)))
 
-    def multiply(self, first: Any, fields: Any, place: Place) -> None:
+    def multiply(self, first: Any, fields: Any, place: ChannelPlace) -> None:
         b, half = self.b, self.b.lshr(self.pitch, self.i64(1))
         first = b.add(first, b.mul(b.mul(place.pair, half), self.i64(4 * LANES)))
 
@@ -230,8 +230,8 @@ class _Integers(_Principal):
         first_of_head = b.mul(self.head, self.i64(self.sizes.width))
         factors = [self.load(self.factors, b.add(first_of_head, x), self.float, LANES) for x in place[1:]]
 
-        def scaled(x: Any, side: int) -> Any:
+        def scale(x: Any, side: int) -> Any:
             return b.fmul(b.sitofp(x, factors[side].type), factors[side])
 
         steps = b.lshr(b.add(fields, self.i64(1)), self.i64(1))
-        self.sums_of(steps, place, self.constant(self.word, LANES, 0), step, add, scaled)
+        self.sums_of(steps, place, self.constant(self.word, LANES, 0), step, add, scale)

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
-from compress.kernels.cpu.emitter import LANES
-from compress.kernels.cpu.kv_basis import Transform, tile_config
+from compress.kernels.cpu.emitter import LANES, Writer
+from compress.kernels.cpu.kv_basis import KeyTransform, tile_config
 from compress.kernels.cpu.kv_mixed import Unpacker
-from compress.kernels.cpu.row_decoder import Writer
 from compress.kernels.kv_contract import BLOCK, MixedCodes, Rotary
 
 LINE = 64
@@ -27,7 +26,7 @@ GROUP = 8  # queries that are in registers together
 AT_ONCE = 16  # products of a query and a token that are in registers together
 
 
-class Sizes(NamedTuple):
+class TurnedSizes(NamedTuple):
     """width: of a head; rotary: of its channels that turn, the first ones; turns: the type of cos and sin."""
 
     width: int
@@ -39,7 +38,7 @@ class Sizes(NamedTuple):
         return self.rotary // 2
 
 
-class Place(NamedTuple):
+class ChannelPlace(NamedTuple):
     """Two times 16 channels: their number as a pair and the first channel of each."""
 
     pair: Any
@@ -47,7 +46,7 @@ class Place(NamedTuple):
     high: Any
 
 
-def run(kernel: Any, ends: tuple[Tensor, Tensor, int], coded: MixedCodes, made: Transform, turns: Rotary) -> None:
+def run(kernel: Any, ends: tuple[Tensor, Tensor, int], coded: MixedCodes, made: KeyTransform, turns: Rotary) -> None:
     """ends: q, out and the bytes between tokens of out."""
     q, out, move = ends
     heads, tokens, width = coded.norms.shape[1], coded.norms.shape[2], made.mean.shape[1]
@@ -85,7 +84,7 @@ class Turned(Writer, Unpacker, ABC):
 
     is_by_head = False  # all tokens of a head before those of the next one: where what a head reads fills a cache
 
-    def __init__(self, sizes: Sizes, layout: Any, count: int, dtype: torch.dtype) -> None:
+    def __init__(self, sizes: TurnedSizes, layout: Any, count: int, dtype: torch.dtype) -> None:
         super().__init__("turned", 17, 9, dtype)
         self.sizes, self.count = sizes, count
         self.prepare(layout)
@@ -128,7 +127,7 @@ class Turned(Writer, Unpacker, ABC):
         """Write what `multiply` reads of a block of tokens of a head to a, and its norms to scales."""
 
     @abstractmethod
-    def multiply(self, first: Any, fields: Any, place: Place) -> None:
+    def multiply(self, first: Any, fields: Any, place: ChannelPlace) -> None:
         """c [2, BLOCK, 16] of a pair: what is in a, times the part of `back` that begins at `first`; fields: the second
         number of `firsts` of the head."""
 
@@ -157,8 +156,8 @@ class Turned(Writer, Unpacker, ABC):
                     if channel % LINE_NUMBERS == 0:
                         at = b.add(b.add(first, b.mul(self.turn_step, self.i64(BLOCK))), self.i64(channel))
                         self.prefetch(pointer, at, self.short if sizes.turns.itemsize == 2 else self.float)
-                    found = self.load_floats(pointer, b.add(first, self.i64(channel)), sizes.turns, LANES)
-                    self.store(found, self.turns, b.add(own, self.i64(side * sizes.half + channel)))
+                    factors = self.load_floats(pointer, b.add(first, self.i64(channel)), sizes.turns, LANES)
+                    self.store(factors, self.turns, b.add(own, self.i64(side * sizes.half + channel)))
 
     def _multiply(self, head: Any, token: Any, fields: Any) -> None:
         """Keys of a block before the mean and the turn, in c [pairs, 2, BLOCK, 16], and what is made of them."""
@@ -180,24 +179,24 @@ class Turned(Writer, Unpacker, ABC):
     def pairs(self) -> int:
         return self.sizes.width // (2 * LANES)
 
-    def _place(self, index: Any, is_turned: bool) -> Place:
+    def _place(self, index: Any, is_turned: bool) -> ChannelPlace:
         b, sizes = self.b, self.sizes
         if is_turned:
             low = b.mul(index, self.i64(LANES))
-            return Place(index, low, b.add(low, self.i64(sizes.half)))
+            return ChannelPlace(index, low, b.add(low, self.i64(sizes.half)))
         low = b.add(b.mul(index, self.i64(2 * LANES)), self.i64(sizes.rotary))
-        return Place(b.add(index, self.i64(sizes.half // LANES)), low, b.add(low, self.i64(LANES)))
+        return ChannelPlace(b.add(index, self.i64(sizes.half // LANES)), low, b.add(low, self.i64(LANES)))
 
-    def cell(self, place: Place, side: int, inside: Any) -> Any:
+    def cell(self, place: ChannelPlace, side: int, inside: Any) -> Any:
         """Where sixteen channels of a token are in c."""
         row = self.b.add(self.b.mul(place.pair, self.i64(2 * BLOCK)), self.b.add(inside, self.i64(side * BLOCK)))
         return self.b.mul(row, self.i64(LANES))
 
-    def _means(self, head: Any, place: Place) -> list[Any]:
+    def _means(self, head: Any, place: ChannelPlace) -> list[Any]:
         first = self.b.mul(head, self.i64(self.sizes.width))
         return [self.load(self.mean, self.b.add(first, x), self.float, LANES) for x in (place.low, place.high)]
 
-    def _keys(self, inside: Any, means: list[Any], place: Place, is_turned: bool) -> list[Any]:
+    def _keys(self, inside: Any, means: list[Any], place: ChannelPlace, is_turned: bool) -> list[Any]:
         """Two times 16 channels of a token."""
         b, scale = self.b, self.splat(self.load(self.scales, inside, self.float), LANES)
         x, y = (
@@ -238,7 +237,7 @@ class Turned(Writer, Unpacker, ABC):
                 cell = b.mul(b.add(token, self.i64(m * BLOCK)), self.i64(LANES))
                 self.store(b.load(x), self.sums, cell)
 
-    def _write(self, head: Any, token: Any, place: Place, is_turned: bool) -> None:
+    def _write(self, head: Any, token: Any, place: ChannelPlace, is_turned: bool) -> None:
         """Writes two times 16 channels of a block of tokens."""
         b, means = self.b, self._means(head, place)
         with self.loop(self.i64(BLOCK)) as inside:

@@ -21,7 +21,7 @@ from compress.formats.lowrank import Params
 from compress.kernels import llvm
 from compress.kernels.contract import Prepared, Shape
 from compress.kernels.cpu import emitter
-from compress.kernels.cpu.row_decoder import Writer
+from compress.kernels.cpu.emitter import Writer
 
 MANY = 1 << 40  # rows
 SIDE = 4  # rows of a factor that are summed side by side
@@ -76,13 +76,13 @@ def _multiply(x: int, matrix: int, out: int, shape: tuple[int, int], kinds: tupl
 
 
 class _Dots(Writer):
-    """void dots(x, matrix, out, first row, last row, columns): out = matrix x for these rows, `side` of them or more.
+    """Writes matrix x for the rows from `first` to `last`, `side` of them or more.
 
     The last rows may be computed twice, to the same sums: all steps have `side` rows.
     """
 
     def __init__(self, x: torch.dtype, matrix: torch.dtype, out: torch.dtype, side: int) -> None:
-        super().__init__("dots", 3, 3, out)
+        super().__init__("dots", "x matrix out", "first last columns", out)
         self.types, self.side = (x, matrix), side
         first, last, self.columns = self.integers
         b = self.b

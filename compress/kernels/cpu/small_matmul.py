@@ -20,10 +20,12 @@ from torch import Tensor
 from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Joined, Prepared, Shape
 from compress.kernels.cpu import emitter as rows
-from compress.kernels.cpu.emitter import LANES, LARGEST, TOKENS
-from compress.kernels.cpu.row_decoder import Writer
+from compress.kernels.cpu.emitter import LANES, LARGEST, PRODUCT, TOKENS, Writer
 
 ALIGNED = 64  # bytes
+CALLED = (*PRODUCT.split(), "first", "last")  # arguments that every call of a kernel gives
+WRITTEN = ("out", "first", "last", "start", "stop")  # and those of a decoder
+WEIGHTS_PER_THREAD = 1 << 20  # that are decoded and worth waking it
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ class Factors:
     divisor: float = 1.0
 
     @property
-    def addresses(self) -> tuple[int, int]:
-        return self.scale, self.rows
+    def named(self) -> dict[str, int]:
+        """Return the addresses by the names of arguments."""
+        return {"scale": self.scale, "row_scales": self.rows}
 
 
 NO_FACTORS = Factors()
@@ -64,6 +67,8 @@ class _Steps(NamedTuple):
 
     quantize: Callable[..., None]
     kernel: Callable[..., None]
+    stored: tuple[int, ...]  # what the kernel takes before and behind CALLED
+    sizes: tuple[int, ...]
     finish: Callable[..., None]
     offsets: list[int]  # of x16, its scales and sums, the outputs, the space of a thread, and gathered activations
     nbytes: int
@@ -73,15 +78,14 @@ class _Steps(NamedTuple):
 class Product(Prepared):
     """x times a stored weight by compiled functions, for bfloat16, float16 and float32.
 
-    What `kernel(tokens)` returns is called as
-        kernel(*stored, x16, x_scales, x_sums, out, space, first, last, *sizes)
-    for a range of blocks of sixteen rows of the weight, with
+    What `kernel(tokens)` returns takes the arguments CALLED, and before and behind them what its signature names: of
+    `stored`, addresses of tensors that have to stay where they are, of `sizes`, and `tokens`, the rows of activations.
+    It is called for a range of blocks of sixteen rows of the weight, with
     - x16 int16 [columns / lanes, tokens, lanes]: vectors of the same columns lie beside each other, because a kernel
       reads them together; columns past those of x are 0;
     - x_scales and x_sums float32 [tokens, columns / span]: scales and sums of these integers. A span with a value that
       is not finite has scale NaN;
     - out float32 [tokens, rows].
-    `stored` are addresses: of tensors that have to stay where they are.
     """
 
     most = rows.MOST  # rows of bfloat16 activations
@@ -93,16 +97,16 @@ class Product(Prepared):
         params: Any,
         shape: Shape,
         layout: Layout,
-        stored: Sequence[int],
-        sizes: Sequence[int],
+        stored: Mapping[str, int],
+        sizes: Mapping[str, int],
         factors: Factors = NO_FACTORS,
     ) -> None:
         super().__init__(tensors, params, shape)
-        self.layout, self.stored, self.sizes, self.factors = layout, tuple(stored), tuple(sizes), factors
+        self.layout, self.stored, self.sizes, self.factors = layout, stored, sizes, factors
         self._steps: dict[tuple[int, torch.dtype], _Steps] = {}
 
     @abstractmethod
-    def kernel(self, tokens: int) -> Callable[..., None]:
+    def kernel(self, tokens: int) -> llvm.Function:
         """Return the function that sums for `tokens` rows of activations."""
 
     @abstractmethod
@@ -139,7 +143,7 @@ class Product(Prepared):
     def __call__(self, x: Tensor) -> Tensor:
         return multiply(self.layout.outputs, (self,), x)
 
-    def beside(self, others: Sequence[Prepared]) -> Joined | None:
+    def fuse(self, others: Sequence[Prepared]) -> Joined | None:
         """Return one call for weights that read activations alike: these become integers once."""
         parts = [self, *(other for other in others if isinstance(other, Product))]
         if len(parts) <= len(others) or len({part._activations for part in parts}) > 1:
@@ -165,17 +169,17 @@ class Product(Prepared):
 
     def run(self, tokens: int, dtype: torch.dtype, source: int, base: int, target: int, width: int) -> None:
         """Write the products to `target`, whose rows are `width` long, from the activations in the memory of a call."""
-        layout, stored, sizes, steps = self.layout, self.stored, self.sizes, self.steps(tokens, dtype)
+        layout, steps = self.layout, self.steps(tokens, dtype)
         x16, scales, sums, out, space, _ = [base + offset for offset in steps.offsets]
 
         def work(first: int, last: int) -> None:
             own = torch.empty(layout.space * tokens, dtype=torch.float32, device="cpu") if first else None
             place = space if own is None else own.data_ptr()
-            steps.kernel(*stored, x16, scales, sums, out, place, first, last, *sizes)
+            steps.kernel(*steps.stored, x16, scales, sums, out, place, first, last, *steps.sizes)
 
         llvm.parallel(work, layout.rows // LANES, steps.least)
         self.add(source, out, tokens, dtype)
-        steps.finish(out, *self.factors.addresses, target, tokens, layout.rows, layout.outputs, width)
+        steps.finish(out, self.factors.scale, self.factors.rows, target, tokens, layout.rows, layout.outputs, width)
 
     def steps(self, tokens: int, dtype: torch.dtype) -> _Steps:
         """Return what runs for a number of rows of activations and their type, prepared once."""
@@ -191,10 +195,12 @@ class Product(Prepared):
             4 * layout.space * tokens,
             dtype.itemsize * layout.columns * tokens * self.gathers,
         )
+        kernel = self.kernel(tokens)
         ends = list(accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes))
         steps = _Steps(
             llvm.function(_Quantize, dtype),
-            self.kernel(tokens),
+            kernel,
+            *kernel.signature.around(CALLED, {**self.stored, **self.sizes, "tokens": tokens}),
             llvm.function(_Finish, dtype, factors.divisor, bool(factors.scale), bool(factors.rows)),
             [0, *ends[:-1]],
             ends[-1],
@@ -223,6 +229,31 @@ def multiply(width: int, parts: Sequence[Product], x: Tensor) -> Tensor:
         target += tokens * width * size
         left -= tokens
     return out
+
+
+def in_rows(write: llvm.Function, values: Mapping[str, int], columns: int, space: int = 0) -> Decoder:
+    """Return a decoder that calls a function with the arguments WRITTEN and these values on the threads of torch.
+
+    With `space`, each thread gives so many float32 of its own before them.
+
+    That writes the rows of the weight in blocks of sixteen from first to last, without those from `stop` on; the row
+    `start` is at the beginning of out.
+    """
+
+    stored, sizes = write.signature.around(("space", *WRITTEN) if space else WRITTEN, values)
+
+    def decode(out: Tensor, start: int) -> None:
+        address, stop = out.data_ptr(), start + len(out)
+        block = start // LANES  # a whole number
+
+        def work(first: int, last: int) -> None:
+            memory = torch.empty(space, dtype=torch.float32, device="cpu")
+            own = (memory.data_ptr(),) if space else ()
+            write(*stored, *own, address, block + first, block + last, start, stop, *sizes)
+
+        llvm.parallel(work, -(-stop // LANES) - block, -(-WEIGHTS_PER_THREAD // (LANES * columns)))
+
+    return decode
 
 
 class SpanSums(Writer):
@@ -275,10 +306,10 @@ class SpanSums(Writer):
 
 
 class _Quantize(rows.Emitter):
-    """void quantize(x, x16, scales, sums, rows, spans, span, lanes, inputs): rows of `inputs` values of one type."""
+    """Writes rows of `inputs` values of one type as integers, with the scale and the sum of each span."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__("quantize", 4, 5)
+        super().__init__("quantize", "x x16 scales sums", "rows spans span lanes inputs")
         self.dtype = dtype
         self.x, self.x16, self.scales, self.sums = self.pointers
         self.rows, spans, span, self.lanes, self.inputs = self.integers
@@ -329,12 +360,11 @@ class _Quantize(rows.Emitter):
 
 
 class _Finish(Writer):
-    """void finish(sums, scale, row scales, out, rows, stored rows, outputs, width): float32 [rows, stored rows] ->
-    [rows, outputs] of a type, in rows of `width`, times scale / divisor and the scales of the outputs where there are
-    any."""
+    """Writes sums float32 [rows, stored rows] as [rows, outputs] of a type, in rows of `width`, times scale / divisor
+    and the scales of the outputs where there are any."""
 
     def __init__(self, dtype: torch.dtype, divisor: float, scaled: bool, by_row: bool) -> None:
-        super().__init__("finish", 4, 4, dtype)
+        super().__init__("finish", "sums scale row_scales out", "rows stored_rows outputs width", dtype)
         sums, scale, row_scales, out = self.pointers
         count, stored, outputs, width = self.integers
         b = self.b

@@ -11,7 +11,7 @@ A weight takes a quarter of an instruction, in vectors of 512 bits, however many
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,8 @@ from compress.formats import trellis as trellis_format
 from compress.formats.trellis import BYTE_SUMS, CENTRE, Params
 from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
-from compress.kernels.cpu import emitter, row_decoder
-from compress.kernels.cpu.emitter import LANES
+from compress.kernels.cpu import emitter, small_matmul
+from compress.kernels.cpu.emitter import LANES, PRODUCT
 from compress.kernels.cpu.small_matmul import Factors, Layout, Product
 from compress.kernels.cpu.tiled_sums import CHUNK, ROWS, SPACE, TiledSums
 
@@ -40,15 +40,14 @@ class _Product(Product):
     def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> None:
         rows, spans = trellis_format.padded_rows(params, shape[0]), -(-shape[1] // SPAN)
         layout = Layout(shape[1], shape[0], spans * SPAN, rows, SPAN, SPAN, SPACE + 1)
-        sizes = (shape[1], spans, rows, params.tile_rows // ROWS)
+        sizes = {"columns": shape[1], "spans": spans, "rows": rows, "tile_blocks": params.tile_rows // ROWS}
         by_row = tensors["row_scales"].data_ptr() if params.row_scales else 0
         factors = Factors(tensors["scale"].data_ptr(), by_row, BYTE_SUMS[params.code][2])
-        super().__init__(tensors, params, shape, layout, [tensors["words"].data_ptr()], sizes, factors)
+        super().__init__(tensors, params, shape, layout, {"words": tensors["words"].data_ptr()}, sizes, factors)
 
-    def kernel(self, tokens: int) -> Callable[..., None]:
+    def kernel(self, tokens: int) -> llvm.Function:
         factor, addend, _ = BYTE_SUMS[self.params.code]
-        function = llvm.function(_Sums, self.params.bits, self.params.state_bits, factor, addend)
-        return lambda *arguments: function(*arguments, tokens)
+        return llvm.function(_Sums, self.params.bits, self.params.state_bits, factor, addend)
 
     def most_rows(self, dtype: torch.dtype) -> int:
         """Any number, but where products of bfloat16 are faster than those of int16."""
@@ -61,12 +60,11 @@ class _Product(Product):
     def decoder(self, dtype: torch.dtype) -> Decoder:
         params = self.params
         settings = (params.bits, params.state_bits, *BYTE_SUMS[params.code], params.row_scales, dtype)
-        stored = (*self.stored, *self.factors.addresses)
-        sizes = (self.shape[1], params.tile_rows // ROWS)
-        return row_decoder.in_rows(llvm.function(_Decode, *settings), stored, sizes, self.shape[1])
+        values = {**self.stored, **self.sizes, **self.factors.named}
+        return small_matmul.in_rows(llvm.function(_Decode, *settings), values, self.shape[1])
 
 
-class _Trellis(row_decoder.Writer):
+class _Trellis(emitter.Writer):
     """Turns words into the bytes that are summed, for both functions."""
 
     words: Any
@@ -149,13 +147,13 @@ class _Trellis(row_decoder.Writer):
 
 
 class _Sums(_Trellis, TiledSums):
-    """void product(words, x16, x_scales, x_sums, out, space, first, last, columns, spans, rows, blocks of a tile,
-    rows of activations)."""
+    """Sums rows of the weight times any number of rows of activations; `tile_blocks`: sixteens of rows of a tile."""
 
     span = SPAN
 
     def __init__(self, bits: int, state_bits: int, factor: int, addend: int) -> None:
-        super().__init__("product", 6, 7, bits, state_bits, (factor, addend))
+        integers = "first last columns spans rows tile_blocks tokens"
+        super().__init__("product", f"words {PRODUCT}", integers, bits, state_bits, (factor, addend))
         self.words, self.x16, self.x_scales, self.x_sums, self.out, self.space = self.pointers
         first, last, self.columns, self.spans, self.rows, self.tile_blocks, self.tokens = self.integers
         with self.loop(self.tokens) as m:
@@ -195,12 +193,13 @@ class _Sums(_Trellis, TiledSums):
 
 
 class _Decode(_Trellis):
-    """void decode(words, scale, row scales, out, first, last, start, stop, columns, blocks of a tile)."""
+    """Writes rows of the weight."""
 
     def __init__(
         self, bits: int, state_bits: int, factor: int, addend: int, divisor: float, by_row: bool, dtype: torch.dtype
     ) -> None:
-        super().__init__("decode", 4, 6, bits, state_bits, (factor, addend), dtype)
+        integers = "first last start stop columns tile_blocks"
+        super().__init__("decode", "words scale row_scales out", integers, bits, state_bits, (factor, addend), dtype)
         self.words, scale, self.row_scales, self.out = self.pointers
         first, last, self.start, self.stop, self.columns, self.tile_blocks = self.integers
         self.by_row, self.high, self.low = by_row, *two_floats(1 / divisor)

@@ -18,6 +18,11 @@ AHEAD = 4096
 SHORTS = 32  # int16 of a register of 512 bits
 
 
+def words(bits: int) -> str:
+    """Return the arguments that are planes of words of the `int` format."""
+    return " ".join(f"words{width}" for width in PLANES[bits])
+
+
 def lanes(tile_words: int) -> int:
     """Codes of a vector, int16."""
     return min(2 * LANES, tile_words)

@@ -166,7 +166,7 @@ def _group(tile, skipped, F: tl.constexpr, FIELD: tl.constexpr, GROUP: tl.conste
 
 
 @triton.jit
-def _zero(zeros, group, n, stored_rows, BITS: tl.constexpr):
+def stored_zero(zeros, group, n, stored_rows, BITS: tl.constexpr):
     """Zero points int32 of rows n in a group (or in groups that broadcast with them): a stream of BITS bits each."""
     nbytes = stored_rows // 8 * BITS
     if 8 % BITS == 0:
@@ -187,7 +187,7 @@ def _scaled(acc, sums, scales, zeros, group, n, stored_rows, COUNTED: tl.constex
     """
     scale = tl.load((scales + n) + group * stored_rows).to(tl.float32)
     if COUNTED:
-        acc -= sums * _offset(_zero(zeros, group, n, stored_rows, BITS), BITS)[:, None]
+        acc -= sums * _offset(stored_zero(zeros, group, n, stored_rows, BITS), BITS)[:, None]
     return acc * scale[:, None]
 
 
@@ -206,7 +206,7 @@ def _shifted(acc, sums, scales, zeros, first, end, n, m, rows, stored_rows, BITS
         known = group < end
         at = tl.minimum(group, end - 1)[None, :]
         scale = tl.load(scales + at * stored_rows + n[:, None]).to(tl.float32)
-        offset = -scale * _offset(_zero(zeros, at, n[:, None], stored_rows, BITS), BITS)
+        offset = -scale * _offset(stored_zero(zeros, at, n[:, None], stored_rows, BITS), BITS)
         mask = known[:, None] & (m < rows)[None, :]
         totals = tl.load(sums + group[:, None] * rows + m[None, :], mask=mask, other=0.0)
         acc = tl.dot(tl.where(known[None, :], offset, 0.0), totals, acc, input_precision="tf32x3")
@@ -327,7 +327,7 @@ def _store_weights(code, k, n, stored, group, scales, zeros, out, in_features, o
     if SYMMETRIC:
         code -= 1 << (BITS - 1)
     else:
-        code -= _zero(zeros, group, stored, stored_rows, BITS)[:, None]
+        code -= stored_zero(zeros, group, stored, stored_rows, BITS)[:, None]
     mask = (n < out_features)[:, None] & (k < in_features)[None, :]
     weight = code.to(tl.float32) * scale[:, None]
     tl.store(out + (n.to(tl.int64)[:, None] * in_features + k[None, :]), weight.to(out.dtype.element_ty), mask=mask)

@@ -1,4 +1,4 @@
-"""The kernel of compress/quant/viterbi_triton.py: imported at the first launch, because it needs triton.
+"""The kernel of compress/quant/viterbi.py: imported at the first launch, because it needs triton.
 
 A node is the last bits of a state, low * SYMBOLS + the newest symbol. It is reached from the nodes oldest * REST + low
 by the states oldest * NODES + node, so that for one oldest symbol the entries of all states are one run of the table.

@@ -17,7 +17,12 @@ float16) to 15 (d = 2, or two stages of int8), as many as an H200 has time for w
 
 Permuted weights are decoded in the stored order, and meet permuted activations: whatever the number of rows, that is
 less than to write the weight in its own order, two bytes at a time.
+
+USE_ASM is off in the interpreter, which knows no inline assembly.
 """
+
+# ruff: noqa: PLR0913, PLR0917 (signatures of kernels)
+# mypy: disallow-untyped-defs = False
 
 from __future__ import annotations
 
@@ -26,14 +31,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from compress.formats import codebook as codebook_format
 from compress.formats.codebook import Params
 from compress.kernels.contract import Shape
-from compress.kernels.triton import split_k
-from compress.kernels.triton.product import Product, tile_rows
-from compress.kernels.triton.split_k import Grid
+from compress.kernels.triton import _gather, products
+from compress.kernels.triton._parts import COMPILED, columns_of, finish, powers, row_powers
+from compress.kernels.triton.products import Grid, Product, tile_rows
 from compress.numerics.packing import plane_fields, plane_widths
 
 BLOCKS = {"in": (128, 32), "out": (64, 64)}  # code rows of a program, words of a step at most; a word has two codes
@@ -55,7 +62,7 @@ def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Prod
 
 
 def four_bytes(params: Params) -> bool:
-    """Return whether the kernel of `_codebook.py` can take it, in groups that steps of 16 words can respect."""
+    """Return whether the kernel of `py` can take it, in groups that steps of 16 words can respect."""
     plain = not (params.svd_rank or params.scale_columns) and params.codebook_dtype == "int8"
     if params.bits != (8,) or params.vector_dim != 4 or not plain or params.tile_words < LEAST_WORDS:
         return False
@@ -72,7 +79,7 @@ def group_codes(params: Params) -> tuple[int, int]:
 
 
 def configuration(params: Params, rows: int, shape: tuple[int, int]) -> dict[str, Any]:
-    """The constants of `_codebook.multiply` but for SPLIT and USE_ASM."""
+    """The constants of `multiply` but for SPLIT and USE_ASM."""
     columns_of, rows_of = group_codes(params)
     height, words = BLOCKS[params.axis]
     words = min(words, params.tile_words)
@@ -108,23 +115,19 @@ class _Codebook(Product):
         return self._decoded(dtype, ordered=self.params.permuted)
 
     def _four_bytes(self, x: Tensor, out: Tensor) -> None:
-        from compress.kernels.triton import _codebook
-
         params, tensors, (outputs, inputs), rows = self.params, self.tensors, self.shape, x.shape[0]
         constants = configuration(params, rows, self.shape)
         code_rows, code_columns = codebook_format.padded_shape(params, self.shape)
         tiles, steps = -(-code_rows // constants["BLOCK_N"]), code_columns // (2 * constants["BLOCK_WORDS"])
         grid = Grid(tiles, steps, constants["BLOCK_M"] * constants["BLOCK_N"] * params.height, OCCUPANCY)
         outliers = [self.stored(name, x) for name in ("outliers", "outlier_scale", "outlier_index")]
-        split_k.launch(
-            _codebook.multiply, (x, tensors["words8"], tensors["codebook"], tensors["codebook_scales"], *outliers), out,
+        products.launch(
+            multiply, (x, tensors["words8"], tensors["codebook"], tensors["codebook_scales"], *outliers), out,
             (rows, inputs, outputs, code_rows, code_columns, *codebook_format.groups(params, self.shape)), grid,
-            USE_ASM=_codebook.COMPILED, num_warps=WARPS, **constants,
+            USE_ASM=COMPILED, num_warps=WARPS, **constants,
         )  # fmt: skip
 
     def _gathered(self, x: Tensor, out: Tensor) -> None:
-        from compress.kernels.triton import _gather
-
         params, rows = self.params, x.shape[0]
         constants = multiply_constants(params, rows, self.shape)
         code_rows, code_columns = codebook_format.code_shape(params, self.shape)
@@ -133,12 +136,10 @@ class _Codebook(Product):
         grid = Grid(tiles, steps, constants["BLOCK_M"] * constants["BLOCK_N"] * height, OCCUPANCY)
         sizes = (rows, *_sizes(params, self.shape), *self.shape[::-1])
         pointers = (x, *_pointers(self.tensors, params, self.shape))
-        split_k.launch(_gather.multiply, pointers, out, sizes, grid, num_warps=WARPS, **constants)
+        products.launch(_gather.multiply, pointers, out, sizes, grid, num_warps=WARPS, **constants)
 
     def _decoded(self, dtype: torch.dtype, *, ordered: bool) -> Tensor:
         """Return the weight [out, in], its columns in their own or in the stored order."""
-        from compress.kernels.triton import _gather
-
         params, (outputs, inputs) = self.params, self.shape
         pointers = _pointers(self.tensors, params, self.shape)
         out = torch.empty(self.shape, dtype=dtype, device=pointers[0].device)
@@ -227,3 +228,141 @@ def _slots(tensors: Mapping[str, Tensor], params: Params, columns: int) -> Tenso
     slots = torch.full((columns,), -1, dtype=torch.int32, device=index.device)
     slots[index] = torch.arange(len(index), dtype=torch.int32, device=index.device)
     return slots[tensors["order"].long()] if params.permuted else slots
+
+
+# What runs on the device.
+
+
+@triton.constexpr_function
+def entries_text(along_rows: bool) -> str:
+    """PTX: $4, $5 are the entries of two neighbouring codes, $0 to $3 their eight numbers in float16."""
+    text = "{ .reg .b32 a, b, c, z; mov.b32 c, 0x64646464; mov.b32 z, 0xE480E480; "  # bytes over 1024, and -1152
+    if along_rows:
+        text += "prmt.b32 a, $4, $5, 0x5140; prmt.b32 b, $4, $5, 0x7362; "
+    else:
+        text += "mov.b32 a, $4; mov.b32 b, $5; "
+    text += "xor.b32 a, a, 0x80808080; xor.b32 b, b, 0x80808080; "
+    for i in range(4):
+        register = "$" + str(i)
+        text += "prmt.b32 " + register + (", a" if i < 2 else ", b") + ", c, " + ("0x4342; " if i % 2 else "0x4140; ")
+        text += "add.f16x2 " + register + ", " + register + ", z; "
+    return text + "}"
+
+
+@triton.jit
+def _byte(entry, I: tl.constexpr):
+    return (entry << (24 - 8 * I) >> 24).to(tl.float16)
+
+
+@triton.jit
+def _values(entry, ALONG_ROWS: tl.constexpr, USE_ASM: tl.constexpr):
+    """Entries [n, j] int32 -> four tensors [n, j] float16, as the head of codebook.py says."""
+    if USE_ASM:
+        text: tl.constexpr = entries_text(ALONG_ROWS)
+        dtype: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+        return tl.inline_asm_elementwise(text, "=r,=r,=r,=r,r,r", [entry], dtype, is_pure=True, pack=2)
+    elif ALONG_ROWS:
+        return _byte(entry, 0), _byte(entry, 1), _byte(entry, 2), _byte(entry, 3)
+    else:
+        n: tl.constexpr = entry.shape[0]
+        j: tl.constexpr = entry.shape[1]
+        even, odd = tl.split(tl.reshape(entry, (n, j // 2, 2)))
+        first = tl.reshape(tl.join(_byte(even, 0), _byte(even, 1)), (n, j))
+        second = tl.reshape(tl.join(_byte(even, 2), _byte(even, 3)), (n, j))
+        third = tl.reshape(tl.join(_byte(odd, 0), _byte(odd, 1)), (n, j))
+        fourth = tl.reshape(tl.join(_byte(odd, 2), _byte(odd, 3)), (n, j))
+        return first, second, third, fourth
+
+
+@triton.jit
+def _add(acc, value, scale, x, column, m, up, rows, in_features, ALONG_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+         MASKED: tl.constexpr):  # fmt: skip
+    """acc + the products of the values of the codes from `column` on, times the scale of their codebook."""
+    j = tl.arange(0, BLOCK_WORDS)
+    if ALONG_ROWS:
+        columns = columns_of(x, column + j, m, up, rows, in_features, MASKED)
+        new = ()
+        for i in tl.static_range(4):
+            new = new + (acc[i] + tl.dot(value[i], columns) * scale,)
+        return new
+    else:
+        total = tl.zeros(acc[0].shape, tl.float32)
+        for i in tl.static_range(4):
+            k = 4 * column + j // 2 * 8 + 2 * i + j % 2
+            total = tl.dot(value[i], columns_of(x, k, m, up, rows, in_features, MASKED), total)
+        return (acc[0] + total * scale,)
+
+
+@triton.jit
+def _outliers(acc, x, outliers, scales, index, n, m, step, rows, in_features, code_rows, COUNT: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """acc + the integers of some outlier columns times their activations: four rows of a code row are 16 bits."""
+    j = step * BLOCK + tl.arange(0, BLOCK)
+    stored = tl.minimum(j, COUNT - 1)
+    mask = (j < COUNT)[:, None] & (m < rows)[None, :]
+    columns = tl.load(x + m[None, :] * in_features + tl.load(index + stored)[:, None], mask=mask, other=0.0)
+    columns = columns.to(tl.float32) * tl.load(scales + stored).to(tl.float32)[:, None]
+    up, down = powers(tl.max(tl.abs(columns), 0))
+    columns = (columns * up[None, :]).to(tl.float16)
+    words = tl.load(outliers.to(tl.pointer_type(tl.int16)) + stored[None, :] * code_rows + n[:, None])
+    new = ()
+    for i in tl.static_range(4):
+        value = (((words >> (4 * i)) & 15) - 8).to(tl.float16)
+        new = new + (acc[i] + tl.dot(value, columns) * down[None, :],)
+    return new
+
+
+@triton.jit(do_not_specialize=["rows", "steps", "parts", "code_rows", "column_groups", "row_groups"])
+def multiply(x, words, codebook, scales, outliers, outlier_scale, outlier_index, out, partials, counters,
+             rows, in_features, out_features, code_rows, code_columns, column_groups, row_groups, steps, parts,
+             ALONG_ROWS: tl.constexpr, TILE_WORDS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
+             GROUP_ROWS: tl.constexpr, OUTLIERS: tl.constexpr, OUTLIER_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_M: tl.constexpr, BLOCK_WORDS: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr,
+             USE_ASM: tl.constexpr):  # fmt: skip
+    """out [rows, out_features] = x [rows, in_features] W^T; program (BLOCK_N code rows, part of the columns).
+
+    x and out have one type. GROUP_*: code columns and code rows of a codebook, 0: all; MASKED: x has fewer columns than
+    the codes. With SPLIT, `parts` programs share the steps.
+    """
+    block, part = tl.program_id(0), tl.program_id(1)
+    n = tl.minimum(block * BLOCK_N + tl.arange(0, BLOCK_N), code_rows - 1)
+    m = tl.arange(0, BLOCK_M)
+    j = tl.arange(0, BLOCK_WORDS)
+    words_at = words + n.to(tl.int64)[:, None] * (code_columns // 2) + j[None, :]
+    row_group = block * BLOCK_N // GROUP_ROWS if GROUP_ROWS != 0 else 0
+    row_group = tl.minimum(row_group, row_groups - 1)
+    entries = codebook.to(tl.pointer_type(tl.int32))
+    zero = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    acc = (zero, zero, zero, zero) if ALONG_ROWS else (zero,)
+    start, end = steps * part // parts, steps * (part + 1) // parts
+    tiles: tl.constexpr = TILE_WORDS * (2 if ALONG_ROWS else 8)  # columns of a tile
+    first, stop = start * BLOCK_WORDS // TILE_WORDS, tl.cdiv(end * BLOCK_WORDS, TILE_WORDS)
+    up, down = row_powers(x, first * tiles, stop * tiles, m, rows, in_features)
+    for step in range(start, end):
+        word = tl.load(words_at + step * BLOCK_WORDS, eviction_policy="evict_first").to(tl.int32)
+        tile = step * BLOCK_WORDS // TILE_WORDS
+        for field in tl.static_range(2):
+            column = (2 * tile + field) * TILE_WORDS + step * BLOCK_WORDS % TILE_WORDS  # of the first code
+            group = column // GROUP_COLUMNS if GROUP_COLUMNS != 0 else 0
+            book = tl.minimum(group, column_groups - 1) * row_groups + row_group
+            entry = tl.load(entries + book * 256 + ((word >> (8 * field)) & 255))
+            value = _values(entry, ALONG_ROWS, USE_ASM)
+            scale = tl.load(scales + book).to(tl.float32)
+            acc = _add(acc, value, scale, x, column, m, up, rows, in_features, ALONG_ROWS, BLOCK_WORDS, MASKED)
+    scaled = ()
+    for i in tl.static_range(4 if ALONG_ROWS else 1):
+        scaled = scaled + (acc[i] * down[None, :],)
+    acc = scaled
+    if OUTLIERS != 0:
+        count: tl.constexpr = (OUTLIERS + OUTLIER_BLOCK - 1) // OUTLIER_BLOCK
+        for step in range(count * part // parts, count * (part + 1) // parts):
+            acc = _outliers(acc, x, outliers, outlier_scale, outlier_index, n, m, step, rows, in_features, code_rows,
+                            OUTLIERS, OUTLIER_BLOCK)  # fmt: skip
+    if ALONG_ROWS:
+        total = tl.join(tl.join(acc[0], acc[2]), tl.join(acc[1], acc[3]))
+        total = tl.reshape(tl.permute(total, (1, 0, 2, 3)), (BLOCK_M, BLOCK_N * 4))
+        n = block * BLOCK_N * 4 + tl.arange(0, BLOCK_N * 4)
+    else:
+        total = tl.trans(acc[0])
+        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    finish(total, 1.0, x, out, partials, counters, block, part, parts, n, m, rows, out_features, False, SPLIT)

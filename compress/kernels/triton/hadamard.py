@@ -4,15 +4,20 @@ For sizes K * 2^k with a table of +-1 of order K the table is multiplied first, 
 power of two follows in registers.
 """
 
+# ruff: noqa: PLR0913, PLR0917 (signatures of kernels)
+# mypy: disallow-untyped-defs = False
+
 from __future__ import annotations
 
 from functools import cache
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from compress.formats.transforms import unpack_signs
-from compress.kernels.triton import split_k
+from compress.kernels.triton import products
 from compress.numerics import hadamard
 
 LARGEST = 1 << 15  # numbers that fit in the registers of a program, and in its shared memory
@@ -38,7 +43,7 @@ def supports(x: Tensor) -> bool:
     order = hadamard.order(x.shape[-1])
     numbers = _padded(order.K) << order.power
     known = order.kind != "hartley" and order.K <= LARGEST_TABLE and x.dtype in (torch.float16, torch.bfloat16)
-    fits = numbers <= LARGEST and 4 * numbers <= split_k.properties(x.device).shared and 1 << order.power >= SMALLEST
+    fits = numbers <= LARGEST and 4 * numbers <= products.properties(x.device).shared and 1 << order.power >= SMALLEST
     return fits and (known or order.K == 1 and x.dtype == torch.float32)
 
 
@@ -56,15 +61,13 @@ def warps(constants: dict[str, int]) -> int:
 
 
 def _launch(x: Tensor, before: Tensor | None, after: Tensor | None) -> Tensor:
-    from compress.kernels.triton import _hadamard
-
     n = x.shape[-1]
     constants = configuration(n)
     lines = x.reshape(-1, constants["SIZE"]).contiguous()
     out = torch.empty_like(lines)
     of_program = constants["BLOCK"] if constants["TABLE"] == 1 else constants["TABLE"]
     table = out if constants["TABLE"] == 1 else _table(n, x.dtype, x.device)
-    _hadamard.transform[(-(-lines.shape[0] // of_program),)](
+    transform_rows[(-(-lines.shape[0] // of_program),)](
         lines, table, out if before is None else before, out if after is None else after, out, lines.shape[0], n**-0.5,
         BEFORE=before is not None, AFTER=after is not None, num_warps=warps(constants), **constants,
     )  # fmt: skip
@@ -83,3 +86,50 @@ def _padded(K: int) -> int:
 
 def _flipped(x: Tensor, bitmap: Tensor | None) -> Tensor:
     return x if bitmap is None else x * unpack_signs(bitmap, x.shape[-1], x.dtype)
+
+
+# What runs on the device.
+
+
+@triton.jit
+def _flip(values, bitmap, i):
+    """Values with the signs that the bitmap has at i."""
+    negative = (tl.load(bitmap + i // 8).to(tl.int32) >> i % 8) & 1
+    return tl.where(negative != 0, -values, values)
+
+
+@triton.jit
+def transform_rows(x, table, before, after, out, count, factor, TABLE: tl.constexpr, SIZE: tl.constexpr,
+                   BITS: tl.constexpr, BLOCK: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr):  # fmt: skip
+    """out [count, SIZE] = x [count, SIZE] H, times factor, with signs before and after; program (BLOCK lines).
+
+    With TABLE > 1, that many lines are a row and one program's, and the table [TABLE, TABLE] is multiplied to them.
+    Each stage of H sums and subtracts neighbours and puts all sums before all differences: the stages are alike, and
+    after BITS of them everything is back in its place.
+    """
+    line = tl.arange(0, BLOCK)
+    j = tl.arange(0, SIZE)[None, :]
+    i = j
+    if TABLE > 1:
+        known = (line < TABLE)[:, None]
+        i = tl.minimum(line, TABLE - 1)[:, None] * SIZE + j
+        at = tl.program_id(0).to(tl.int64) * TABLE * SIZE + line[:, None] * SIZE + j
+    else:
+        first = tl.program_id(0).to(tl.int64) * BLOCK + line
+        known = (first < count)[:, None]
+        at = first[:, None] * SIZE + j
+    values = tl.load(x + at, mask=known, other=0.0)
+    if TABLE == 1:
+        values = values.to(tl.float32)
+    if BEFORE:
+        values = _flip(values, before, i)
+    if TABLE > 1:
+        mask = known & (line < TABLE)[None, :]
+        values = tl.dot(tl.load(table + line[:, None] * TABLE + line[None, :], mask=mask, other=0.0), values)
+    for _ in tl.static_range(BITS):
+        a, b = tl.split(tl.reshape(values, (BLOCK, SIZE // 2, 2)))
+        values = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (BLOCK, SIZE))
+    values *= factor
+    if AFTER:
+        values = _flip(values, after, i)
+    tl.store(out + at, values.to(out.dtype.element_ty), mask=known)

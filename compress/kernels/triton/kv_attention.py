@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.kv_contract import Attended, CodedHeads, HeadLayout, Query
-from compress.kernels.triton import split_k
+from compress.kernels.triton import products
 from compress.numerics.packing import FIELDS
 
 MOST_GROUPS = 16  # query heads of a KV head
@@ -62,7 +62,7 @@ def has_room(heads: int, keys: HeadLayout, values: HeadLayout, groups: int) -> b
     plan = _plan(keys, values, groups)
     if plan is None:
         return False
-    return heads <= split_k.COUNTERS and heads * (plan.tokens + 1) * groups * (values.width + 2) <= split_k.FLOATS
+    return heads <= products.COUNTERS and heads * (plan.tokens + 1) * groups * (values.width + 2) <= products.FLOATS
 
 
 def attend(
@@ -90,7 +90,7 @@ def attend(
     segments = [_by_head(x) for pair in exact for x in pair]
     seen = q if mask is None else mask.to(torch.uint8).contiguous()
     first, last, new = (pair[0].shape[2] for pair in exact)
-    workspace = split_k.workspace(q.device)
+    workspace = products.workspace(q.device)
     _kv_attention.attend[batch * heads, parts + (parts > 1)](
         q, q if query.coded is None else query.coded.contiguous(),
         q if query.bias is None else query.bias.contiguous(),
@@ -156,8 +156,8 @@ def _plan(keys: HeadLayout, values: HeadLayout, groups: int) -> Tiling | None:
 
 def _parts(heads: int, coded: int, plan: Tiling, floats: int, device: torch.device) -> int:
     """Of the coded tokens of a head, so that a device is filled once and every part has work."""
-    slots = split_k.properties(device).multiprocessors * PROGRAMS
-    room = (split_k.FLOATS // (heads * floats) - 1) // plan.tokens
+    slots = products.properties(device).multiprocessors * PROGRAMS
+    room = (products.FLOATS // (heads * floats) - 1) // plan.tokens
     return max(1, min(coded // PART, slots // heads, room))
 
 

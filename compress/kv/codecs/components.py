@@ -17,38 +17,38 @@ import torch
 from torch import Tensor
 
 from compress.kernels.kv_contract import MOST_MIXED_BITS
-from compress.kv.codecs.mixed_packed import row_nbytes
+from compress.kv.codecs.packed import row_nbytes
 
-DAMP = 1e-3  # of the mean of its diagonal, added to the second moment of queries
-LEAST = 1e-6  # variance of a component, relative to the mean
-ERRORS = (1.0, 0.36338, 0.11748, 0.034548, 0.0095010, 0.0025036, 0.00064420, 0.00016352)  # of N(0, 1), by bits
+QUERY_DAMP = 1e-3  # the second moment of queries gets this share of its mean diagonal
+MIN_VARIANCE = 1e-6  # variance of a component, relative to the mean
+GAUSSIAN_ERRORS = (1.0, 0.36338, 0.11748, 0.034548, 0.0095010, 0.0025036, 0.00064420, 0.00016352)  # N(0, 1), by bits
 
 
 def allocate(variances: Tensor, budget: int, unit: int) -> Tensor:
     """variances [h, width] descending along the last axis -> bits uint8 alike, with a sum of at most `budget`.
 
-    Runs of `unit` components of a head get a bit together, those first whose error falls most; `ERRORS` falls by ever
-    smaller steps, so that this is optimal but for the last bits.
+    Runs of `unit` components of a head get a bit together, those first whose error falls most; `GAUSSIAN_ERRORS`
+    falls by ever smaller steps, so that this is optimal but for the last bits.
     """
     heads, width = variances.shape
     runs = [variances[:, start : start + unit].sum(1).tolist() for start in range(0, width, unit)]
     sizes = [min(unit, width - start) for start in range(0, width, unit)]
     bits = torch.zeros(heads, width, dtype=torch.uint8)
     heap = [
-        (-(1 - ERRORS[1]) * energy / sizes[run], run, head, 0)
+        (-(1 - GAUSSIAN_ERRORS[1]) * energy / sizes[run], run, head, 0)
         for run, energies in enumerate(runs)
         for head, energy in enumerate(energies)
     ]
     heapq.heapify(heap)
     while heap:
-        _, run, head, held = heapq.heappop(heap)
+        _, run, head, run_bits = heapq.heappop(heap)
         if sizes[run] > budget:
             continue
         budget -= sizes[run]
         bits[head, run * unit : run * unit + unit] += 1
-        if held + 1 < MOST_MIXED_BITS:
-            gain = (ERRORS[held + 1] - ERRORS[held + 2]) * runs[run][head] / sizes[run]
-            heapq.heappush(heap, (-gain, run, head, held + 1))
+        if run_bits + 1 < MOST_MIXED_BITS:
+            gain = (GAUSSIAN_ERRORS[run_bits + 1] - GAUSSIAN_ERRORS[run_bits + 2]) * runs[run][head] / sizes[run]
+            heapq.heappush(heap, (-gain, run, head, run_bits + 1))
     return bits
 
 
@@ -89,13 +89,13 @@ def components(x: Tensor, moment: Tensor | None, weights: Tensor, centre: Tensor
     if moment is None:
         variances, back = torch.linalg.eigh(covariance)
     else:
-        damp = DAMP * moment.double().diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-12)
+        damp = QUERY_DAMP * moment.double().diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-12)
         one = torch.eye(moment.shape[1], dtype=torch.float64, device=moment.device)
         root, inverse = roots(moment.double() + damp[:, None, None] * one)
         variances, back = torch.linalg.eigh(root @ covariance @ root)
         back = inverse @ back
     variances, back = variances.flip(-1), back.flip(-1)
-    variances = variances.clamp(min=LEAST * variances.mean(-1, keepdim=True)).clamp(min=1e-12)
+    variances = variances.clamp(min=MIN_VARIANCE * variances.mean(-1, keepdim=True)).clamp(min=1e-12)
     return mean, back * variances.sqrt()[:, None], variances
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from compress.kv.codec import Block, Codec, Field, Spec
 
 NEEDS: frozenset[str] = frozenset()
-LARGEST = 448.0  # of float8_e4m3fn
-LEAST = 2.0**-14  # smallest normal float16
+MAX_FLOAT8 = 448.0  # float8_e4m3fn
+MIN_NORMAL_FLOAT16 = 2.0**-14  # smallest normal float16
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Fp8(Codec):
     fields = {"floats": Field("codes"), "scales": Field("scales")}
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
-        scales = (x.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=LEAST).half()
-        floats = (x / scales.float()).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        scales = (x.abs().amax(-1, keepdim=True) / MAX_FLOAT8).clamp(min=MIN_NORMAL_FLOAT16).half()
+        floats = (x / scales.float()).clamp(-MAX_FLOAT8, MAX_FLOAT8).to(torch.float8_e4m3fn)
         return {"floats": floats, "scales": scales}
 
     def decode(self, block: Block) -> Tensor:

@@ -45,9 +45,9 @@ from compress.kv.codec import (
 from compress.kv.codecs import kivi
 
 NEEDS: frozenset[str] = frozenset()
-GROUP = 64  # of a group whose size is not given
-LOOPS = 3  # of the subspace iteration
-SEED = 0  # of its first directions
+AUTO_GROUP_SIZE = 64
+SUBSPACE_ITERATIONS = 3
+START_SEED = 0  # its first directions are drawn
 EXTRA = 4  # directions beyond the rank that the iteration carries
 
 
@@ -77,9 +77,9 @@ class Config:
 
 def low_rank(error: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """error [..., n, d] -> U [..., n, rank], P [..., rank, d] float16 with U P about the best of this rank."""
-    start = torch.randn(error.shape[-1], rank + EXTRA, generator=torch.Generator().manual_seed(SEED))
+    start = torch.randn(error.shape[-1], rank + EXTRA, generator=torch.Generator().manual_seed(START_SEED))
     basis = start.to(error).expand(*error.shape[:-2], -1, -1)
-    for _ in range(LOOPS):
+    for _ in range(SUBSPACE_ITERATIONS):
         basis = torch.linalg.qr(error.mT @ (error @ basis)).Q
     small = error @ basis
     turn = torch.linalg.eigh((small.mT @ small).float()).eigenvectors[..., -rank:].to(error)  # the strongest come last
@@ -125,19 +125,19 @@ class Gear(Codec):
             filled = self.whole(torch.where(kept, vectors, mean))
         else:
             filled = x
-        found = self.base.encode(filled, {})
-        coded = self.base.decode(found)
+        rows = self.base.encode(filled, {})
+        coded = self.base.decode(rows)
         if self.config.rank:
             error = x - coded
             if places is not None:
                 error = self.whole(self.vectors(error).scatter_(-1, places, 0.0))
             left, right = low_rank(error.unflatten(2, (-1, self.granularity)), self.config.rank)
-            found |= {"left": left.flatten(2, 3), "right": right}
-            coded = coded + self._product(found)
+            rows |= {"left": left.flatten(2, 3), "right": right}
+            coded = coded + self._product(rows)
         if places is not None:
             missed = self.vectors(x - coded).gather(-1, places)
-            found |= {"outliers": missed.half(), "places": places.to(self.index)}
-        return found
+            rows |= {"outliers": missed.half(), "places": places.to(self.index)}
+        return rows
 
     def decode(self, block: Block) -> Tensor:
         x = self.base.decode(block)
@@ -153,7 +153,7 @@ class Gear(Codec):
         return (left @ block["right"].float()).flatten(2, 3)
 
 
-class Keys(Gear):
+class GearKeys(Gear):
     """Outliers of each channel of a block: [B, h, n / block_tokens, width, slots]."""
 
     def __init__(self, config: Config, spec: Spec) -> None:
@@ -185,7 +185,7 @@ class Keys(Gear):
             groups.scatter_add_(-1, places.flatten(-2), terms.flatten(-2))
 
 
-class Values(Gear):
+class GearValues(Gear):
     """Outliers of each token over all heads: [B, 1, n, slots]."""
 
     def __init__(self, config: Config, spec: Spec) -> None:
@@ -198,22 +198,22 @@ class Values(Gear):
         return head_rows(vectors[:, 0], self.spec.heads)
 
     def mix(self, p: Tensor, block: Block) -> Tensor:
-        found = self.base.mix(p, block)
+        mixed = self.base.mix(p, block)
         if self.config.rank:
             left = block["left"].float().unflatten(2, (-1, self.granularity))
             short = p.unflatten(-1, (-1, self.granularity)).transpose(2, 3) @ left  # B, h, block, m, rank
-            found = found + (short @ block["right"].float()).sum(2)
+            mixed = mixed + (short @ block["right"].float()).sum(2)
         if self.ends:
             sparse = p.new_zeros(p.shape[0], 1, p.shape[-1], self.length)
             sparse.scatter_(-1, block["places"].long(), block["outliers"].float())
-            found = found + p @ self.whole(sparse)
-        return found
+            mixed = mixed + p @ self.whole(sparse)
+        return mixed
 
 
 def _base(config: Config, spec: Spec) -> Codec:
     """Return the codec of the integers."""
     whole = config.block_tokens if spec.kind == "keys" else spec.width
-    group = min(whole if config.group_size is None else group_of(config.group_size, GROUP, whole), whole)
+    group = min(whole if config.group_size is None else group_of(config.group_size, AUTO_GROUP_SIZE, whole), whole)
     check_groups(spec, group, whole, f"block_tokens {whole}" if spec.kind == "keys" else f"head's {whole} channels")
     return kivi.build(kivi.Config(config.bits, group), spec, {})
 
@@ -224,4 +224,4 @@ def _tokens(block: Mapping[str, Tensor]) -> int:
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
-    return (Keys if spec.kind == "keys" else Values)(config, spec)
+    return (GearKeys if spec.kind == "keys" else GearValues)(config, spec)

@@ -34,11 +34,11 @@ from compress.kv.codec import (
     check_groups,
     group_of,
 )
-from compress.kv.codecs.packed import Codes
+from compress.kv.codecs.packed import PackedCodes
 
 NEEDS: frozenset[str] = frozenset()
-GROUP = 32  # of a group whose size is not given
-LEAST = 1e-5  # scale of a constant group
+AUTO_GROUP_SIZE = 32
+MIN_SCALE = 1e-5  # scale of a constant group
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ def fit(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def quantize(groups: Tensor, low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return scale, minimum [..., 1] float16 and the nearest codes uint8 [..., n] for the range from low to high."""
-    scale, low = ((high - low) / (2**bits - 1)).clamp(min=LEAST).half(), low.half()
+    scale, low = ((high - low) / (2**bits - 1)).clamp(min=MIN_SCALE).half(), low.half()
     codes = ((groups - low.float()) / scale.float()).round_().clamp_(0, 2**bits - 1)
     return scale, low, codes.to(torch.uint8)
 
 
-class Packed(Codec):
+class PackedInts(Codec):
     """Codes, scales and minima of either grouping, decoded by compiled code where there is any."""
 
     group: int
@@ -75,8 +75,8 @@ class Packed(Codec):
     def __init__(self, spec: Spec, config: Config) -> None:
         super().__init__(spec)
         self.bits = config.bits
-        self.codes = Codes(spec.width, config.bits)
-        self.layout = kv_contract.PlanarCodes(config.bits, self.codes.padded, self.group)
+        self.codes = PackedCodes(spec.width, config.bits)
+        self.layout = kv_contract.PlanarCodes(config.bits, self.codes.padded_channels, self.group)
 
     def at_once(self, rows: Tensor) -> int:
         return ALL if self.reader(rows) is not None else self.block
@@ -88,9 +88,9 @@ class Packed(Codec):
         kernel = self._writer(out)
         if kernel is None:
             return super().write(block, out)
-        return kernel.decode(*self.stored(block), self.layout, self.by_token, out)
+        return kernel.decode(*self.stored_tensors(block), self.layout, self.by_token, out)
 
-    def stored(self, block: Block) -> tuple[list[Tensor], Tensor, Tensor]:
+    def stored_tensors(self, block: Block) -> tuple[list[Tensor], Tensor, Tensor]:
         """Return the planes of words, the scales and the minima, as kernels take them."""
         return [block[name] for name in self.codes.fields], block["scales"], block["minima"]
 
@@ -104,17 +104,17 @@ class Packed(Codec):
         return self._kernel("decode", out) if is_large and self._kernel("affine", out) is not None else None
 
     def _kernel(self, name: str, like: Tensor) -> Any:
-        kernel = dispatch.kv(like.device, name) if self.codes.padded == self.spec.width else None
+        kernel = dispatch.kv(like.device, name) if self.codes.padded_channels == self.spec.width else None
         return kernel if kernel is not None and kernel.supports(self.layout, self.by_token) else None
 
 
-class ByChannel(Packed):
+class ByChannel(PackedInts):
     """Groups of `group_size` tokens of one channel: scales and minima [B, h, n / group_size, width]."""
 
     by_token = False
 
     def __init__(self, spec: Spec, config: Config) -> None:
-        self.group = self.granularity = GROUP if config.group_size == "auto" else config.group_size
+        self.group = self.granularity = AUTO_GROUP_SIZE if config.group_size == "auto" else config.group_size
         super().__init__(spec, config)
         group = Field("scales", self.group)
         self.fields = {**self.codes.fields, "scales": group, "minima": group}
@@ -125,7 +125,7 @@ class ByChannel(Packed):
         if kernel is None:
             super().write_scores(query, block, out)
         else:
-            kernel.scores(query, *self.stored(block), self.layout, out)
+            kernel.scores(query, *self.stored_tensors(block), self.layout, out)
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
         grouped = x.unflatten(2, (-1, self.granularity)).transpose(-1, -2)  # B, h, group, channel, token
@@ -134,7 +134,7 @@ class ByChannel(Packed):
         return {**self.codes.pack(codes), "scales": scales[..., 0], "minima": minima[..., 0]}
 
     def decode(self, block: Block) -> Tensor:
-        codes = self._grouped(block)
+        codes = self._group_codes(block)
         return (
             codes.mul_(block["scales"].float()[..., None, :]).add_(block["minima"].float()[..., None, :]).flatten(2, 3)
         )
@@ -142,26 +142,27 @@ class ByChannel(Packed):
     def scores(self, query: Tensor, block: Block) -> Tensor:
         groups = query[:, :, None] * block["scales"].float()[..., None, :]  # B, h, group, m, channel
         bias = query @ block["minima"].float().transpose(-1, -2)  # B, h, m, group
-        found = groups @ self._grouped(block).transpose(-1, -2)  # B, h, group, m, token
-        return (found.transpose(2, 3) + bias[..., None]).flatten(3, 4)
+        products = groups @ self._group_codes(block).transpose(-1, -2)  # B, h, group, m, token
+        return (products.transpose(2, 3) + bias[..., None]).flatten(3, 4)
 
     def mix(self, p: Tensor, block: Block) -> Tensor:
         grouped = p.unflatten(-1, (-1, self.granularity)).transpose(2, 3)  # B, h, group, m, token
-        found = grouped @ self._grouped(block) * block["scales"].float()[..., None, :]
-        return found.sum(2) + p.unflatten(-1, (-1, self.granularity)).sum(-1) @ block["minima"].float()
+        mixed = grouped @ self._group_codes(block) * block["scales"].float()[..., None, :]
+        return mixed.sum(2) + p.unflatten(-1, (-1, self.granularity)).sum(-1) @ block["minima"].float()
 
-    def _grouped(self, block: Block) -> Tensor:
+    def _group_codes(self, block: Block) -> Tensor:
         """Codes [B, h, group, token, channel] float32."""
         return self.codes.unpack(block).float().unflatten(2, (-1, self.granularity))
 
 
-class ByToken(Packed):
+class ByToken(PackedInts):
     """Groups of `group_size` channels of one token: scales and minima [B, h, n, width / group_size]."""
 
     by_token = True
 
     def __init__(self, spec: Spec, config: Config) -> None:
-        self.group = min(group_of(config.group_size, GROUP, spec.width), spec.width)  # as of the narrow part of latents
+        group = group_of(config.group_size, AUTO_GROUP_SIZE, spec.width)
+        self.group = min(group, spec.width)  # as of the narrow part of latents
         check_groups(spec, self.group, spec.width, f"head's {spec.width} channels")
         super().__init__(spec, config)
         self.fields = {**self.codes.fields, "scales": Field("scales"), "minima": Field("scales")}
@@ -171,10 +172,10 @@ class ByToken(Packed):
         kernel = self.reader(p, block) if whole else None
         if kernel is None:
             return super().mix(p, block)
-        found = kernel.mix(p[..., :whole], *self.stored(block), self.layout)
+        mixed = kernel.mix(p[..., :whole], *self.stored_tensors(block), self.layout)
         if whole < p.shape[-1]:
-            found += super().mix(p[..., whole:], {name: block[name][:, :, whole:] for name in self.fields})
-        return found
+            mixed += super().mix(p[..., whole:], {name: block[name][:, :, whole:] for name in self.fields})
+        return mixed
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
         scales, minima, codes = fit(x.unflatten(-1, (-1, self.group)), self.bits)

@@ -35,14 +35,14 @@ from torch import Tensor
 
 from compress.errors import CalibrationError
 from compress.kv.codec import Block, Codec, Field, Spec, check_bits, head_rows, token_rows
-from compress.kv.codecs.packed import Codes
+from compress.kv.codecs.packed import PackedCodes
 from compress.numerics import checks
 
 NEEDS = frozenset({"keys_pre", "values", "gradients"})
 WORK = 90  # bytes that calibrating takes for each number of its largest sample
-LEAST = 1e-5  # scale of a channel or token that does not vary
-ROUNDS = 100  # of k-means
-PASSES = 2  # of k-means, each without the outliers of the one before
+MIN_SCALE = 1e-5  # scale of a channel or token that does not vary
+K_MEANS_ROUNDS = 100
+K_MEANS_PASSES = 2  # each without the outliers of the one before
 
 
 @dataclass(frozen=True)
@@ -72,19 +72,19 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
         raise CalibrationError(f"{spec.where}: {len(rows)} calibration tokens are too few for {2**config.bits} levels")
     if spec.kind == "keys":
         offsets, scales = _affine(rows.amin(0), rows.amax(0))
-        found = {"offsets": offsets.view(x.shape[1:]), "scales": scales.view(x.shape[1:])}
+        ranges = {"offsets": offsets.view(x.shape[1:]), "scales": scales.view(x.shape[1:])}
     else:
         offsets, scales = _affine(*narrowest(rows, config.slots(rows.shape[1])))
-        found = {}
+        ranges = {}
     normal = (rows - offsets.float()) / scales.float()
     weight = (slopes * scales.float()).square()
     inside, slots = torch.ones_like(rows, dtype=torch.bool), config.slots(rows.shape[1])
-    for _ in range(PASSES):  # the last ones leave out what takes the slots with the levels before
+    for _ in range(K_MEANS_PASSES):  # the last ones leave out what takes the slots with the levels before
         levels = k_means(normal[inside], weight[inside], 2**config.bits).half()
         missed = (normal - levels.float()[nearest(normal, levels)]) * scales.float()
         inside = torch.ones_like(inside).scatter_(1, missed.abs().topk(slots).indices, False)
-    outputs = spread(levels, normal[inside]) if config.q_norm else levels
-    return {**found, "levels": levels, "outputs": outputs}
+    outputs = fit_moments(levels, normal[inside]) if config.q_norm else levels
+    return {**ranges, "levels": levels, "outputs": outputs}
 
 
 def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
@@ -115,12 +115,12 @@ def k_means(x: Tensor, weight: Tensor, count: int) -> Tensor:
     starts = (x[torch.searchsorted(mass[1:], at).clamp(max=len(x) - 1)], x[0] + (x[-1] - x[0]) * at)
     best, least = starts[0], float("inf")
     for levels in starts:
-        for _ in range(ROUNDS):
+        for _ in range(K_MEANS_ROUNDS):
             cuts = torch.searchsorted(x, (levels[1:] + levels[:-1]) / 2)
             cuts = torch.cat((cuts.new_zeros(1), cuts, cuts.new_full((1,), len(x))))
-            held, sums = mass[cuts].diff(), first[cuts].diff()
-            moved = torch.where(held > 0, sums / held.clamp(min=1e-300), levels)
-            loss = float((second[cuts].diff() - 2 * levels * sums + levels.square() * held).sum())
+            masses, sums = mass[cuts].diff(), first[cuts].diff()
+            moved = torch.where(masses > 0, sums / masses.clamp(min=1e-300), levels)
+            loss = float((second[cuts].diff() - 2 * levels * sums + levels.square() * masses).sum())
             if torch.equal(moved, levels):
                 break
             levels = moved.sort().values
@@ -129,10 +129,10 @@ def k_means(x: Tensor, weight: Tensor, count: int) -> Tensor:
     return best.sort().values
 
 
-def spread(levels: Tensor, x: Tensor) -> Tensor:
+def fit_moments(levels: Tensor, x: Tensor) -> Tensor:
     """Q-Norm: levels [n] for reading, so that mean and variance of coded x are those of x."""
     coded = levels.float()[nearest(x, levels)]
-    ratio = x.std() / coded.std().clamp(min=LEAST)
+    ratio = x.std() / coded.std().clamp(min=MIN_SCALE)
     return (levels.float() * ratio + x.mean() - coded.mean() * ratio).half()
 
 
@@ -153,7 +153,7 @@ def narrowest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _affine(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """Return offset and scale, float16, that map [-1, 1] to [low, high]."""
-    return ((high + low) / 2).half(), ((high - low) / 2).clamp(min=LEAST).half()
+    return ((high + low) / 2).half(), ((high - low) / 2).clamp(min=MIN_SCALE).half()
 
 
 class NonUniform(Codec):
@@ -161,7 +161,7 @@ class NonUniform(Codec):
 
     def __init__(self, config: Config, spec: Spec, static: Mapping[str, Tensor]) -> None:
         super().__init__(spec, static)
-        self.codes = Codes(spec.width, config.bits)
+        self.codes = PackedCodes(spec.width, config.bits)
         self.slots = config.slots(spec.heads * spec.width)
         self.index = torch.uint8 if spec.heads * spec.width <= 256 else torch.int16
         self.fields = dict(self.codes.fields)
@@ -184,17 +184,17 @@ class NonUniform(Codec):
         return {}
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
-        found = self.fit(x)
-        offset, scale = self.ranges(found, x)
+        rows = self.fit(x)
+        offset, scale = self.ranges(rows, x)
         codes = nearest((x - offset) / scale, self.table("levels", x))
-        found |= self.codes.pack(codes)
+        rows |= self.codes.pack(codes)
         if self.slots:
             missed = x - (self.table("outputs", x)[codes] * scale + offset)
             flat = token_rows(missed)
             places = flat.abs().topk(self.slots).indices
-            found["outliers"] = flat.gather(-1, places).half()[:, None]
-            found["places"] = places.to(self.index)[:, None]
-        return found
+            rows["outliers"] = flat.gather(-1, places).half()[:, None]
+            rows["places"] = places.to(self.index)[:, None]
+        return rows
 
     def decode(self, block: Block) -> Tensor:
         codes = self.codes.unpack(block)
@@ -207,7 +207,7 @@ class NonUniform(Codec):
         return head_rows(flat, self.spec.heads)
 
 
-class Keys(NonUniform):
+class NonUniformKeys(NonUniform):
     """Before RoPE, ranges of channels from calibration."""
 
     rope = "pre"
@@ -216,7 +216,7 @@ class Keys(NonUniform):
         return self.table("offsets", x)[:, None], self.table("scales", x)[:, None]
 
 
-class Values(NonUniform):
+class NonUniformValues(NonUniform):
     """Ranges of tokens, over all heads: offsets and scales [B, 1, n, 1]."""
 
     def __init__(self, config: Config, spec: Spec, static: Mapping[str, Tensor]) -> None:
@@ -234,4 +234,4 @@ class Values(NonUniform):
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
-    return (Keys if spec.kind == "keys" else Values)(config, spec, static)
+    return (NonUniformKeys if spec.kind == "keys" else NonUniformValues)(config, spec, static)

@@ -6,11 +6,11 @@ stores besides its codes: x = s R^T level(code). Relative squared error on Gauss
 4 bits, where min-max integers of the same bytes have two to three times as much. Bits: bits + norm_bits / width.
 
 Rotation leaves a mean that all tokens share as it is, and there is a large one in keys before the rotary embedding. So
-keys are stored as they were before it (`rope: pre`), and the mean of the first FIRST coded tokens of the sequence is
-taken off (`centre: first`) and kept with it. That serves attention only through decoding; keys after the rotary
+keys are stored as they were before it (`rope: pre`), and the mean of the first MEAN_TOKENS coded tokens of the sequence
+is taken off (`centre: first`) and kept with it. That serves attention only through decoding; keys after the rotary
 embedding (`rope: post`) and values are read in the coded basis: the query is rotated once, the sum of values turned
 back once, norms are folded into scores and probabilities. Left padding: pads, which are coded as copies of a token, do
-not count for the mean; a row with fewer than LEAST other tokens among the first FIRST is not centred.
+not count for the mean; a row with fewer than MIN_DISTINCT_VECTORS other tokens among them is not centred.
 
 `norm: preserved` stores what gives the coded vector the length of the exact one (unbiased enough for scores: "norm
 correction"), `least_squares` what gives it the least error, and codes once more with it. 8-bit norms are rounded to
@@ -35,15 +35,15 @@ from torch import Tensor
 
 from compress.kernels import dispatch, kv_contract
 from compress.kv.codec import ALL, Block, Codec, Field, Spec, check_bits
-from compress.kv.codecs.packed import Codes
+from compress.kv.codecs.packed import PackedCodes
 from compress.numerics import hadamard
 
 NEEDS: frozenset[str] = frozenset()
-FIRST = 32  # tokens whose mean is taken off
-LEAST = 8  # of them that are not copies, for it to count
-SMALLEST = 1e-12  # root mean square of a vector that is not zero
-STEPS = 8  # of an 8-bit norm in an octave
-ROUNDS = 400  # of Lloyd's algorithm
+MEAN_TOKENS = 32  # their mean is taken off
+MIN_DISTINCT_VECTORS = 8  # their mean counts where so many are no copies
+MIN_RMS = 1e-12  # root mean square of a vector that is not zero
+NORM_STEPS_PER_OCTAVE = 8  # 8-bit norms
+LLOYD_ROUNDS = 400
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,17 @@ def levels(bits: int) -> Tensor:
     with torch.inference_mode(False), torch.device("cpu"):
         count = 2**bits
         normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64))
-        found = 3**0.5 * normal.icdf((torch.arange(count, dtype=torch.float64) + 0.5) / count)
+        values = 3**0.5 * normal.icdf((torch.arange(count, dtype=torch.float64) + 0.5) / count)
         far = torch.tensor([50.0], dtype=torch.float64)
-        for _ in range(ROUNDS if count > 1 else 0):
-            edges = torch.cat((-far, (found[1:] + found[:-1]) / 2, far))
+        for _ in range(LLOYD_ROUNDS if count > 1 else 0):
+            edges = torch.cat((-far, (values[1:] + values[:-1]) / 2, far))
             density, below = normal.log_prob(edges).exp(), normal.cdf(edges)
-            found = (density[:-1] - density[1:]) / (below[1:] - below[:-1])
-            found = (found - found.flip(0)) / 2
+            values = (density[:-1] - density[1:]) / (below[1:] - below[:-1])
+            values = (values - values.flip(0)) / 2
         if bits <= kv_contract.MOST_LEVEL_BITS:  # multiples of a step, which costs 0.4 % of the error at 4 bits
-            step = found.max() / kv_contract.LARGEST_LEVEL if bits else 1.0
-            found = (found / step).round() * step
-        return found.float()
+            step = values.max() / kv_contract.LARGEST_LEVEL if bits else 1.0
+            values = (values / step).round() * step
+        return values.float()
 
 
 def nearest(x: Tensor, table: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def nearest(x: Tensor, table: Tensor) -> Tensor:
 
 def rms(x: Tensor) -> Tensor:
     """Return the root mean square over the last axis, kept; never zero."""
-    return x.square().mean(-1, keepdim=True).sqrt().clamp(min=SMALLEST)
+    return x.square().mean(-1, keepdim=True).sqrt().clamp(min=MIN_RMS)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Norms:
     """Positive numbers as float16, or as bytes: 2^((byte - 128) / steps), 0 for none."""
 
     bits: int
-    steps: int = STEPS
+    steps: int = NORM_STEPS_PER_OCTAVE
 
     def store(self, norms: Tensor) -> Tensor:
         if self.bits == 16:
@@ -120,16 +120,16 @@ class Levels:
         table, size = self.table.to(y.device), rms(y)
         codes = nearest(y / size, table)
         for _ in range(2):
-            found = table[codes]
+            values = table[codes]
             if self.norm == "preserved":
-                norms = size / rms(found)
+                norms = size / rms(values)
             else:
-                norms = ((y * found).sum(-1, keepdim=True) / found.square().sum(-1, keepdim=True)).clamp(min=0)
-            norms = torch.where(size > SMALLEST, norms, 0)
+                norms = ((y * values).sum(-1, keepdim=True) / values.square().sum(-1, keepdim=True)).clamp(min=0)
+            norms = torch.where(size > MIN_RMS, norms, 0)
             stored = self.norms.store(norms)
             if self.norm == "preserved" and self.norms.bits == 16:
                 break
-            codes = nearest(y / self.norms.load(stored).clamp(min=SMALLEST), table)
+            codes = nearest(y / self.norms.load(stored).clamp(min=MIN_RMS), table)
         return codes, stored
 
     def values(self, codes: Tensor) -> Tensor:
@@ -152,9 +152,9 @@ class Lloyd(Codec):
         is_keys = spec.kind == "keys"
         self.rope = config.rope if is_keys else "post"
         self.centre = config.centre or ("first" if self.rope == "pre" else "none")
-        self.granularity = FIRST if self.centre == "first" else 1
+        self.granularity = MEAN_TOKENS if self.centre == "first" else 1
         self.levels = self.coder(config, config.bits)
-        self.codes = Codes(spec.width, config.bits)
+        self.codes = PackedCodes(spec.width, config.bits)
         self.fields = {**self.codes.fields, "norms": Field("scales")}
 
     def coder(self, config: Config, bits: int) -> Levels:
@@ -164,26 +164,26 @@ class Lloyd(Codec):
     def begin(self, x: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
         return {"mean": first_mean(x).to(torch.float16)} if self.centre == "first" else {}
 
-    def turned(self, x: Tensor, state: Block) -> Tensor:
+    def rotate_in(self, x: Tensor, state: Block) -> Tensor:
         """x [B, h, n, width] without the mean, rotated."""
         if "mean" in state:
             x = x - state["mean"]
         return hadamard.transform(x * self._signs(x))
 
-    def turned_back(self, y: Tensor) -> Tensor:
+    def rotate_back(self, y: Tensor) -> Tensor:
         return hadamard.transpose(y) * self._signs(y)
 
     def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
-        codes, norms = self.levels.encode(self.turned(x, state))
+        codes, norms = self.levels.encode(self.rotate_in(x, state))
         return {**self.codes.pack(codes), "norms": norms}
 
-    def coded(self, block: Block) -> tuple[Tensor, Tensor]:
+    def decode_levels(self, block: Block) -> tuple[Tensor, Tensor]:
         """Levels [B, h, n, width] and norms [B, h, n, 1], float32."""
         return self.levels.values(self.codes.unpack(block)), self.levels.norms.load(block["norms"])
 
     def decode(self, block: Block) -> Tensor:
-        found, norms = self.coded(block)
-        x = self.turned_back(found * norms)
+        values, norms = self.decode_levels(block)
+        x = self.rotate_back(values * norms)
         return x + block["mean"].float() if "mean" in block else x
 
     def query(self, q: Tensor, state: Block) -> Tensor:
@@ -199,16 +199,16 @@ class Lloyd(Codec):
     def scores(self, query: Tensor, block: Block) -> Tensor:
         if self.rope == "pre":
             return super().scores(query, block)
-        found, norms = self.coded(block)
-        return (query[..., :-1] @ found.mT) * norms.mT + query[..., -1:]
+        values, norms = self.decode_levels(block)
+        return (query[..., :-1] @ values.mT) * norms.mT + query[..., -1:]
 
     def write_scores(self, query: Tensor, block: Block, out: Tensor) -> None:
         kernel, whole = self._reader(query, block), out.shape[-1] // kv_contract.PIECE * kv_contract.PIECE
         whole = 0 if kernel is None else whole
         if kernel is not None and whole:
-            (levels, step), part = self.levels.whole(), _first(block, self.fields, whole)
-            planes = [part[name] for name in self.codes.fields]
-            kernel.scores(query[..., :-1] * step, planes, part["norms"], levels, out[..., :whole])
+            (levels, step), rows = self.levels.whole(), _first(block, self.fields, whole)
+            planes = [rows[name] for name in self.codes.fields]
+            kernel.scores(query[..., :-1] * step, planes, rows["norms"], levels, out[..., :whole])
             out[..., :whole] += query[..., -1:]
         if whole < out.shape[-1]:
             out[..., whole:] = self.scores(query, _last(block, self.fields, whole))
@@ -218,23 +218,25 @@ class Lloyd(Codec):
         whole = 0 if kernel is None else whole
         mixed = p.new_zeros(*p.shape[:3], self.spec.width)
         if kernel is not None and whole:
-            (levels, step), part = self.levels.whole(), _first(block, self.fields, whole)
-            planes = [part[name] for name in self.codes.fields]
-            mixed += kernel.mix(p[..., :whole], planes, part["norms"], levels, self.spec.width) * step
+            (levels, step), rows = self.levels.whole(), _first(block, self.fields, whole)
+            planes = [rows[name] for name in self.codes.fields]
+            mixed += kernel.mix(p[..., :whole], planes, rows["norms"], levels, self.spec.width) * step
         if whole < p.shape[-1]:
-            found, norms = self.coded(_last(block, self.fields, whole))
-            mixed += (p[..., whole:] * norms.mT) @ found
+            values, norms = self.decode_levels(_last(block, self.fields, whole))
+            mixed += (p[..., whole:] * norms.mT) @ values
         return mixed
 
     def _reader(self, rows: Tensor, block: Block | None = None) -> Any:
         """Return the kernel that reads the codes (of a block) for these queries or probabilities, None if none does."""
         codes = None if block is None else block["norms"].numel() * self.spec.width
-        is_plain = self.rope == "post" and self.levels.norms.bits == 16 and self.codes.padded == self.spec.width
+        is_plain = (
+            self.rope == "post" and self.levels.norms.bits == 16 and self.codes.padded_channels == self.spec.width
+        )
         kernel = dispatch.kv(rows.device, "levels") if is_plain and kv_contract.is_worthwhile(rows, codes) else None
         return kernel if kernel is not None and kernel.supports(self.codes.bits, self.spec.width) else None
 
     def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
-        x = self.turned_back(mixed)
+        x = self.rotate_back(mixed)
         return x + mass * state["mean"].float() if "mean" in state else x
 
     def _signs(self, x: Tensor) -> Tensor:
@@ -251,14 +253,15 @@ def _last(block: Block, fields: Mapping[str, Field], start: int) -> Block:
 
 
 def first_mean(x: Tensor) -> Tensor:
-    """x [B, h, n, width] -> the mean [B, h, 1, width] of its first FIRST tokens that are no copies of the one before;
-    zero where fewer than LEAST are left.
+    """Return the mean [B, h, 1, width] of the first MEAN_TOKENS tokens of x [B, h, n, width] that copy none before.
+
+    Zero where fewer than MIN_DISTINCT_VECTORS are left.
     """
-    x = x[:, :, :FIRST]
+    x = x[:, :, :MEAN_TOKENS]
     is_new = torch.ones(x.shape[0], 1, x.shape[2], 1, dtype=torch.bool, device=x.device)
     is_new[:, 0, 1:, 0] = (x[:, :, 1:] != x[:, :, :-1]).any(-1).any(1)
     count = is_new.sum(2, keepdim=True)
-    return (x * is_new).sum(2, keepdim=True) / count * (count >= LEAST)
+    return (x * is_new).sum(2, keepdim=True) / count * (count >= MIN_DISTINCT_VECTORS)
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:

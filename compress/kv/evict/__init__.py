@@ -4,9 +4,8 @@
 
 Tokens are chosen after the prompt, removed, and the survivors are coded as any tokens are. settings.py holds the
 settings, select.py turns scores into survivors, layer.py is the cache layer, queries.py shows it the queries where
-attention reads tensors, head_stores.py stores heads of different lengths, kept_rope.py finds the rotary rows of tokens
-with gaps between them, merge.py merges evicted tokens, moments.py and attention_mass.py are statistics of queries,
-kept_tokens.py says how many tokens stay at a context.
+attention reads tensors, judging.py measures what scores need, placing.py gathers and merges the tokens that stay,
+head_stores.py stores heads of different lengths, kept_tokens.py counts the tokens that stay at a context.
 
 A method is one file compress/kv/evict/<name>.py; <name> is what recipes give as `method`. It defines:
 
@@ -20,6 +19,7 @@ A method is one file compress/kv/evict/<name>.py; <name> is what recipes give as
 5.  Where its defaults of the common settings differ, `DEFAULTS`, a mapping of fields of `settings.Budget`.
 6.  Where it cannot evict while decoding, `PROMPT_ONLY = True`.
 7.  Where it has no use for some of the common settings, `check(budget)`: it raises ValueError, the field's name first.
-8.  Where it drops tokens within the prompt's forward pass, `PRUNES = True` and `fractions(config, keep, layers)`: what
-    stays of the prompt behind each layer that drops some (pruned.py and blocks.py do it).
+8.  `LAYER`, the class of the cache's layers: `layer.EvictingLayer`, or a subclass that has `of_cache` of its own.
+9.  Where its layers drop tokens within the prompt's forward pass, `PRUNES = True`: a cache is then refused for models
+    whose decoder is no list of blocks.
 """

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from compress.kv.evict.layer import EvictingLayer
 from compress.kv.evict.select import Seen
 
 NEEDS = frozenset({"moments"})
+LAYER = EvictingLayer
 
 
 @dataclass(frozen=True)

@@ -39,38 +39,38 @@ class HeadStores:
     def place(self, parts: Sequence[Tensor], pads: Tensor) -> None:
         """Store the first tokens: [B, 1, n of this head, width] for each head; pads int64 [B, h]."""
         for head, (store, x) in enumerate(zip(self.heads, parts, strict=True)):
-            own = pads[:, head]
-            store.append(x, own if bool(own.any()) else None)
+            head_pads = pads[:, head]
+            store.append(x, head_pads if bool(head_pads.any()) else None)
 
     def append(self, x: Tensor, pads: Tensor | None = None, queries: Tensor | None = None) -> None:
         """x [B, h, n, width]; pads int64 [B, h] or [B, 1] of the first tokens."""
         for head, store in enumerate(self.heads):
-            own = None if pads is None else pads[:, min(head, pads.shape[1] - 1)]
-            store.append(x[:, head : head + 1], own)
+            head_pads = None if pads is None else pads[:, min(head, pads.shape[1] - 1)]
+            store.append(x[:, head : head + 1], head_pads)
 
     def read(self, new: Tensor | None = None) -> Tensor:
         """Return all tokens, then those of `new`; columns without a token are 0."""
-        parts = [store.read(None if new is None else new[:, i : i + 1]) for i, store in enumerate(self.heads)]
-        length = max(part.shape[2] for part in parts)
-        out = parts[0].new_zeros(parts[0].shape[0], len(parts), length, parts[0].shape[3])
-        for head, part in enumerate(parts):
-            out[:, head : head + 1, length - part.shape[2] :] = part
+        states = [store.read(None if new is None else new[:, i : i + 1]) for i, store in enumerate(self.heads)]
+        length = max(head_states.shape[2] for head_states in states)
+        out = states[0].new_zeros(states[0].shape[0], len(states), length, states[0].shape[3])
+        for head, head_states in enumerate(states):
+            out[:, head : head + 1, length - head_states.shape[2] :] = head_states
         return out
 
     def scores(self, q: Tensor, out: Tensor) -> None:
         """q [B, h, m, width] float32; out [B, h, m, tokens] gets its products with all keys, 0 without a key."""
         out.zero_()
         for head, store in enumerate(self.heads):
-            found = q.new_empty(q.shape[0], 1, q.shape[2], len(store))
-            store.scores(q[:, head : head + 1], found)
-            out[:, head : head + 1, :, out.shape[3] - len(store) :] = _in_token_order(found, store.columns)
+            head_scores = q.new_empty(q.shape[0], 1, q.shape[2], len(store))
+            store.scores(q[:, head : head + 1], head_scores)
+            out[:, head : head + 1, :, out.shape[3] - len(store) :] = _in_token_order(head_scores, store.columns)
 
     def mix(self, p: Tensor) -> Tensor:
         """p [B, h, m, tokens] float32 -> the sum of all values [B, h, m, width], weighted by p."""
         parts = []
         for head, store in enumerate(self.heads):
-            own = p[:, head : head + 1, :, p.shape[3] - len(store) :]
-            parts.append(store.mix(_in_storage_order(own, store.columns)))
+            head_p = p[:, head : head + 1, :, p.shape[3] - len(store) :]
+            parts.append(store.mix(_in_storage_order(head_p, store.columns)))
         return torch.cat(parts, 1)
 
     def crop(self, count: int) -> None:
@@ -93,13 +93,13 @@ def _in_token_order(x: Tensor, columns: Tensor | None) -> Tensor:
     """x [B, 1, m, n]; columns int64 [B, c]: the column that stands at each of the first c places."""
     if columns is None:
         return x
-    return _moved(x, columns.argsort(-1))
+    return _reorder(x, columns.argsort(-1))
 
 
 def _in_storage_order(x: Tensor, columns: Tensor | None) -> Tensor:
-    return x if columns is None else _moved(x, columns)
+    return x if columns is None else _reorder(x, columns)
 
 
-def _moved(x: Tensor, columns: Tensor) -> Tensor:
+def _reorder(x: Tensor, columns: Tensor) -> Tensor:
     head = x.gather(3, columns[:, None, None].expand(-1, 1, x.shape[2], -1))
     return torch.cat((head, x[..., columns.shape[1] :]), 3)

@@ -1,4 +1,4 @@
-"""Forget tokens of one layer: after the prompt, and every so many tokens while decoding if that is asked for.
+"""Forget tokens of one layer: after the prompt, and every so many tokens while decoding where `decode` is set.
 
 The prompt is the first forward pass. Its tokens attend to each other exactly; then those that stay are stored, and the
 codecs see no others. Attention of later passes reads the stored tokens and its own: transformers makes one mask for all
@@ -12,27 +12,30 @@ Queries come from fused attention, or from queries.py. compress/kv/hooks.py tell
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from compress import plugins
 from compress.errors import CompressError, RecipeError
-from compress.kv.cache import CodedLayer, KVCache, build
 from compress.kv.codec import Spec, unrotate
-from compress.kv.evict import kept_tokens, select
-from compress.kv.evict.attention_mass import variance
-from compress.kv.evict.coming import coming_rows
+from compress.kv.evict import select
 from compress.kv.evict.head_stores import HeadStores
-from compress.kv.evict.kept_rope import KeptRope
-from compress.kv.evict.masks import joined
-from compress.kv.evict.moments import Moments, turned
-from compress.kv.evict.output_norms import matrix, output_norms, projection
-from compress.kv.evict.placing import Kept, aligned, by_head
+from compress.kv.evict.judging import (
+    QueryMoments,
+    coming_rows,
+    linear_matrix,
+    output_norms,
+    output_projection,
+    turn_moments,
+)
+from compress.kv.evict.placing import KeptRope, KeptTokens, align_rows, by_head
 from compress.kv.evict.settings import Eviction, refusal
-from compress.kv.settings import KINDS
+from compress.kv.layer import Call, CodedLayer, KVCache, MakeLayer, build
+from compress.kv.settings import KINDS, CacheSettings
 from compress.kv.token_store import Bytes, Store
 
 UNSEEN = (
@@ -41,14 +44,7 @@ UNSEEN = (
 )
 
 
-@dataclass
-class Call:
-    """A forward pass of an attention module, as hooks see it."""
-
-    module: nn.Module
-    turns: tuple[Tensor, Tensor] | None  # cos and sin of its tokens
-    positions: Tensor | None  # int64 [B or 1, n]
-    makers: list[nn.Module]  # of rotary rows
+Prompt = tuple[tuple[Tensor, Tensor], list["Judged"], Tensor | None]  # keys and values, judged rows, queries
 
 
 @dataclass
@@ -64,6 +60,9 @@ class Judged:
 class EvictingLayer(CodedLayer):
     """A `CodedLayer` that stores fewer tokens than it has seen."""
 
+    is_told_of_passes = True
+    can_be_saved = False
+
     def __init__(self, index: int, cache: KVCache, eviction: Eviction, is_exempt: bool) -> None:
         super().__init__(index, cache)
         self.eviction, self.is_exempt = eviction, is_exempt  # exempt: it keeps all tokens
@@ -71,14 +70,30 @@ class EvictingLayer(CodedLayer):
         self.sink = cache.codings[index]["keys"].policy.sink
         self._begin()
 
+    @classmethod
+    def of_cache(cls, config: Any, settings: CacheSettings, types: Collection[str]) -> MakeLayer:
+        """Return what makes layers that evict; those to be skipped keep all tokens."""
+        eviction = settings.evict
+        assert eviction is not None, "it chose this class of layers"
+        if getattr(config, "num_kv_shared_layers", 0):
+            raise RecipeError("kv_cache.evict: layers of this model share keys and values; remove evict")
+        skipped = {index % config.num_hidden_layers for index in settings.skip_layers}
+        count = len(eviction.budget.keep_by_layer)
+        if count not in (0, config.num_hidden_layers):
+            raise RecipeError(
+                f"kv_cache.evict: keep_by_layer has {count} numbers, the model {config.num_hidden_layers} layers; give "
+                "one for each"
+            )
+        return lambda index, cache: cls(index, cache, eviction, index in skipped or eviction.exempts(index))
+
     def _begin(self) -> None:
         """Forget everything about the sequences."""
         self.call: Call | None = None
         self.pads: Tensor | None = None  # int64 [B, h or 1]: first columns of each store without a token; None: evicts
         self.rope = KeptRope(self.cache.rope)
-        self.moments = Moments()
+        self.moments = QueryMoments()
         self.window: Tensor | None = None  # [B, H, <= window, width]: newest queries, for evictions while decoding
-        self.held: tuple[tuple[Tensor, Tensor], list[Judged], Tensor | None] | None = None  # until all layers are known
+        self.waiting: Prompt | None = None  # until all layers are known
         self.newest = 0  # tokens at the end between which none was evicted
         self.since = 0  # tokens since the last eviction
 
@@ -104,10 +119,10 @@ class EvictingLayer(CodedLayer):
         """Take note of the forward pass of an attention module; return the mask for so many new tokens."""
         self.call = call
         self._settle()
-        if not self.seen or (self.pads is None and (mask is None or mask.shape[-1] == self.stored + tokens)):
+        if not self.seen or (self.pads is None and (mask is None or mask.shape[-1] == self.stored_tokens + tokens)):
             return mask
         starts = self._starts()
-        return joined(mask, starts, self.stored, tokens, self.cache.queries)
+        return join_mask(mask, starts, self.stored_tokens, tokens, self.cache.queries)
 
     def _starts(self) -> Tensor:
         """Return how many first columns hold no token, int64 [B, h or 1]."""
@@ -120,11 +135,11 @@ class EvictingLayer(CodedLayer):
         return pads
 
     def commit(self, queries: Tensor | None = None) -> None:
-        if self._pending is not None and queries is None and self._asks(self._pending[0].shape[2]):
+        if self._pending is not None and queries is None and self._needs_queries(self._pending[0].shape[2]):
             raise CompressError(UNSEEN)
         super().commit(queries)
 
-    def _asks(self, count: int) -> bool:
+    def _needs_queries(self, count: int) -> bool:
         """Return whether the queries of a pass of `count` tokens, which `seen` includes, are needed."""
         budget = self.eviction.budget
         needed = bool(self.plugin.NEEDS) or budget.critical or budget.layers == "variance"
@@ -132,10 +147,10 @@ class EvictingLayer(CodedLayer):
 
     def _store(self, new: tuple[Tensor, Tensor], queries: Tensor | None = None) -> None:
         count = new[0].shape[2]
-        if queries is None and self._asks(count):
+        if queries is None and self._needs_queries(count):
             self._pending = new  # until attention has shown them
             return
-        if queries is not None and self._asks(count):
+        if queries is not None and self._needs_queries(count):
             self._watch(queries)
         if self.seen != count or self.is_exempt:
             self._append(new, queries)
@@ -146,15 +161,15 @@ class EvictingLayer(CodedLayer):
             self.newest, self.since = count, 0
             self._evict_prompt(new, queries)
             if not self.eviction.budget.decode:
-                self.moments = Moments()  # has told what it is for
+                self.moments = QueryMoments()  # it is needed for the prompt alone
         self.call = None
 
     def _append(self, new: tuple[Tensor, Tensor], queries: Tensor | None) -> None:
         pads = self._store_pads()
         for kind, x in zip(KINDS, new, strict=True):
             store = self.stores[kind]
-            own = pads[:, 0] if pads is not None and isinstance(store, Store) else pads
-            store.append(x, own, queries)
+            store_pads = pads[:, 0] if pads is not None and isinstance(store, Store) else pads
+            store.append(x, store_pads, queries)
 
     def _store_pads(self) -> Tensor | None:
         """Return how many first columns of each store hold no token, int64 [B, h or 1]; None: they all do."""
@@ -194,20 +209,20 @@ class EvictingLayer(CodedLayer):
         if self.eviction.budget.layers != "variance":
             self._keep(new, judged, queries)
             return
-        self.held = new, judged, queries
+        self.waiting = new, judged, queries
         others = self._layers()
-        if all(layer.held is not None for layer in others):
+        if all(layer.waiting is not None for layer in others):
             self._settle()
 
     def _settle(self) -> None:
         """Evict what layers hold that wait for each other's attention."""
-        if self.held is None:
+        if self.waiting is None:
             return
-        layers = {layer: layer.held for layer in self._layers() if layer.held is not None}
+        layers = {layer: layer.waiting for layer in self._layers() if layer.waiting is not None}
         variances = {layer.index: [row.variance for row in judged] for layer, (_, judged, _) in layers.items()}
-        for layer, held in layers.items():
-            layer.held = None
-            layer._keep(*held, variances)
+        for layer, waiting in layers.items():
+            layer.waiting = None
+            layer._keep(*waiting, variances)
 
     def _layers(self) -> list[EvictingLayer]:
         """Return the layers of the cache that evict."""
@@ -218,20 +233,20 @@ class EvictingLayer(CodedLayer):
         """Score the tokens [h, n, width] of one sequence, whose first column is `first`."""
         module = None if self.call is None else self.call.module
         scaling = getattr(module, "scaling", None) or keys.shape[-1] ** -0.5
-        own = None if queries is None else queries[row, :, max(0, queries.shape[2] - keys.shape[1]) :]
+        newest = None if queries is None else queries[row, :, max(0, queries.shape[2] - keys.shape[1]) :]
         moments = None
         if "moments" in self.plugin.NEEDS:
             moments = self.moments.of(row)
             if self.call is not None and self.call.turns is not None:
                 rows = coming_rows(self.call, row, self.eviction.config.positions)
-                moments = turned(moments, *rows)
-        seen = select.Seen(keys, values, own, scaling, self.sink, moments)
+                moments = turn_moments(moments, *rows)
+        seen = select.Seen(keys, values, newest, scaling, self.sink, moments)
         norms = None
         if self.eviction.budget.critical:
             assert module is not None, "hooks are attached: commit has checked"
-            weight = matrix(projection(module), self.cache.queries * values.shape[-1], values)
+            weight = linear_matrix(output_projection(module), self.cache.queries * values.shape[-1], values)
             norms = output_norms(values, weight)
-        uneven = variance(seen.mass) if self.eviction.budget.layers == "variance" else 0.0
+        uneven = select.attention_variance(seen.mass) if self.eviction.budget.layers == "variance" else 0.0
         return Judged(self.plugin.score(self.eviction.config, seen), norms, first, uneven)
 
     def _survivors(self, judged: Judged, tokens: int, variances: dict[int, float] | None = None) -> list[Tensor]:
@@ -240,19 +255,19 @@ class EvictingLayer(CodedLayer):
         variances: of the layers that wait for each other, by number.
         """
         budget, uneven = self.eviction.budget, None if variances is None else list(variances.values())
-        heads, stored = judged.scores.shape
+        heads, stored_tokens = judged.scores.shape
         evicting = list(variances or (layer.index for layer in self._layers()))
-        kept = kept_tokens.kept(self.eviction, self.sink, self.index, evicting, tokens, uneven)
-        if kept >= stored:
-            return [torch.arange(stored, device=judged.scores.device)] * heads
+        kept = select.count_kept(self.eviction, self.sink, self.index, evicting, tokens, uneven)
+        if kept >= stored_tokens:
+            return [torch.arange(stored_tokens, device=judged.scores.device)] * heads
         scores = judged.scores.mean(0, keepdim=True) if budget.heads == "shared" else judged.scores
-        scores = select.protected(scores, self.sink, self.eviction.newest(kept))
+        scores = select.protect(scores, self.sink, self.eviction.newest(kept))
         counts = select.head_counts(scores, kept) if budget.heads == "ada" else [kept] * len(scores)
         if judged.norms is not None:
             norms = judged.norms.mean(0, keepdim=True) if budget.heads == "shared" else judged.norms
             scores = select.critical(scores, norms, counts)
-        found = select.best(scores, counts)
-        return found * heads if budget.heads == "shared" else found
+        survivors = select.best(scores, counts)
+        return survivors * heads if budget.heads == "shared" else survivors
 
     def _keep(
         self,
@@ -266,23 +281,23 @@ class EvictingLayer(CodedLayer):
         for row, each in enumerate(judged):
             uneven = None if variances is None else {index: by_row[row] for index, by_row in variances.items()}
             rows.append([x + each.first for x in self._survivors(each, self.seen - each.first, uneven)])
-        if all(len(x) == self.seen - each.first for own, each in zip(rows, judged, strict=True) for x in own):
+        if all(len(x) == self.seen - each.first for heads, each in zip(rows, judged, strict=True) for x in heads):
             self._append(new, queries)
             return
         if self.stores["keys"].codec.rope == "pre":
-            self.rope.place(aligned(rows)[0][:, 0], self.seen)
-        self._place(new, Kept(rows, self.sink, self.eviction.budget.merge), queries)
+            self.rope.place(align_rows(rows)[0][:, 0], self.seen)
+        self._place(new, KeptTokens(rows, self.sink, self.eviction.budget.merge), queries)
 
-    def _place(self, dense: tuple[Tensor, Tensor], kept: Kept, queries: Tensor | None) -> None:
+    def _place(self, dense: tuple[Tensor, Tensor], kept: KeptTokens, queries: Tensor | None) -> None:
         """Store these rows of keys and values [B, h, n, width] in stores that are empty."""
         self.newest, self.since = self.eviction.budget.recent, 0
         last = None if queries is None else queries[:, :, -self.eviction.budget.recent :]  # they see all that stays
         if isinstance(self.stores["keys"], HeadStores):
-            parts, self.pads = by_head(dense, kept)
-            for kind, own in zip(KINDS, parts, strict=True):
-                self.stores[kind].place(own, self.pads)  # type: ignore[attr-defined]
+            both_by_head, self.pads = by_head(dense, kept)
+            for kind, by_kind in zip(KINDS, both_by_head, strict=True):
+                self.stores[kind].place(by_kind, self.pads)  # type: ignore[attr-defined]
             return
-        both, self.pads = kept.gathered(dense)
+        both, self.pads = kept.gather(dense)
         pads = self.pads[:, 0] if bool(self.pads.any()) else None
         for kind, x in zip(KINDS, both, strict=True):
             self.stores[kind].append(x, pads, last)
@@ -298,18 +313,18 @@ class EvictingLayer(CodedLayer):
             judged = self._judge(row, first, dense[0][row, :, first:], dense[1][row, :, first:], self.window)
             rows.append([x + first for x in self._survivors(judged, self.seen - firsts[row])])
         self.since = 0
-        if all(len(x) == dense[0].shape[2] - first for own, first in zip(rows, starts, strict=True) for x in own):
+        if all(len(x) == dense[0].shape[2] - first for heads, first in zip(rows, starts, strict=True) for x in heads):
             return
         columns = self.rope.all_columns(dense[0].shape[2], len(rows))
         for store in self.stores.values():
             store.clear()
         if self.stores["keys"].codec.rope == "pre":
-            self.rope.place(columns.gather(1, aligned(rows)[0][:, 0].to(columns.device)), self.seen)
-        self._place(dense, Kept(rows, self.sink, False), None)
+            self.rope.place(columns.gather(1, align_rows(rows)[0][:, 0].to(columns.device)), self.seen)
+        self._place(dense, KeptTokens(rows, self.sink, False), None)
 
     @property
-    def stored(self) -> int:
-        return super().stored + (0 if self.held is None else self.held[0][0].shape[2])
+    def stored_tokens(self) -> int:
+        return super().stored_tokens + (0 if self.waiting is None else self.waiting[0][0].shape[2])
 
     def crop(self, tokens_to_remove: int) -> None:
         self._settle()
@@ -342,6 +357,34 @@ class EvictingLayer(CodedLayer):
 
     def nbytes(self) -> Bytes:
         self._settle()
-        held = [x for x in (self.pads, self.window) if x is not None]
-        state = self.moments.nbytes + self.rope.nbytes + sum(x.numel() * x.element_size() for x in held)
+        tensors = [x for x in (self.pads, self.window) if x is not None]
+        state = self.moments.nbytes + self.rope.nbytes + sum(x.numel() * x.element_size() for x in tensors)
         return super().nbytes() + Bytes(state=state, allocated=state)
+
+
+def join_mask(given: Any, starts: Tensor, stored_tokens: int, tokens: int, queries: int) -> Tensor | None:
+    """Return the mask of `tokens` new queries over `stored_tokens` tokens and themselves; None where nothing is masked.
+
+    given: the model's own mask, bool or additive [B or 1, 1 or H, tokens, any length], whose last columns are those of
+    the new tokens; None: it has none, and the new tokens are causal. starts: int64 [B, h or 1], first stored columns
+    without a token. queries: query heads of the model. -> [B or 1, 1 or H, tokens, stored + tokens], of the kind of
+    `given`. CompressError for a mask of another form.
+    """
+    if given is not None and not (isinstance(given, Tensor) and given.dim() == 4):
+        raise CompressError(
+            "kv_cache.evict: the mask of this attention function has another form; set attention to sdpa or eager"
+        )
+    is_open = not bool(starts.any())
+    if tokens == 1 and is_open and given is None:
+        return None
+    device = starts.device if given is None else given.device
+    recent = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()[None, None]
+    recent = recent if given is None else given[..., -tokens:]
+    past = torch.arange(stored_tokens, device=device) >= starts.to(device)[..., None]  # B, h or 1, stored
+    if past.shape[1] > 1:
+        past = past.repeat_interleave(queries // past.shape[1], 1)
+    if recent.dtype != torch.bool:
+        past = torch.zeros_like(past, dtype=recent.dtype).masked_fill_(~past, torch.finfo(recent.dtype).min)
+    shape = torch.broadcast_shapes(past.shape[:2], recent.shape[:2])
+    past = past[:, :, None].expand(*shape, tokens, stored_tokens)
+    return torch.cat((past, recent.expand(*shape, tokens, tokens)), -1)

@@ -16,10 +16,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from compress.errors import CompressError
-from compress.kv.cache import KVCache
+from compress.kv.layer import KVCache
 
 NAME = "compress_kv_queries_"  # and the name of the model's own attention
-LAYER = "_compress_kv_layer"  # of an attention module: the cache layer of this forward pass
+LAYER_ATTRIBUTE = "_compress_kv_layer"  # attention modules hold the cache layer of this forward pass
 
 
 def attach(model: nn.Module, cache_of: Callable[[dict[str, Any]], KVCache | None]) -> list[Any]:
@@ -28,20 +28,20 @@ def attach(model: nn.Module, cache_of: Callable[[dict[str, Any]], KVCache | None
     modules = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
 
     def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        cache, own = cache_of(kwargs), getattr(getattr(module, "config", None), "_attn_implementation", None)
+        cache, attention_name = cache_of(kwargs), getattr(getattr(module, "config", None), "_attn_implementation", None)
         is_watched = cache is not None and cache.path == "decode" and evicts(cache)
-        if not is_watched or own is None or own.startswith(NAME):
+        if not is_watched or attention_name is None or attention_name.startswith(NAME):
             before.append(None)
             return
-        before.append(own)
-        module.config._attn_implementation = registered(own)
+        before.append(attention_name)
+        module.config._attn_implementation = register_watched(attention_name)
 
     def leave(module: Any, args: Any, output: Any) -> None:
-        own = before.pop() if before else None
-        if own is not None:
-            module.config._attn_implementation = own
+        attention_name = before.pop() if before else None
+        if attention_name is not None:
+            module.config._attn_implementation = attention_name
         for each in modules:
-            vars(each).pop(LAYER, None)
+            vars(each).pop(LAYER_ATTRIBUTE, None)
 
     entered = model.register_forward_pre_hook(enter, with_kwargs=True)
     return [entered, model.register_forward_hook(leave, always_call=True)]
@@ -52,7 +52,7 @@ def evicts(cache: KVCache) -> bool:
     return any(hasattr(layer, "eviction") for layer in cache.layers)
 
 
-def registered(own: str) -> str:
+def register_watched(own: str) -> str:
     """Return the name of the attention function that calls the one named `own` and shows its queries."""
     name = NAME + own
     AttentionInterface.register(name, partial(_attention, own))
@@ -69,8 +69,8 @@ def _attention(own: str, module: Any, query: Tensor, *args: Any, **kwargs: Any) 
         attend = getattr(sys.modules[type(module).__module__], f"{own}_attention_forward", None)
     if attend is None:
         raise CompressError(f"kv_cache.evict: attention {own!r} of this model cannot be watched; use sdpa")
-    found = attend(module, query, *args, **kwargs)
-    layer = vars(module).pop(LAYER, None)
+    output = attend(module, query, *args, **kwargs)
+    layer = vars(module).pop(LAYER_ATTRIBUTE, None)
     if layer is not None:
         layer.commit(query)
-    return found
+    return output

@@ -8,7 +8,7 @@ Shapes: scores float32 [h, n] (KV heads, tokens), larger for tokens that stay.
 Papers: AdaKV, arXiv 2407.11550 (`head_counts`); CriticalKV, arXiv 2502.03805 (`critical`); PyramidKV, arXiv 2406.02069
 (`pyramid`); D2O, arXiv 2406.13035 (`by_variance`). Formulas of the first three are those of kvpress. Where a share of a
 layer would be more than all of its tokens, the excess goes to the other layers here, so that the mean stays what was
-asked for.
+set.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from compress.kv.evict.attention_mass import column_mass
+from compress.kv.evict.settings import Eviction
 
-SAFE = 0.2  # of a head's equal share, which AdaKV leaves to it
-FIRST_STAGE = 0.5  # of a head's tokens, which CriticalKV chooses by score alone
+SAFE_SHARE = 0.2  # AdaKV leaves so much of its equal share to a head
+SCORED_SHARE = 0.5  # CriticalKV chooses so much of a head's tokens by score alone
 EPSILON = 1e-4  # added to a score before it is multiplied (CriticalKV)
 STEEPNESS = 20  # the last layer of a pyramid keeps 1/20 of the mean
-LEAST = 0.01  # of a layer's tokens (D2O)
+MIN_LAYER_FRACTION = 0.01  # a layer keeps as much of its tokens (D2O)
+PROBABILITIES_PER_PIECE = 1 << 22  # float32 probabilities held at a time
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,64 @@ class Seen:
         return replace(self, queries=self.queries[:, -count:])
 
 
+def column_mass(queries: Tensor, keys: Tensor) -> Tensor:
+    """Return the summed softmax attention of all queries, float32 [h, H / h, n]; keys that follow a query are not read.
+
+    queries: float32 [h, H / h, m, width], scaled, of the newest m tokens; keys: float32 [h, n, width].
+    """
+    heads, groups, rows, _ = queries.shape
+    tokens = keys.shape[1]
+    step = max(1, min(rows, PROBABILITIES_PER_PIECE // (heads * groups * tokens)))
+    follows = torch.ones(step, step, dtype=torch.bool, device=keys.device).triu(1)
+    total = keys.new_zeros(heads, groups, tokens)
+    for first in range(0, rows, step):
+        piece = queries[:, :, first : first + step]
+        count = piece.shape[2]
+        last = tokens - rows + first + count
+        logits = piece.flatten(1, 2) @ keys[:, :last].mT
+        logits = logits.unflatten(1, (groups, count))
+        logits[..., last - count :].masked_fill_(follows[:count, :count], -torch.inf)
+        total[..., :last] += logits.softmax(-1).sum(2)
+    return total
+
+
+def attention_variance(mass: Tensor) -> float:
+    """Return how uneven the attention of a layer is (D2O): by head the variance of `mass` float32 [h, H / h, n], what
+    tokens are given, scaled to 0..1 across the heads of the layer, then averaged.
+    """
+    by_head = mass.mean(1).double().var(-1, correction=0)
+    low, high = by_head.min(), by_head.max()
+    return float(((by_head - low) / (high - low).clamp(min=1e-30)).mean())
+
+
 def count(tokens: int, fraction: float, least: int) -> int:
     """Return how many of so many tokens stay: a fraction, at least `least` or all."""
     return min(tokens, max(int(fraction * tokens + 1e-9), least))
+
+
+def count_kept(
+    eviction: Eviction,
+    sink: int,
+    layer: int,
+    evicting: Sequence[int],
+    tokens: int,
+    variances: Sequence[float] | None = None,
+) -> int:
+    """Return how many of so many tokens of a sequence stay in a layer that evicts.
+
+    sink: first tokens, which stay. evicting: the numbers of all layers that evict, ascending. variances: how uneven the
+    attention of each of them is; None: that does not count.
+    """
+    budget, shares, whole = eviction.budget, [1.0] * len(evicting), set[int]()
+    keep = budget.keep if budget.keep is not None else min(1.0, (budget.tokens or 0) / tokens)
+    if budget.keep_by_layer:
+        keep = budget.keep_by_layer[layer]
+    if budget.layers == "pyramid":
+        shares = pyramid(len(evicting))
+    if variances is not None:
+        shares, whole = by_variance(variances), {0, 1, len(evicting) - 1}
+    fraction = fractions(keep, shares, whole)[evicting.index(layer)]
+    return count(tokens, fraction, sink + eviction.newest(0))
 
 
 def pyramid(layers: int) -> list[float]:
@@ -77,17 +133,17 @@ def fractions(keep: float, shares: Sequence[float], whole: Collection[int] = ())
     whole: layers that keep all. Where these are more than the budget allows, they are treated as the others.
     """
     total = keep * len(shares)
-    fixed = set(whole) if total - len(whole) >= LEAST * (len(shares) - len(whole)) else set()
+    fixed = set(whole) if total - len(whole) >= MIN_LAYER_FRACTION * (len(shares) - len(whole)) else set()
     while True:
         rest = [index for index in range(len(shares)) if index not in fixed]
         scale = (total - len(fixed)) / max(sum(shares[index] for index in rest), 1e-12)
         over = {index for index in rest if scale * shares[index] > 1}
         if not over:
-            return [1.0 if i in fixed else max(LEAST, scale * share) for i, share in enumerate(shares)]
+            return [1.0 if i in fixed else max(MIN_LAYER_FRACTION, scale * share) for i, share in enumerate(shares)]
         fixed |= over
 
 
-def protected(scores: Tensor, sink: int, recent: int) -> Tensor:
+def protect(scores: Tensor, sink: int, recent: int) -> Tensor:
     """Return the scores with the first and the newest tokens above all others."""
     scores = scores.clone()
     scores[:, :sink] = torch.inf
@@ -98,12 +154,12 @@ def protected(scores: Tensor, sink: int, recent: int) -> Tensor:
 def head_counts(scores: Tensor, kept: int) -> list[int]:
     """Return how many tokens each head keeps, h x kept in all: the best of all heads (AdaKV).
 
-    The best SAFE x kept tokens of each head are safe. Scores are `protected`.
+    The best SAFE_SHARE x kept tokens of each head are safe. Scores are `protected`.
     """
     heads, tokens = scores.shape
     safe = scores.clone()
     order = scores.argsort(dim=-1, descending=True, stable=True)
-    safe.scatter_(1, order[:, : int(kept * SAFE)], torch.inf)
+    safe.scatter_(1, order[:, : int(kept * SAFE_SHARE)], torch.inf)
     best = safe.flatten().argsort(dim=0, descending=True, stable=True)[: heads * kept] // tokens
     counts: list[int] = best.bincount(minlength=heads).tolist()
     return counts
@@ -117,7 +173,7 @@ def critical(scores: Tensor, norms: Tensor, counts: Sequence[int]) -> Tensor:
     second = (scores + EPSILON) * norms
     order = scores.argsort(dim=-1, descending=True, stable=True)
     for head, number in enumerate(counts):
-        second[head, order[head, : int(number * FIRST_STAGE)]] = torch.inf
+        second[head, order[head, : int(number * SCORED_SHARE)]] = torch.inf
     return second
 
 

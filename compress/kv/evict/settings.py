@@ -48,8 +48,8 @@ class Budget:
         if wrong := [share for share in self.keep_by_layer if not 0 < share <= 1]:
             raise ValueError(f"keep_by_layer {wrong[0]} is not a fraction above 0 and at most 1")
         named = {"keep": self.keep, "tokens": self.tokens, "keep_by_layer": self.keep_by_layer or None}
-        if len(said := [name for name, value in named.items() if value is not None]) > 1:
-            raise ValueError(f"{said[1]} and {said[0]} are both set; set one of them")
+        if len(named_settings := [name for name, value in named.items() if value is not None]) > 1:
+            raise ValueError(f"{named_settings[1]} and {named_settings[0]} are both set; set one of them")
         if self.recent < 1:
             raise ValueError("recent must be 1 or more: the newest token stays")
         if self.interval < 1:
@@ -74,7 +74,7 @@ class Eviction:
 
     @property
     def prunes(self) -> bool:
-        """Return whether tokens are dropped within the prompt's forward pass: compress/kv/evict/pruned.py."""
+        """Return whether tokens are dropped within the prompt's forward pass: LazyLLM."""
         return bool(getattr(plugins.load("evict", self.method), "PRUNES", False))
 
     def newest(self, kept: int) -> int:

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from compress.kv.evict.layer import EvictingLayer
 from compress.kv.evict.select import Seen
 
 NEEDS = frozenset({"queries"})
+LAYER = EvictingLayer
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ entropy coding in chunks that are decoded alone. What is done otherwise, and why
     columns.py   32 tables for a file in place of one for each channel and chunk; rANS in place of a range coder
     coded.py     caches that are codes already are stored without loss
     file.py      hashes, the model's fingerprint, and the tokens that the cache is of
-    identity.py  fingerprints
 
 It does not choose between sending a cache and computing it, has no levels to switch between while it loads, and does
 not send anything: it reads and writes a file. Loading decodes layer after layer: beside the cache it needs memory for
@@ -32,18 +31,18 @@ from transformers.cache_utils import Cache
 
 from compress import plugins
 from compress.errors import CheckpointError, CompressError, RecipeError
-from compress.kv.cache import CodedLayer, KVCache
-from compress.kv.saved import checked, coded, file, identity, plain
-from compress.kv.saved.file import SavedFile
+from compress.kv.layer import CodedLayer, KVCache
+from compress.kv.saved import checked, coded, file, plain
+from compress.kv.saved.file import SavedFile, fingerprint, hash_tokens
 from compress.kv.saved.parts import TOKENS
 from compress.version import __version__
 
 LOSSLESS, STANDARD = "lossless", "standard"
 # Squared error relative to the variance of a tensor. docs/kv_saved.md has what they cost.
 NOISE: dict[str, float | None] = {"high": 1e-3, STANDARD: 3.4e-3, "small": 1.2e-2, LOSSLESS: None}
-EARLY = 1 / 3  # of the layers, whose noise is FINER times that of the others: CacheGen's finer early layers
-FINER = 0.36
-LATE = 1.4  # what the others get more, so that the bits stay about the same
+EARLY_SHARE = 1 / 3  # so many of the layers are early: their noise is EARLY_FACTOR times that of the others (CacheGen)
+EARLY_FACTOR = 0.36
+LATE_FACTOR = 1.4  # the others get more noise, so that the bits stay about the same
 
 
 @torch.no_grad()
@@ -71,29 +70,29 @@ def save_cache(
     layers = coded.known_layers(cache) if isinstance(cache, KVCache) else plain.facts(cache)
     noise = None if is_coded else NOISE[quality]
     both = plain.turns(model, seen) if noise is not None else None
-    given = {"tokens": coded.exact(tokens.to(torch.int32))}
+    parts_by_name = {"tokens": coded.exact(tokens.to(torch.int32))}
     if isinstance(cache, KVCache):
-        given |= coded.shared(cache)
+        parts_by_name |= coded.shared_parts(cache)
     for index, (layer, fact) in enumerate(zip(cache.layers, layers, strict=True)):
         if fact is None:
             continue
         if is_coded:
-            given |= coded.given(index, layer)
+            parts_by_name |= coded.layer_parts(index, layer)
         else:
-            own, found = plain.given(index, layer, _noise(noise, index, len(layers)), both)
-            fact |= own
-            given |= found
+            more_facts, layer_parts = plain.layer_parts(index, layer, _noise(noise, index, len(layers)), both)
+            fact |= more_facts
+            parts_by_name |= layer_parts
     about = {
         **(facts or {}),
         "compress": __version__,
         "quality": LOSSLESS if is_coded else quality,
-        "model": identity.fingerprint(model),
-        "tokens_sha256": identity.of_tokens(tokens),
+        "model": fingerprint(model),
+        "tokens_sha256": hash_tokens(tokens),
         "layers": layers,
         "codes": coded.facts(cache) if isinstance(cache, KVCache) else None,
         "turns": [float(x[0, -1].double().sum()) for x in both] if both is not None else None,
     }
-    file.write(Path(path), given, about)
+    file.write(Path(path), parts_by_name, about)
     return SavedFile(Path(path))
 
 
@@ -118,16 +117,16 @@ def load_cache(
     saved = path if isinstance(path, SavedFile) else SavedFile(Path(path))
     check_belongs(saved, model, tokens)
     with saved.damage("its layers"):
-        return _loaded(saved, model, static)
+        return _load_layers(saved, model, static)
 
 
-def _loaded(saved: SavedFile, model: nn.Module, static: Mapping[str, Tensor] | None) -> Cache:
+def _load_layers(saved: SavedFile, model: nn.Module, static: Mapping[str, Tensor] | None) -> Cache:
     """Return the cache; ValueError and its like for facts that no cache has."""
     facts, device = saved.facts, next(model.parameters()).device
     layers = facts["layers"]
     if facts["codes"] is not None:
-        own = getattr(getattr(model, "kv_cache", None), "static", None)
-        cache: Cache = coded.fresh(model.config, facts["codes"], own if static is None else static)
+        of_model = getattr(getattr(model, "kv_cache", None), "static", None)
+        cache: Cache = coded.fresh(model.config, facts["codes"], of_model if static is None else static)
         coded.restore_shared(saved, cache, model)  # type: ignore[arg-type]
         heads = checked.heads_of(model, len(layers))
     else:
@@ -147,14 +146,14 @@ def _loaded(saved: SavedFile, model: nn.Module, static: Mapping[str, Tensor] | N
 
 def check_belongs(saved: SavedFile, model: nn.Module, tokens: Tensor | None = None) -> None:
     """Raise CheckpointError for a file of another model, or of other tokens than those given."""
-    if saved.facts["model"] != identity.fingerprint(model):
+    if saved.facts["model"] != fingerprint(model):
         name = saved.facts.get("model_name")
         of = f" ({name})" if isinstance(name, str) else ""
         raise CheckpointError(
             f"{saved.path} is the cache of another model{of}; load it with the model that it was saved with, or save "
             "the prompt anew"
         )
-    if tokens is not None and saved.facts["tokens_sha256"] != identity.of_tokens(tokens):
+    if tokens is not None and saved.facts["tokens_sha256"] != hash_tokens(tokens):
         raise CheckpointError(f"{saved.path} is the cache of another prompt; save this prompt anew")
 
 
@@ -188,7 +187,7 @@ def _noise(noise: float | None, index: int, layers: int) -> float | None:
     """Return the noise of a layer: less in the first third."""
     if noise is None:
         return None
-    return noise * (FINER if index < EARLY * layers else 1.0) * LATE
+    return noise * (EARLY_FACTOR if index < EARLY_SHARE * layers else 1.0) * LATE_FACTOR
 
 
 def _turns(saved: SavedFile, model: nn.Module) -> plain.Turns | None:
@@ -197,8 +196,8 @@ def _turns(saved: SavedFile, model: nn.Module) -> plain.Turns | None:
     if sums is None:
         return None
     both = plain.turns(model, saved.parts["tokens"].shape[1])
-    own = [float(x[0, -1].double().sum()) for x in both or ()]
-    if not own or not all(abs(one - other) <= 1e-2 for one, other in zip(own, sums, strict=True)):
+    sums_here = [float(x[0, -1].double().sum()) for x in both or ()]
+    if not sums_here or not all(abs(one - other) <= 1e-2 for one, other in zip(sums_here, sums, strict=True)):
         raise CheckpointError(
             f"{saved.path} was saved with another rotary embedding; load it with the release of transformers that "
             "saved it, or save the prompt anew"

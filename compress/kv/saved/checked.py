@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from compress.kv.head_shape import head_shape, states_heads
 from compress.kv.rope import Rope
 from compress.kv.saved.parts import TOKENS
 from compress.kv.settings import KINDS, Policy
+from compress.kv.static import head_shape, states_heads
 from compress.kv.token_store import Store
 from compress.numerics import checks
 from compress.storage import json_text
@@ -82,7 +82,7 @@ def check_layer(fact: Mapping[str, Any], heads: Mapping[str, Heads], tokens: int
 
 
 def check_store(store: Store, held: Mapping[str, Tensor], fact: Mapping[str, Any], batch: int, seen: int) -> None:
-    """Check the tensors of a store, by the names that `coded._held` gives them, before the store is filled."""
+    """Check the tensors of a store, by the names that `coded._store_tensors` gives them, before the store is filled."""
     spec, coded, runs = store.codec.spec, fact["coded"], fact["runs"]
     has_runs = any(field.tokens == 0 for field in store.codec.fields.values())
     if coded < 0 or coded % store.codec.granularity or (runs and min(runs) < 1) or sum(runs) != coded * has_runs:
@@ -99,9 +99,10 @@ def check_store(store: Store, held: Mapping[str, Tensor], fact: Mapping[str, Any
             rows = coded // field.tokens if field.tokens else len(runs)
             expected[f"fields.{name}"] = _with_rows(like.fields[name].view(), batch, rows)
         for name, tensor in like.state.items():
-            given = held.get(f"state.{name}", tensor)
-            by_query = store.codec.needs_queries and given.dim() == tensor.dim() == 4  # a row for each of the last ones
-            expected[f"state.{name}"] = _with_rows(tensor, batch, (given if by_query else tensor).shape[TOKENS])
+            tensor_given = held.get(f"state.{name}", tensor)
+            # a codec that needs queries may keep a row for each of the last ones
+            by_query = store.codec.needs_queries and tensor_given.dim() == tensor.dim() == 4
+            expected[f"state.{name}"] = _with_rows(tensor, batch, (tensor_given if by_query else tensor).shape[TOKENS])
     moved = held["order"].shape[-1] if "order" in held and held["order"].dim() else 0
     if moved:
         expected |= dict.fromkeys(("order", "source"), ((batch, min(moved, seen)), torch.int64))
@@ -113,7 +114,7 @@ def check_store(store: Store, held: Mapping[str, Tensor], fact: Mapping[str, Any
 
 
 def check_shared(held: Mapping[str, Tensor], pads: Tensor | None, sizes: Sequence[int]) -> None:
-    """Check rotary rows or positions by the names that `Rope.held` gives them, and pads [B]; sizes: B, tokens."""
+    """Check rotary rows or positions by the names that `Rope.tensors` gives them, and pads [B]; sizes: B, tokens."""
     batch, tokens = sizes
     forms: dict[str, tuple[int, ...]] = {"rows": (2, -1, -1), "positions": (1, -1), "row": (2, 1, -1)}
     if held and set(held) not in ({"rows"}, {"positions", "row"}):
@@ -140,12 +141,12 @@ def check_rope(rope: Rope, store: Store, seen: int) -> None:
 def _example(store: Store, device: torch.device) -> Store:
     """Return a store of the same codec that holds as few coded tokens of one sequence as there can be."""
     spec, count = store.codec.spec, store.codec.granularity
-    found = Store(store.codec, Policy(sink=0, residual_length=0, flush=1), store.rope)
+    example = Store(store.codec, Policy(sink=0, residual_length=0, flush=1), store.rope)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, spec.heads, count, spec.width, generator=generator)
     queries = torch.randn(1, spec.heads * spec.queries, count, spec.width, generator=generator)
-    found.append(x.to(device, spec.dtype), None, queries.to(device, spec.dtype))
-    return found
+    example.append(x.to(device, spec.dtype), None, queries.to(device, spec.dtype))
+    return example
 
 
 def _with_rows(tensor: Tensor, batch: int, rows: int) -> checks.Spec:

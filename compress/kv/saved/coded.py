@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from compress.errors import CheckpointError, UnsupportedModelError
 from compress.kv import rope
 from compress.kv.buffer import Buffer
-from compress.kv.cache import CodedLayer, KVCache, make_cache, named_path
-from compress.kv.saved import checked, identity, parts, plain
-from compress.kv.saved.file import SavedFile, Source
-from compress.kv.saved.parts import Part
+from compress.kv.cache import make_cache, named_path
+from compress.kv.layer import CodedLayer, KVCache
+from compress.kv.saved import checked, parts, plain
+from compress.kv.saved.file import SavedFile, Source, hash_tensors
+from compress.kv.saved.parts import SavedPart
 from compress.kv.settings import KINDS, cache_settings
 from compress.kv.token_store import Store
 
 CODES = "codes"  # kind of a layer
-Given = Iterator[tuple[str, tuple[Part, Source]]]
+PartsByName = Iterator[tuple[str, tuple[SavedPart, Source]]]
 
 
 def facts(cache: KVCache) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def facts(cache: KVCache) -> dict[str, Any]:
         "coding_of": [known.index(text) for text in codings],
         "exact_prefill": cache.exact_prefill,
         "path": cache.path,
-        "static": identity.of_tensors(cache.static),
+        "static": hash_tensors(cache.static),
         **({} if cache.reading is None else {"read": cache.reading.plain()}),
     }
 
@@ -50,7 +51,7 @@ def check_kind(index: int, layer: Any) -> None:
     """Raise UnsupportedModelError for a layer, coded or not, that cannot be saved whatever it holds."""
     if not isinstance(layer, CodedLayer):
         plain.check_kind(index, layer)
-    elif type(layer) is not CodedLayer:
+    elif not layer.can_be_saved:
         raise UnsupportedModelError(
             f"layer {index} of the cache evicts tokens, and such a cache cannot be saved; remove kv_cache.evict"
         )
@@ -64,52 +65,52 @@ def layer_facts(index: int, layer: Any) -> dict[str, Any] | None:
     if not layer.stores:
         return None
     layer.commit()
-    found: dict[str, Any] = {"kind": CODES, "seen": layer.seen}
+    facts: dict[str, Any] = {"kind": CODES, "seen": layer.seen}
     for kind, store in layer.stores.items():
         spec = store.codec.spec
-        found[kind] = {
+        facts[kind] = {
             "shape": [store.batch, spec.heads, 0, spec.width],
             "dtype": parts.NAMES[spec.dtype],
             "runs": store.runs,
             "coded": store.coded,
             "waits": store.waits,
         }
-    return found
+    return facts
 
 
-def given(index: int, layer: Any) -> Given:
+def layer_parts(index: int, layer: Any) -> PartsByName:
     """Yield the parts of a layer."""
     if not isinstance(layer, CodedLayer):
-        yield from plain.given(index, layer, None, None)[1]
+        yield from plain.layer_parts(index, layer, None, None)[1]
         return
     for kind, store in layer.stores.items():
-        for name, tensor in _held(store).items():
+        for name, tensor in _store_tensors(store).items():
             yield f"{index}.{kind}.{name}", exact(tensor)
 
 
-def shared(cache: KVCache) -> Given:
+def shared_parts(cache: KVCache) -> PartsByName:
     """Yield the parts that all layers share: rotary positions or rows, and the padding of each sequence."""
-    for name, tensor in cache.rope.held().items():
+    for name, tensor in cache.rope.tensors().items():
         yield f"rope.{name}", exact(tensor)
     if cache.pads is not None:
         yield "pads", exact(cache.pads)
 
 
-def exact(tensor: Tensor) -> tuple[Part, Source]:
+def exact(tensor: Tensor) -> tuple[SavedPart, Source]:
     """Return the part of a tensor that comes back bit for bit, and what gives it.
 
     Raises NumericalError for numbers that are not finite.
     """
-    tensor = parts.checked(tensor.detach().cpu().contiguous())
+    tensor = parts.check_finite(tensor.detach().cpu().contiguous())
     return parts.lossless(tensor), lambda: tensor
 
 
-def _held(store: Store) -> dict[str, Tensor]:
+def _store_tensors(store: Store) -> dict[str, Tensor]:
     """Return the tensors of a store by name."""
-    found = {name: buffer.view() for name, buffer in _buffers(store).items() if buffer.length}
-    found |= {f"state.{name}": tensor for name, tensor in store.state.items()}
+    tensors = {name: buffer.view() for name, buffer in _buffers(store).items() if buffer.length}
+    tensors |= {f"state.{name}": tensor for name, tensor in store.state.items()}
     orders = {"order": store.columns, "source": store.source}
-    return found | {name: order for name, order in orders.items() if order is not None}
+    return tensors | {name: order for name, order in orders.items() if order is not None}
 
 
 def _buffers(store: Store) -> dict[str, Buffer]:
@@ -120,7 +121,7 @@ def _buffers(store: Store) -> dict[str, Buffer]:
 def fresh(config: Any, known: Mapping[str, Any], static: Mapping[str, Tensor] | None) -> KVCache:
     """Return an empty cache with the saved settings. Raises CheckpointError for other calibrated tensors."""
     checked.check_codings(known)
-    if identity.of_tensors(dict(static or {})) != known["static"]:
+    if hash_tensors(dict(static or {})) != known["static"]:
         raise CheckpointError(
             "the cache was saved with other calibrated tensors than those given; load the checkpoint that saved it, or "
             "give its tensors as static"
@@ -142,22 +143,22 @@ def restore(saved: SavedFile, index: int, layer: CodedLayer, fact: Mapping[str, 
     layer.seen = fact["seen"]
     for kind, store in layer.stores.items():
         prefix = f"{index}.{kind}."
-        own = {n.removeprefix(prefix): saved.tensor(n).to(device) for n in saved.parts if n.startswith(prefix)}
+        tensors = {n.removeprefix(prefix): saved.tensor(n).to(device) for n in saved.parts if n.startswith(prefix)}
         checked.check_rope(layer.cache.rope, store, layer.seen)
-        checked.check_store(store, own, fact[kind], saved.parts["tokens"].shape[0], layer.seen)
+        checked.check_store(store, tensors, fact[kind], saved.parts["tokens"].shape[0], layer.seen)
         for name, buffer in _buffers(store).items():
-            if name in own:
-                buffer.append(own[name])
-        store.state = {n.removeprefix("state."): tensor for n, tensor in own.items() if n.startswith("state.")}
-        store.columns, store.source = own.get("order"), own.get("source")
+            if name in tensors:
+                buffer.append(tensors[name])
+        store.state = {n.removeprefix("state."): tensor for n, tensor in tensors.items() if n.startswith("state.")}
+        store.columns, store.source = tensors.get("order"), tensors.get("source")
         store.runs, store.coded, store.waits = list(fact[kind]["runs"]), fact[kind]["coded"], fact[kind]["waits"]
 
 
 def restore_shared(saved: SavedFile, cache: KVCache, model: nn.Module) -> None:
     """Fill what all layers share. Raises ValueError for what is of another form."""
     device = next(model.parameters()).device
-    held = {n.removeprefix("rope."): saved.tensor(n).to(device) for n in saved.parts if n.startswith("rope.")}
+    rope_tensors = {n.removeprefix("rope."): saved.tensor(n).to(device) for n in saved.parts if n.startswith("rope.")}
     pads = saved.tensor("pads") if "pads" in saved.parts else None
-    checked.check_shared(held, pads, saved.parts["tokens"].shape)
-    cache.rope.refill(held, rope.sources(model))
+    checked.check_shared(rope_tensors, pads, saved.parts["tokens"].shape)
+    cache.rope.refill(rope_tensors, rope.sources(model))
     cache.pads = pads

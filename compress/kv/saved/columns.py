@@ -28,16 +28,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu import rans as compiled
+from compress.kernels.loops import rans as compiled
 from compress.numerics import rans
 
 CHUNK = 256  # rows
 SIXTEENTHS = 16
 CENTRE = 128  # symbol of the code 0
-LARGEST = 8191  # of an integer: then every code is an int16
+MAX_INTEGER = 8191  # then every code is an int16
 MOST_TABLES = 32
 TABLE_SYMBOLS = 1 << 15  # symbols that are worth a table
-ROUNDS = 6  # of clustering
+CLUSTERING_ROUNDS = 6
 ABSENT = 1e-3  # counts that a table is taken to have of a symbol that it lacks
 
 
@@ -49,13 +49,13 @@ class Columns:
     predict: Tensor
     table: Tensor
 
-    def stacked(self) -> Tensor:
+    def to_matrix(self) -> Tensor:
         """Return int16 [3, columns]."""
         return torch.stack((self.offset, self.predict, self.table))
 
 
 @dataclass(frozen=True)
-class Coded:
+class CodedMatrix:
     """A matrix as it is stored."""
 
     stream: Tensor  # int16: for each chunk the rANS stream, then the codes that are no symbols
@@ -63,10 +63,10 @@ class Coded:
     columns: Columns
 
 
-def fitted(matrix: Tensor) -> tuple[Columns, Tensor]:
+def fit_columns(matrix: Tensor) -> tuple[Columns, Tensor]:
     """Return how to code the columns of a matrix int16 or uint8 [rows, columns], tables aside, and their counts.
 
-    Counts are int64 [columns, 256]: how often each symbol comes up. int16 values are at most LARGEST in size.
+    Counts are int64 [columns, 256]: how often each symbol comes up. int16 values are at most MAX_INTEGER in size.
     """
     count = matrix.shape[1]
     zeros = torch.zeros(count, dtype=torch.int16)
@@ -92,7 +92,7 @@ def tables(counts: Tensor) -> tuple[Tensor, Tensor]:
     order = _entropy(weights).argsort(stable=True)
     chosen = torch.empty(len(counts), dtype=torch.int64)
     chosen[order] = torch.arange(len(counts)) * most // max(1, len(counts))
-    for _ in range(ROUNDS):
+    for _ in range(CLUSTERING_ROUNDS):
         sums = torch.zeros(most, rans.SYMBOLS, dtype=torch.float64).index_add_(0, chosen, weights)
         chosen = _bits(weights, sums).argmin(1)
     used, chosen = chosen.unique(return_inverse=True)
@@ -112,7 +112,7 @@ def _bits(weights: Tensor, sums: Tensor) -> Tensor:
     return -(weights @ (known / known.sum(1, keepdim=True)).log2().T)
 
 
-def encode(matrix: Tensor, columns: Columns, freqs: Tensor) -> Coded:
+def encode(matrix: Tensor, columns: Columns, freqs: Tensor) -> CodedMatrix:
     """Code a matrix int16 or uint8 [rows, columns] in chunks of CHUNK rows; freqs: int64 [tables, 256]."""
     contexts, parts, sizes = columns.table.long(), [], []
     for rows in matrix.split(CHUNK):
@@ -122,10 +122,10 @@ def encode(matrix: Tensor, columns: Columns, freqs: Tensor) -> Coded:
         parts += [words, beside]
         sizes.append((len(words), len(beside), _checksum(torch.cat((words, beside)))))
     stream = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int16)
-    return Coded(stream, torch.tensor(sizes, dtype=torch.int64).reshape(-1, 3), columns)
+    return CodedMatrix(stream, torch.tensor(sizes, dtype=torch.int64).reshape(-1, 3), columns)
 
 
-def decode(coded: Coded, freqs: Tensor, rows: int, kind: torch.dtype, span: tuple[int, int]) -> Tensor:
+def decode(coded: CodedMatrix, freqs: Tensor, rows: int, kind: torch.dtype, span: tuple[int, int]) -> Tensor:
     """Return rows of the chunks span[0] to span[1] - 1 of a matrix of `rows` rows: `kind` (int16, uint8) [n, columns].
 
     Raises ValueError for a stream that is not as it was written.
@@ -133,17 +133,17 @@ def decode(coded: Coded, freqs: Tensor, rows: int, kind: torch.dtype, span: tupl
     first, last = span
     counts = [min(CHUNK, rows - CHUNK * chunk) for chunk in range(first, last)]
     pieces = list(_pieces(coded, first, last))
-    width, found = len(coded.columns.table), []
+    width, pieces_by_size = len(coded.columns.table), []
     for size in dict.fromkeys(counts):  # all whole chunks at once; the last one may be shorter
         same = [piece for piece, count in zip(pieces, counts, strict=True) if count == size]
         coder = compiled if compiled.available() else rans
         symbols = coder.decode([words for words, _ in same], coded.columns.table.long(), freqs, size * width)
         symbols = symbols.reshape(len(same), size, width)
-        found.append(_values(symbols, [beside for _, beside in same], coded.columns, kind).flatten(0, 1))
-    return torch.cat(found) if found else torch.empty(0, width, dtype=kind)
+        pieces_by_size.append(_values(symbols, [beside for _, beside in same], coded.columns, kind).flatten(0, 1))
+    return torch.cat(pieces_by_size) if pieces_by_size else torch.empty(0, width, dtype=kind)
 
 
-def _pieces(coded: Coded, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _pieces(coded: CodedMatrix, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the rANS stream and the codes beside it of each chunk."""
     sizes = coded.chunks[:, :2].tolist()
     start = sum(map(sum, sizes[:first]))
@@ -161,7 +161,7 @@ def _symbols(rows: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
     if rows.dtype == torch.uint8:
         return rows, torch.empty(0, dtype=torch.int16)
     codes = rows.int() - columns.offset.int()
-    codes[1:] -= _predicted(codes[:-1], columns.predict.int())
+    codes[1:] -= _predict_from(codes[:-1], columns.predict.int())
     is_beside = codes.abs() >= CENTRE
     return torch.where(is_beside, 0, codes + CENTRE).to(torch.uint8), codes[is_beside].to(torch.int16)
 
@@ -178,11 +178,11 @@ def _values(symbols: Tensor, beside: list[Tensor], columns: Columns, kind: torch
     predict = columns.predict.int()
     if bool(predict.any()):
         for row in range(1, len(codes)):
-            codes[row] += _predicted(codes[row - 1], predict)
+            codes[row] += _predict_from(codes[row - 1], predict)
     return (codes + columns.offset.int()).to(kind).transpose(0, 1)
 
 
-def _predicted(before: Tensor, predict: Tensor) -> Tensor:
+def _predict_from(before: Tensor, predict: Tensor) -> Tensor:
     """Return the part of the row before that is subtracted, rounded to an integer."""
     return (before * predict + SIXTEENTHS // 2) >> 4
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from compress.errors import NumericalError
 from compress.kv.saved import columns
-from compress.kv.saved.columns import Coded, Columns
+from compress.kv.saved.columns import CodedMatrix, Columns
 from compress.storage.checkpoint import DTYPES, NAMES
 
 Way = Literal["raw", "bytes", "grid"]
@@ -31,7 +31,7 @@ CODED = ("stream", "chunks", "columns")  # tensors of a part that is coded
 
 
 @dataclass(frozen=True)
-class Part:
+class SavedPart:
     """What a file says of a tensor."""
 
     way: Way
@@ -59,7 +59,7 @@ class Part:
         return -(-self.rows // columns.CHUNK)
 
     def plain(self) -> dict[str, Any]:
-        """Return plain data for JSON, which `part` reads."""
+        """Return plain data for JSON, which `read_part` reads."""
         return {"way": self.way, "shape": list(self.shape), "dtype": NAMES[self.dtype], "step": self.step}
 
     def matrix(self, tensor: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Part:
         rows = tensor.movedim(TOKENS, 0).reshape(self.rows, -1)
         if self.way == "bytes":
             return rows.contiguous().view(torch.uint8)
-        return (rows.float() / self.step).round().clamp(-columns.LARGEST, columns.LARGEST).to(torch.int16)
+        return (rows.float() / self.step).round().clamp(-columns.MAX_INTEGER, columns.MAX_INTEGER).to(torch.int16)
 
     def tensor(self, matrix: Tensor) -> Tensor:
         """Return some tokens from their integers [n, width]: `shape` with n tokens, `dtype`; a grid in float32."""
@@ -76,13 +76,13 @@ class Part:
         return rows.reshape(len(matrix), *others).movedim(0, TOKENS)
 
 
-def lossless(tensor: Tensor) -> Part:
+def lossless(tensor: Tensor) -> SavedPart:
     """Return the part of a tensor that must come back bit for bit."""
     is_coded = tensor.dim() > TOKENS and tensor.numel() * tensor.element_size() > SMALL
-    return Part("bytes" if is_coded else "raw", tuple(tensor.shape), tensor.dtype)
+    return SavedPart("bytes" if is_coded else "raw", tuple(tensor.shape), tensor.dtype)
 
 
-def rounded(x: Tensor, noise: float, dtype: torch.dtype, where: str) -> Part:
+def round_part(x: Tensor, noise: float, dtype: torch.dtype, where: str) -> SavedPart:
     """Return the part of keys or values x [B, h, tokens, width] that may be changed a little.
 
     noise: squared error relative to the mean variance of the channels. dtype: of the tensor that comes back. Raises
@@ -93,11 +93,12 @@ def rounded(x: Tensor, noise: float, dtype: torch.dtype, where: str) -> Part:
         raise NumericalError(f"{where} of the cache are not finite; the model overflows, or its weights are damaged")
     variance = rows.var(0, unbiased=False).mean().item() if rows.numel() else 0.0
     largest = rows.abs().max().item() if rows.numel() else 0.0
-    step = max(math.sqrt(12 * noise * variance), largest / columns.LARGEST) or 1.0
-    return Part("grid", tuple(x.shape), dtype, torch.tensor(step).item())  # as float32, which decoding multiplies by
+    step = max(math.sqrt(12 * noise * variance), largest / columns.MAX_INTEGER) or 1.0
+    stored_step = torch.tensor(step).item()  # as float32, which decoding multiplies by
+    return SavedPart("grid", tuple(x.shape), dtype, stored_step)
 
 
-def part(plain: Mapping[str, Any]) -> Part:
+def read_part(plain: Mapping[str, Any]) -> SavedPart:
     """Read what `Part.plain` wrote. Raises ValueError for what it never writes."""
     way, shape, dtype, step = (plain[key] for key in ("way", "shape", "dtype", "step"))
     sizes_fit = all(type(size) is int and size >= 0 for size in shape)
@@ -107,7 +108,7 @@ def part(plain: Mapping[str, Any]) -> Part:
         raise ValueError("a part of it is of no known kind")
     if way != "raw" and len(shape) <= TOKENS:
         raise ValueError("a coded part of it has no tokens")
-    return Part(way, tuple(shape), DTYPES[dtype], step)
+    return SavedPart(way, tuple(shape), DTYPES[dtype], step)
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -117,14 +118,14 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor if tensor.dtype.itemsize > 1 else tensor.float()).all())
 
 
-def checked(tensor: Tensor) -> Tensor:
+def check_finite(tensor: Tensor) -> Tensor:
     """Return a tensor that is to be saved; NumericalError for numbers that are not finite, which no cache loads."""
     if not is_finite(tensor):
         raise NumericalError("numbers of the cache are not finite; the model overflows, or its weights are damaged")
     return tensor
 
 
-def check(described: Part, tensors: Mapping[str, Any], tables: int) -> None:
+def check(described: SavedPart, tensors: Mapping[str, Any], tables: int) -> None:
     """Compare small tensors of a coded part with what the file says of it, because compiled code relies on them.
 
     tensors: "chunks" int64 and "columns" int16, loaded; tables: how many the file has. Raises ValueError.
@@ -140,6 +141,6 @@ def check(described: Part, tensors: Mapping[str, Any], tables: int) -> None:
         raise ValueError("it names tables that it does not have")
 
 
-def coded(tensors: Mapping[str, Tensor]) -> Coded:
+def join_coded(tensors: Mapping[str, Tensor]) -> CodedMatrix:
     """Put the tensors of a coded part together."""
-    return Coded(tensors["stream"], tensors["chunks"], Columns(*tensors["columns"]))
+    return CodedMatrix(tensors["stream"], tensors["chunks"], Columns(*tensors["columns"]))

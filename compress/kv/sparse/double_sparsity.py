@@ -31,12 +31,14 @@ from compress.errors import RecipeError
 from compress.kv.buffer import Buffer
 from compress.kv.codec import Spec
 from compress.kv.codecs import kivi
-from compress.kv.sparse.reading import Choice, Piece, Reader, check_keep, decoded, top
+from compress.kv.sparse.layer import ReadingLayer
+from compress.kv.sparse.reader import QueryPiece, Reader, TokenChoice, check_keep, decode_tokens, top
 from compress.kv.token_store import Store
 from compress.numerics import checks
 from compress.numerics.packing import FIELDS
 
 NEEDS: frozenset[str] = frozenset({"keys", "queries"})
+LAYER = ReadingLayer
 WORK = 8  # bytes that calibrating takes for each number of its largest sample
 GROUP = 32  # tokens of a label channel that share a scale
 STEP = 2048  # tokens whose labels are made or read at a time
@@ -69,8 +71,8 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
     queries = samples["queries"].unflatten(1, (spec.heads, -1))  # tokens, h, query heads, width
     sums = torch.zeros(spec.heads, spec.width, dtype=torch.float64)
     for start in range(0, len(keys), STEP):
-        part = slice(start, start + STEP)
-        sums += (queries[part].abs().sum(2) * keys[part].abs()).sum(0, dtype=torch.float64).cpu()
+        tokens = slice(start, start + STEP)
+        sums += (queries[tokens].abs().sum(2) * keys[tokens].abs()).sum(0, dtype=torch.float64).cpu()
     order = sums.argsort(dim=-1, descending=True, stable=True)
     return {"channels": order[:, : min(config.channels, spec.width)].to(torch.int16).contiguous()}
 
@@ -100,7 +102,7 @@ class DoubleSparsity(Reader):
         self.labels = {name: Buffer() for name in self.codec.fields}
         self.labelled = 0
 
-    def choose(self, piece: Piece) -> Choice | None:
+    def choose(self, piece: QueryPiece) -> TokenChoice | None:
         if self.spec.layer < self.config.dense_layers or self.config.keep == 1:
             return None
         is_one = self.config.mean == "scores"
@@ -113,8 +115,8 @@ class DoubleSparsity(Reader):
             for tokens, block in self._blocks(piece.count, self.codec.at_once(query)):
                 self.codec.write_scores(query, block, scores[..., tokens])
             if self.tally is not None:
-                self.tally.extra += sum(x.numel() * x.element_size() for x in self.held()) * piece.q.shape[3]
-        return top(scores if is_one else piece.shared(scores), piece, self.config.keep)
+                self.tally.extra += sum(x.numel() * x.element_size() for x in self.kept_tensors()) * piece.q.shape[3]
+        return top(scores if is_one else piece.mean_softmax(scores), piece, self.config.keep)
 
     def crop(self, coded: int, removed: int) -> None:
         self.labelled = min(self.labelled, coded // GROUP * GROUP)
@@ -126,7 +128,7 @@ class DoubleSparsity(Reader):
         for buffer in self.labels.values():
             buffer.take(index)
 
-    def held(self) -> list[Tensor]:
+    def kept_tensors(self) -> list[Tensor]:
         return [buffer.view() for buffer in self.labels.values() if buffer.length]
 
     def static(self) -> list[Tensor]:
@@ -138,7 +140,7 @@ class DoubleSparsity(Reader):
         step = STEP // unit * unit or unit
         for start in range(self.labelled, count, step):
             stop = min(start + step, count)
-            rows = self.codec.encode(_of_channels(decoded(keys, start, stop), self.channels), {})
+            rows = self.codec.encode(_of_channels(decode_tokens(keys, start, stop), self.channels), {})
             for name, buffer in self.labels.items():
                 buffer.append(rows[name])
         self.labelled = max(self.labelled, count)
@@ -156,7 +158,7 @@ class DoubleSparsity(Reader):
     def _read_codes(self, keys: Store, query: Tensor, out: Tensor) -> None:
         """Write the products of label queries [B, h, m, channels] with the label channels of the stored keys."""
         codec, name = _channels_of(keys, self.spec.where)
-        words = codec.codes.padded // FIELDS[codec.bits]
+        words = codec.codes.padded_channels // FIELDS[codec.bits]
         channels = self.channels.to(query.device)
         place, shift = (channels % words)[None, :, None], (channels // words * codec.bits)[None, :, None]
         for start in range(0, out.shape[-1], STEP):

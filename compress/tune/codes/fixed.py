@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compress.tune.trained import Rates, TrainedWeight, decoded
+from compress.tune.trained import Rates, TrainedWeight, decode_with
 from compress.types import PackedWeight
 
-BYTES = 0  # of a weight, beside what `fixed` takes
+BYTES = 0  # [bytes] for each weight, beside what `fixed` takes
 RATE = 1.0  # not used: no codes move
 
 
@@ -28,8 +28,8 @@ class Codes(TrainedWeight):
 
     def weight(self) -> Tensor:
         """Return the dense weight [out, in], float32."""
-        return decoded(self.packed, {name: each.value() for name, each in self.trained.items()})
+        return decode_with(self.packed, {name: each.value() for name, each in self.trained.items()})
 
-    def rounded(self) -> PackedWeight:
+    def pack(self) -> PackedWeight:
         """Return the packed weight, in the types that are stored."""
-        return self._rounded({})
+        return self._pack_with({})

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from compress.formats import int as int_format
-from compress.tune.trained import TrainedWeight, around, within
+from compress.tune.trained import TrainedWeight, add_surroundings, strip_surroundings
 from compress.types import PackedWeight
 
 MARGIN = 0.02  # [steps of the grid] from the latent to the wall of its cell, at least
@@ -69,9 +69,9 @@ class Latent(TrainedWeight):
         self.scales = scales.float()[..., None]  # [out, groups, 1]
         middle = torch.full_like(self.scales, 2 ** (params.bits - 1))
         self.zeros = middle if zeros is None else zeros.float()[..., None]
-        self.centre = self._grouped(codes.float()) - self.zeros  # [out, groups, columns]
-        matrix = within(target, packed) if start == "weights" else None
-        self.latent = self.centre if matrix is None else self._near(self._grouped(matrix))
+        self.centre = self._in_groups(codes.float()) - self.zeros  # [out, groups, columns]
+        matrix = strip_surroundings(target, packed) if start == "weights" else None
+        self.latent = self.centre if matrix is None else self._near(self._in_groups(matrix))
 
     def _near(self, matrix: Tensor) -> Tensor:
         """Return the numbers in the cells of the codes that are nearest to a matrix."""
@@ -79,7 +79,7 @@ class Latent(TrainedWeight):
         reach = 0.5 - MARGIN
         return torch.clamp(wanted, self.centre - reach, self.centre + reach)
 
-    def _grouped(self, matrix: Tensor) -> Tensor:
+    def _in_groups(self, matrix: Tensor) -> Tensor:
         """[out, in] -> [out, groups, columns], zeros behind the last column."""
         return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % self.group)).unflatten(1, (-1, self.group))
 
@@ -89,41 +89,41 @@ class Latent(TrainedWeight):
         values: Tensor = Rounded.apply(latent, scales, zeros, self.top)
         return values.flatten(1)[:, : self.packed.shape[1]]
 
-    def clipped(self, high: Tensor, low: Tensor | None) -> tuple[Tensor, Tensor]:
+    def clip_grid(self, high: Tensor, low: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return scales and zero points with factors [out, groups, 1] of the two ends of each range, with gradients.
 
         low: None where codes are symmetric, whose ends have one factor.
         """
         if low is None:
-            return self._stored(self.scales * high), self.zeros
+            return self._as_stored(self.scales * high), self.zeros
         below, above = self.zeros * low, (self.top - self.zeros) * high  # in stored steps
         factor = (below + above) / self.top
         zeros = torch.where(factor.detach() > 0, below / factor.clamp(min=1e-3), self.zeros)
-        return self._stored(self.scales * factor), zeros
+        return self._as_stored(self.scales * factor), zeros
 
     @staticmethod
     def safe(scales: Tensor) -> Tensor:
         """Return scales to divide by: 1 where they are 0."""
         return torch.where(scales == 0, torch.ones_like(scales), scales)
 
-    def _stored(self, scales: Tensor) -> Tensor:
+    def _as_stored(self, scales: Tensor) -> Tensor:
         """Return scales rounded to their stored type, with gradients."""
         dtype = getattr(torch, self.packed.params.scale_dtype)
         return straight(scales, scales.detach().to(dtype).float())
 
     def _around(self, matrix: Tensor) -> Tensor:
         own = {name: each.value() for name, each in self.beside.items()}
-        return around(matrix, self.packed, {**self.packed.tensors, **own})
+        return add_surroundings(matrix, self.packed, {**self.packed.tensors, **own})
 
     @torch.no_grad()
-    def _packed(self, latent: Tensor, scales: Tensor, zeros: Tensor) -> PackedWeight:
+    def _pack_latent(self, latent: Tensor, scales: Tensor, zeros: Tensor) -> PackedWeight:
         """Return the packed weight of these latents."""
         params, columns = self.packed.params, self.packed.shape[1]
         zeros = zeros.round().clamp(0, self.top)
         codes = (latent.round() + zeros).clamp(0, self.top).to(torch.uint8).flatten(1)[:, :columns]
-        stored = self._stored(scales)[..., 0].to(getattr(torch, params.scale_dtype))
+        stored = self._as_stored(scales)[..., 0].to(getattr(torch, params.scale_dtype))
         whole = None if params.symmetric else zeros[..., 0].to(torch.uint8)
-        return self._rounded(int_format.pack(codes, stored, whole, params))
+        return self._pack_with(int_format.pack(codes, stored, whole, params))
 
     def shift(self, latent: Tensor) -> float:
         """Return the share of codes that are not what they were."""

@@ -22,7 +22,9 @@ from compress.tune.codes.latent import Latent
 from compress.tune.trained import Rates, Trained
 from compress.types import PackedWeight
 
-BYTES = 24 + 3 * 4  # of a weight, beside what `fixed` takes: a trained number, its target, what a step keeps
+BYTES = (
+    24 + 3 * 4
+)  # [bytes] for each weight, beside what `fixed` takes: a trained number, its target, what a step keeps
 RATE = 0.2  # [steps of the grid] that a code travels unless the settings say otherwise
 
 
@@ -43,16 +45,16 @@ class Codes(Latent):
 
     def _now(self) -> tuple[Tensor, Tensor, Tensor]:
         zeros = self.trained["zeros"].value() if "zeros" in self.trained else self.zeros
-        return self.trained["latent"].value(), self._stored(self.trained["scales"].value()), zeros
+        return self.trained["latent"].value(), self._as_stored(self.trained["scales"].value()), zeros
 
     def weight(self) -> Tensor:
         """Return the dense weight [out, in], float32."""
         return self._around(self._dense(*self._now()))
 
-    def rounded(self) -> PackedWeight:
+    def pack(self) -> PackedWeight:
         """Return the packed weight, in the types that are stored."""
-        return self._packed(*self._now())
+        return self._pack_latent(*self._now())
 
-    def changed(self) -> float:
+    def changed_share(self) -> float:
         """Return the share of codes that moved."""
         return self.shift(self.trained["latent"].value())

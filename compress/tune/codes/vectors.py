@@ -1,4 +1,8 @@
-"""Share what trained vector codes have in common: codes of the format `codebook` that are replaced by better entries.
+"""Replace codes of vectors: units of a weight that are encoded by themselves, and those of the format `codebook`.
+
+A unit is the least part of the stored matrix that its codes give without those of other parts: a vector of a codebook,
+eight columns of E8P, the path of a trellis. `Units` cuts a matrix into them, and encodes some of them anew in the
+metric of the stored weights. `CodebookVectors` replaces codes of the format `codebook` by better entries.
 
 What a stored weight is, is affine in the entry that its code names: weight = gain * entry + offset, where gain and
 offset hold all scales, norms, other stages and outliers. So any vector can be encoded anew by itself, in the metric of
@@ -15,10 +19,81 @@ from torch import Tensor
 from compress import formats
 from compress.formats import codebook as codebook_format
 from compress.numerics.packing import pack_planes
-from compress.tune.codes.units import Units
+from compress.tune.trained import TrainedWeight, add_surroundings
 from compress.types import PackedWeight
 
+FAR = 1e4  # units in those of their scales are cut here: searches take numbers whose squares are finite
+TINY = 1e-30  # instead of a scale or a gradient of zero in divisions
 CANDIDATES = 1 << 24  # numbers of candidates' errors that are made at a time
+
+
+def in_scales(values: Tensor, factors: Tensor) -> Tensor:
+    """Return units of a matrix in units of their scales, for a search."""
+    return (values / torch.where(factors.abs() < TINY, TINY, factors)).clamp_(-FAR, FAR)
+
+
+class Units(TrainedWeight):
+    """One packed weight with its codes, one tensor of integers for each stage or stored plane.
+
+    How PV-Tuning moves them (compress/tune/codes/pv.py) depends on how large units are.
+    """
+
+    share = 0.003  # of the units that are encoded anew in a move
+    keeps_copy = False  # whether a dense copy of the weight is kept and moved by AdamW
+    by_columns = False  # whether gradients are in units of their root mean square over each column
+
+    def __init__(self, packed: PackedWeight, codes: list[Tensor]) -> None:
+        super().__init__(packed)
+        self.codes = codes
+        self.first = [each.clone() for each in codes]
+        self.best = self.first
+
+    def units(self, matrix: Tensor) -> Tensor:
+        """Return the units [units, numbers of each] of a matrix [out, in], zeros behind its end."""
+        raise NotImplementedError
+
+    def encode(self, wanted: Tensor, chosen: Tensor) -> None:
+        """Encode some units anew, where that brings them nearer to those of a matrix.
+
+        wanted [out, in] float32; chosen [n] int64: numbers of units.
+        """
+        raise NotImplementedError
+
+    def set_codes(self, codes: list[Tensor]) -> None:
+        """Take these codes, and pack them."""
+        raise NotImplementedError
+
+    def keep(self) -> None:
+        """Remember the present state as the best."""
+        super().keep()
+        self.best = [codes.clone() for codes in self.codes]
+
+    def restore(self) -> None:
+        """Return to the best state."""
+        super().restore()
+        self.set_codes(self.best)
+
+    def changed_share(self) -> float:
+        """Return the share of codes that moved, of all stages."""
+        pairs = list(zip(self.codes, self.first, strict=True))
+        return sum(int((now != first).sum()) for now, first in pairs) / sum(now.numel() for now, _ in pairs)
+
+    def pack(self) -> PackedWeight:
+        """Return the packed weight, in the types that are stored."""
+        return self._pack_with({})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the stored tensors with what is trained as it is now, float32."""
+        return {**self.packed.tensors, **{name: each.value() for name, each in self.trained.items()}}
+
+    def matrix(self) -> Tensor:
+        """Return the stored matrix [out, in], float32, without what is around it; gradients reach what is trained."""
+        packed = PackedWeight(self.packed.stored, self.tensors(), self.packed.shape)
+        return formats.decode_stored(packed, torch.float32)
+
+    def around(self, matrix: Tensor) -> Tensor:
+        """Return the dense weight [out, in] of a stored matrix."""
+        return add_surroundings(matrix, self.packed, self.tensors())
 
 
 def serves(packed: PackedWeight) -> bool:
@@ -26,7 +101,7 @@ def serves(packed: PackedWeight) -> bool:
     return packed.format == "codebook" and not packed.params.svd_rank
 
 
-class Vectors(Units):
+class CodebookVectors(Units):
     """One weight of the format `codebook`; `codes` has those of each stage, int64 [code rows, code columns]."""
 
     share = 0.01
@@ -61,10 +136,10 @@ class Vectors(Units):
 
     def _encode_stage(self, wanted: Tensor, chosen: Tensor) -> None:
         """Give some vectors the entry, of one stage, that brings them nearest to a matrix."""
-        found = [self.best_entries(wanted, chosen, stage) for stage in range(len(self.codes))]
-        stages = torch.stack([gains for _, gains in found]).argmax(0)
+        by_stage = [self.best_entries(wanted, chosen, stage) for stage in range(len(self.codes))]
+        stages = torch.stack([gains for _, gains in by_stage]).argmax(0)
         codes = [each.clone() for each in self.codes]
-        for stage, (entries, gains) in enumerate(found):
+        for stage, (entries, gains) in enumerate(by_stage):
             moved = (stages == stage) & (gains > 0)
             codes[stage].view(-1)[chosen[moved]] = entries[moved]
         self.set_codes(codes)
@@ -88,12 +163,12 @@ class Vectors(Units):
         lowers the squared error [n].
         """
         missing = self.vectors(wanted - self.matrix()).flatten(0, 1)[chosen]
-        found, gains = torch.empty(len(chosen), dtype=torch.long), torch.empty(len(chosen))
+        entries, gains = torch.empty(len(chosen), dtype=torch.long), torch.empty(len(chosen))
         for part, steps in self.steps_to(chosen, stage):
             errors = (steps - missing[part, None]).square().sum(-1)
-            found[part] = errors.argmin(1)
+            entries[part] = errors.argmin(1)
             gains[part] = missing[part].square().sum(-1) - errors.amin(1)
-        return found, gains
+        return entries, gains
 
     @torch.no_grad()
     def steps_to(self, chosen: Tensor, stage: int) -> Iterator[tuple[Tensor, Tensor]]:

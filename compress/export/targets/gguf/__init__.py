@@ -1,0 +1,102 @@
+"""Write a GGUF file, which llama.cpp, ollama and others run: integers and K-quants, in every bit as they are.
+
+Symmetric codes of up to 4, 5 and 8 bits are written as they are (Q4_0, Q5_0, Q8_0). Asymmetric ones are code - zero
+point, one bit more: 3-bit ones go into Q4_0, 4-bit ones into Q5_0, 5- to 7-bit ones into Q8_0; of 8 bits they do not
+fit. All else is stored in its own type, norms and routers in float32. The types Q2_K to Q6_K hold what the method
+`kquant` has chosen on their grids, and nothing else: the scales of other methods are no products of two numbers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compress.errors import ExportError
+from compress.export.convert import Export
+from compress.export.place import MARK
+from compress.export.targets.gguf import architecture, tensors, vocabulary
+from compress.export.targets.gguf.architecture import TOOL
+from compress.export.targets.gguf.tensors import BLOCK
+from compress.export.weights import ExportWeight
+from compress.formats.kquant import SUPER_BLOCK
+
+SUFFIX = ".gguf"
+TABLE = "token_embd.weight"
+
+
+def refuses(weight: ExportWeight) -> str | None:
+    """Return why no block type holds the weight in every bit, and what would have to be chosen; None if one does."""
+    if weight.stored.format == tensors.K_QUANT:
+        return _refuses_k(weight)
+    if (reason := weight.not_integers()) is not None:
+        return reason
+    if tensors.type_of(weight) is None:
+        return "asymmetric codes of 8 bits have no GGUF type; set symmetric: true, or bits: 7"
+    group_size, columns = weight.stored.params.group_size, weight.shape[1]
+    if columns % BLOCK:
+        return f"rows of {columns} are no whole blocks of {BLOCK}; leave it unquantized"
+    if group_size != -1 and group_size % BLOCK:
+        return f"groups of {group_size} are no whole blocks; set group_size to a multiple of {BLOCK}, or -1"
+    return None
+
+
+def _refuses_k(weight: ExportWeight) -> str | None:
+    """The same of a weight on the grid of a K type."""
+    if weight.shape[1] % SUPER_BLOCK:
+        return (
+            f"rows of {weight.shape[1]} are no whole super-blocks of {SUPER_BLOCK}, which K-quants need; give it a "
+            f"rule with another method (gptq, rtn) and group_size {BLOCK}"
+        )
+    if weight.stored.params.step_dtype != "float16":
+        return (
+            "its weights are too large or too small for the float16 steps of K-quants in GGUF files; give it a rule "
+            f"with another method (gptq, rtn) and group_size {BLOCK}, or leave it unquantized"
+        )
+    return weight.not_alone()
+
+
+def check(export: Export) -> None:
+    """Raise ExportError for models, settings, tokenizers and mixtures of experts that llama.cpp does not have."""
+    try:
+        import gguf  # noqa: F401 (all that follows needs it)
+    except ImportError as error:
+        raise ExportError("to write GGUF files install the package gguf: pip install 'compress-llm[gguf]'") from error
+    config = export.source.skeleton.model.config
+    tensors.check_experts([w for w in export.held if w.is_expert], architecture.describe(config))
+    vocabulary.metadata(export.source.directory, config.get_text_config().vocab_size)
+
+
+def write(export: Export, out: Path) -> None:
+    """Write the file; ExportError for tensors that llama.cpp does not have."""
+    import gguf
+
+    directory = export.source.directory
+    model = architecture.describe(export.source.skeleton.model.config)
+    export.notes.extend(model.notes)
+    if any(weight.stored.activations is not None for weight in export.held):
+        export.notes.append(f"inputs of linears are quantized as {TOOL} does it: 8 bits, in blocks")
+    entries = tensors.entries(export, model)
+    keys = {**MARK, **model.metadata, **vocabulary.metadata(directory, entries[TABLE].shape[0])}
+    writer = gguf.GGUFWriter(out, model.architecture)
+    writer.add_name(directory.resolve().name)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    for name, entry in entries.items():
+        kind = gguf.GGMLQuantizationType(entry.type)
+        # with another element type than uint8 the shape is taken as it is
+        writer.add_tensor_info(name, entry.shape, np.dtype(np.float32), entry.nbytes, raw_dtype=kind)
+    for key, value in keys.items():
+        _add(writer, key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for number, (name, entry) in enumerate(entries.items()):
+        export.progress(f"writing {name}", number, len(entries))
+        writer.write_tensor_data(entry.read().numpy())
+    writer.close()
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
+    getattr(writer, f"add_{kinds[type(value)]}")(key, value)

@@ -1,0 +1,154 @@
+"""Turn what is exported into the tensors of a GGUF file: names, types, order of rows, blocks.
+
+A block of the types that hold signed codes is a float16 scale and 32 codes: w = scale * code. Scales of larger groups
+are repeated. Experts of a layer are one tensor, of the widest type that one of them needs. Weights in the format
+`kquant` are blocks of the K type whose grid they have, which holds no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from compress.errors import ExportError
+from compress.export.convert import Export, cast
+from compress.export.integers import repeated_scales, signed_bits, signed_codes
+from compress.export.targets.gguf.architecture import Model
+from compress.export.weights import ExportWeight, StoredWeight
+from compress.formats import kquant
+from compress.importers import gguf_blocks
+from compress.importers.gguf_header import FREQUENCIES
+from compress.storage.checkpoint import Readable
+
+BLOCK = 32  # weights of a block
+K_QUANT = "kquant"  # the format that has the grids of K types
+CHUNK = 1 << 24  # codes that are packed at a time
+PLAIN = {dtype: number for number, dtype in gguf_blocks.PLAIN.items()}
+FLOAT32_ENDINGS = ("_norm.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias")
+
+
+@dataclass
+class GgufEntry:
+    """A tensor of the file."""
+
+    type: int  # its number in GGUF
+    shape: tuple[int, ...]
+    parts: list[Callable[[], Tensor]]  # what it is made of, read when called; experts in order
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        numel = torch.Size(self.shape).numel()
+        if self.type in gguf_blocks.PLAIN:
+            return numel * gguf_blocks.PLAIN[self.type].itemsize
+        block = gguf_blocks.BLOCKS[self.type]
+        return numel // block.elements * block.nbytes
+
+    def read(self) -> Tensor:
+        """Return the bytes of the tensor, uint8 [nbytes]."""
+        read = [part().contiguous().reshape(-1).view(torch.uint8) for part in self.parts]
+        return torch.cat(read) if len(read) > 1 else read[0]
+
+
+def type_of(weight: ExportWeight) -> int | None:
+    """Return the K type of a weight, or the narrowest type for its signed integers, None if there is none."""
+    if weight.stored.format == K_QUANT:
+        return gguf_blocks.k_type(weight.stored.params.type)
+    return next((number for number, bits in gguf_blocks.SIGNED.items() if bits >= signed_bits(weight)), None)
+
+
+def entries(export: Export, model: Model) -> dict[str, GgufEntry]:
+    """Return the tensors of the file by name; ExportError for one that the model has in no such file."""
+    sources: dict[str, dict[int | None, Readable | StoredWeight]] = {}
+    named: dict[str, Readable | StoredWeight] = {
+        **export.plain(),
+        **{f"{weight.name}.weight": weight for weight in export.held},
+    }
+    for name, tensor in named.items():
+        place, expert = model.place(name)
+        sources.setdefault(place, {})[expert] = tensor
+    made = {name: _entry(export, model, name, parts) for name, parts in sources.items()}
+    if model.divisors:
+        made[FREQUENCIES] = GgufEntry(
+            PLAIN[torch.float32], (len(model.divisors),), [partial(torch.tensor, model.divisors)]
+        )
+    return made
+
+
+def _entry(export: Export, model: Model, name: str, parts: dict[int | None, Readable | StoredWeight]) -> GgufEntry:
+    """Return the tensor that is made of a weight, or of those of all experts of a layer."""
+    ordered = [parts[expert] for expert in sorted(parts, key=lambda expert: expert or 0)]
+    packed = [part for part in ordered if isinstance(part, StoredWeight)]
+    if not packed:
+        made = _plain_entry(export, model, name, [part for part in ordered if not isinstance(part, StoredWeight)])
+    elif len(packed) == len(ordered):
+        made = _packed_entry(model, name, packed)
+    else:
+        raise ExportError(
+            f"{name} is one tensor of all experts of a layer, and {len(ordered) - len(packed)} of them are not "
+            "quantized; quantize all, or none"
+        )
+    return made if None in parts else GgufEntry(made.type, (len(ordered), *made.shape), made.parts)
+
+
+def check_experts(weights: Iterable[ExportWeight], model: Model) -> None:
+    """Raise ExportError where the experts of a tensor are of a K type, and not all of the same."""
+    types: dict[str, tuple[str, int | None]] = {}
+    for weight in weights:
+        place, expert = model.place(f"{weight.name}.weight")
+        first, kind = types.setdefault(place, (weight.name, type_of(weight)))
+        if expert is not None and kind != type_of(weight) and not {kind, type_of(weight)} <= set(gguf_blocks.SIGNED):
+            raise ExportError(
+                f"{first} and {weight.name} are parts of one tensor in a GGUF file, which cannot hold a K-quant and "
+                "another type; give all experts of a layer the same method and type"
+            )
+
+
+def _packed_entry(model: Model, name: str, weights: list[StoredWeight]) -> GgufEntry:
+    kind = max(number for weight in weights if (number := type_of(weight)) is not None)
+    order = model.rows(name, weights[0].shape[0])
+    return GgufEntry(kind, weights[0].shape, [partial(_blocks, weight, kind, order) for weight in weights])
+
+
+def _plain_entry(export: Export, model: Model, name: str, tensors: list[Readable]) -> GgufEntry:
+    shape = tensors[0].shape if len(tensors[0].shape) == 1 or tensors[0].shape[0] > 1 else tensors[0].shape[1:]
+    dtype = export.dtype if export.is_chosen else tensors[0].dtype
+    if len(shape) == 1 or name.endswith(FLOAT32_ENDINGS):
+        dtype = torch.float32
+    if dtype not in PLAIN:
+        raise ExportError(f"{tensors[0].name} is stored as {dtype}, which GGUF files do not have; set --dtype bfloat16")
+    offset = model.norm_offset if name.endswith("_norm.weight") else 0.0
+    order = model.rows(name, shape[0])
+
+    def read(stored: Readable) -> Tensor:
+        values = cast(stored.name, stored.read(), dtype)
+        values = values if order is None else values[order]
+        return values + offset if offset else values
+
+    return GgufEntry(PLAIN[dtype], shape, [partial(read, stored) for stored in tensors])
+
+
+def _blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tensor:
+    """Return a weight as blocks, uint8 [rows, bytes of a row], rows in the given order."""
+    if weight.stored.format == K_QUANT:
+        return _k_blocks(weight, kind, order)
+    integers = weight.integers()
+    scales = repeated_scales(integers, BLOCK, torch.float16)
+    rows = torch.arange(integers.shape[0]) if order is None else order
+    parts = rows.split(max(1, CHUNK // integers.shape[1]))
+    return torch.cat([gguf_blocks.pack(signed_codes(integers, part), scales[part], kind) for part in parts])
+
+
+def _k_blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tensor:
+    codes, scales = kquant.unpack(weight.read().tensors, weight.stored.params, weight.shape)
+    rows = torch.arange(weight.shape[0]) if order is None else order
+    parts = rows.split(max(1, CHUNK // weight.shape[1]))
+
+    def of(part: Tensor) -> kquant.Scales:
+        return kquant.Scales(*(None if values is None else values[part] for values in scales))  # type: ignore[arg-type]
+
+    return torch.cat([gguf_blocks.pack_k(codes[part], of(part), kind) for part in parts])

@@ -1,0 +1,177 @@
+"""Channel shrinking: fewer channels, shared by all heads of a layer (CSKV, arXiv 2409.10593); calibrated.
+
+Keys before the rotary embedding and values of all heads of a layer, C = h width numbers a token, lie close to a
+subspace. A token keeps its r coefficients there, in 16, 8 or 4 bits. The newest tokens stay exact: the window of the
+paper is `residual_length` here.
+
+    x = mean + back z,   z = forward (x - mean),   back and forward [C, r]
+
+Values are read without being rebuilt: probabilities meet the coefficients, and one product turns the sum back. Keys are
+rebuilt at each step, because the rotary embedding stands between, which costs tokens * r * C products.
+
+The paper factors the weights, W = B A, from a start by ASVD (inputs scaled by the square root of their mean magnitude)
+and fine-tunes A and B for the squared error of keys and values. Whatever A and B are, B A x lies in a subspace of r
+dimensions, so that this error is at least that of the projection of k = W x on the leading eigenvectors of its second
+moment. That projection is such a product itself. It needs no gradient descent, and no hidden states, since it depends
+on keys and values alone. `metric: states` is this closed form, about the mean. Other metrics weigh errors with a matrix
+S and take the leading eigenvectors of S^1/2 cov S^1/2. `scores`: for keys, S is the second moment of the queries of
+each KV head. `loss`: S is the second moment of the gradients of the model's loss by the keys or the values.
+
+Ranks are chosen by greedy search: of the keys and values of all layers, that one loses a channel next whose loss hurts
+least, until `keep` of all channels are left. The damage of leaving out a component is the mean of the squared product
+of a gradient of the model's loss with it (`damages`), which has one unit for all layers and both kinds.
+
+Differences from the paper: the closed form in place of fine-tuning; a mean; metrics; ranks by layer and kind; the
+window slides by `flush` tokens and is never empty, where the published one empties at each multiple of its length;
+numbers of fewer bits are rounded, without training for it.
+Static: the mean, `back` and `forward` in float16, 2 C r numbers (in the file up to MAX_RANK_FACTOR times that); at run
+time in float32. What it does not do: folding into weights; reading keys without rebuilding them.
+
+Outside the core because principal components lose less in fewer bytes on SmolLM2-135M: 0.0077 of KL in 5,043 bytes a
+token, 0.0187 in 5,750 here (docs/results/kv_structure.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from compress.kv.codec import Block, Codec, Spec, head_rows, token_rows
+from compress.kv.codecs.components import moments, roots
+from compress.numerics import checks
+from compress.papers.codecs.coefficients import Rows, greedy, grid
+
+NEEDS = frozenset({"keys_pre", "queries_pre", "values", "gradients"})
+WORK = 32  # bytes that calibrating takes for each number of its largest sample
+METRIC_DAMP = 1e-3  # what weighs errors gets this share of its mean diagonal
+MIN_RELATIVE_DEVIATION = 1e-3  # deviation of a coefficient, relative to the root mean square of all
+MAX_RANK_FACTOR = 2  # a layer may have so many times the even rank
+MIN_DEVIATION = 1e-4  # deviation of a coefficient: what divides by it is float16
+ALONE = {"ranks": ("model", "even")}
+
+
+@dataclass(frozen=True)
+class Config:
+    keep: float = 0.5  # [share] of the channels of all heads that stay
+    bits: Literal[16, 8, 4] = 16  # [bits] of a coefficient: 16 is float16, 8 and 4 are levels times a norm
+    metric: Literal["states", "scores", "loss"] = "states"  # the error that the subspace makes least: in the model's
+    # loss, in the scores of keys (values: as states), or in the states themselves, as the paper has it
+    ranks: Literal["model", "even"] = "model"  # greedy over the keys and values of all layers, or the same everywhere
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= 1:
+            raise ValueError(f"keep {self.keep} is not above 0 and at most 1")
+
+
+def even(config: Config, spec: Spec) -> int:
+    """Return the coefficients of a token where all layers have the same."""
+    return max(1, round(config.keep * spec.heads * spec.width))
+
+
+def most(config: Config, spec: Spec) -> int:
+    """Return the coefficients that a token may have at most."""
+    whole = spec.heads * spec.width
+    return even(config, spec) if config.ranks == "even" else min(whole, MAX_RANK_FACTOR * even(config, spec))
+
+
+def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Samples [tokens, h or H, width]; sums over tokens in float64, so that their order does not matter."""
+    x = samples["keys_pre" if spec.kind == "keys" else "values"].flatten(1).double()
+    mean = x.mean(0)
+    x = x - mean
+    covariance = x.T @ x / x.shape[0]
+    slopes = samples["gradients"].flatten(1).double()
+    fisher = slopes.T @ slopes / slopes.shape[0]
+    metric = torch.eye(x.shape[1], dtype=torch.float64, device=x.device)
+    if config.metric == "loss":
+        metric = add_damp(fisher)
+    elif config.metric == "scores" and spec.kind == "keys":
+        metric = add_damp(torch.block_diag(*moments(samples["queries_pre"], spec.heads)))
+    root, inverse = roots(metric)
+    variances, turn = torch.linalg.eigh(root @ covariance @ root)
+    turn, variances = turn.flip(1), variances.flip(0).clamp(min=0)
+    sizes = variances.sqrt().clamp(min=MIN_RELATIVE_DEVIATION * float(variances.mean().sqrt())).clamp(min=MIN_DEVIATION)
+    back, forward = inverse @ turn * sizes, root @ turn / sizes
+    felt = ((fisher @ back) * back).sum(0) * variances / sizes.square()  # the damage of leaving out each
+    count = most(config, spec)
+    damages = felt.flip(0).cumsum(0).flip(0)  # of keeping fewer: damages[r] of r
+    return {
+        "mean": mean.half(),
+        "back": back[:, :count].half(),
+        "forward": forward[:, :count].half(),
+        "damages": torch.cat((damages, damages.new_zeros(1)))[: count + 1].float(),
+        "rank": torch.tensor([even(config, spec)], dtype=torch.int32),
+    }
+
+
+def balance(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]]) -> None:
+    """Choose the ranks of all kinds and layers whose settings say so, within one budget; in place."""
+    shared = [(config, spec, static) for config, spec, static in learned if config.ranks == "model"]
+    grids = [grid(most(config, spec), 1) for config, spec, _ in shared]
+    curves = [static["damages"][1:] for _, _, static in shared]
+    chosen = greedy(curves, grids, sum(even(config, spec) for config, spec, _ in shared))
+    for (_, _, static), count in zip(shared, chosen, strict=True):
+        static["rank"] = torch.tensor([count], dtype=torch.int32)
+
+
+def add_damp(moment: Tensor) -> Tensor:
+    """Return a second moment [n, n] with a mean diagonal of 1 and no direction without weight."""
+    size = moment.diagonal().mean()
+    one = torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
+    return (moment / size if float(size) > 0 else one) + METRIC_DAMP * one
+
+
+def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
+    """Return what `calibrate` gives, for keys and for values."""
+    channels, count = spec.heads * spec.width, most(config, spec)
+    return {
+        "mean": ((channels,), torch.float16),
+        "back": ((channels, count), torch.float16),
+        "forward": ((channels, count), torch.float16),
+        "damages": ((count + 1,), torch.float32),
+        "rank": ((1,), torch.int32),
+    }
+
+
+def check(static: Mapping[str, Tensor], config: Config, spec: Spec) -> None:
+    """Check that the rank is possible; ValueError."""
+    checks.within("rank", static["rank"], 1, most(config, spec))
+
+
+class Shrunk(Codec):
+    """Coefficients of all heads together in one row for each token."""
+
+    def __init__(self, spec: Spec, config: Config, static: Mapping[str, Tensor]) -> None:
+        rank = int(static["rank"])
+        tensors = {"mean": static["mean"].float()}
+        tensors |= {name: static[name][:, :rank].float().contiguous() for name in ("back", "forward")}
+        super().__init__(spec, tensors)
+        self.rope = "pre" if spec.kind == "keys" else "post"
+        self.rows = Rows([rank], config.bits, tensors["back"].square().sum(0)[None])
+        self.fields = self.rows.fields
+
+    def encode(self, x: Tensor, state: Block) -> dict[str, Tensor]:
+        z = (token_rows(x) - self._static("mean", x)) @ self._static("forward", x)
+        return self.rows.encode(z[:, None])
+
+    def decode(self, block: Block) -> Tensor:
+        z = self.rows.decode(block)[:, 0]
+        return head_rows(z @ self._static("back", z).T + self._static("mean", z), self.spec.heads)
+
+    def mix(self, p: Tensor, block: Block) -> Tensor:
+        """Return sums of coefficients [B, h, m, r]."""
+        mixed = p.flatten(1, 2) @ self.rows.decode(block)[:, 0]
+        return mixed.unflatten(1, p.shape[1:3])
+
+    def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
+        back = self._static("back", mixed).unflatten(0, (self.spec.heads, -1))
+        mean = self._static("mean", mixed).view(self.spec.heads, 1, -1)
+        return mixed @ back.mT + mass * mean
+
+
+def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
+    return Shrunk(spec, config, static)

@@ -1,0 +1,166 @@
+"""ActQKV (arXiv 2502.13542): a probe query from the tokens that stand out retrieves blocks of keys.
+
+A single query is a noisy guide to what a passage needs, and the mean of many is dull. ActQKV forms a probe query from
+the anchor tokens of a window, those whose activation departs most from the window's mean, retrieves the blocks of keys
+that are most similar to it, and divides the budget among layers by how dense their information is.
+
+The paper's formulas were not at hand. This is how they were filled in:
+
+    window      the last `window` queries of a head, the one that attends included
+    bias        ||q - mean of the window||, of queries after the rotary embedding
+    anchors     queries whose bias is at least the mean bias of the window; the one that attends always is one
+    probe       the mean of the anchors
+    block       the mean of the keys of `block` tokens, float16
+    similarity  probe . block, then softmax over blocks, and the mean over the query heads of a KV head
+    density     exp(entropy of that softmax) / blocks, the share of blocks over which a layer spreads its attention,
+                averaged over KV heads
+    budget      keep x density / (mean over layers of their latest densities), at most 1; `budget: equal` is keep
+
+Sinks and the exact tail are always read and come on top. Rows of a batch have budgets of their own.
+What it does not do: retrieve for the prompt, which attends to everything; values by channel.
+
+Outside the core because at a sixteenth of the tokens it has 21 times the KL of Double Sparsity (0.1932 and 0.0092,
+docs/results/kv_reading.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from compress.kv.buffer import Buffer
+from compress.kv.codec import Spec
+from compress.kv.sparse.layer import ReadingLayer
+from compress.kv.sparse.reader import QueryPiece, Reader, TokenChoice, best, budget_of, check_keep, decode_tokens
+
+NEEDS: frozenset[str] = frozenset()
+LAYER = ReadingLayer
+STEP = 2048  # tokens whose block means are made at a time
+
+
+@dataclass(frozen=True)
+class Config:
+    keep: float = 0.0625  # share of the coded tokens that attention reads, mean over layers; sinks and the exact tail
+    # come on top
+    window: int = 16  # [queries] that a probe is made from; 1: the query itself
+    block: int = 32  # [tokens] that are retrieved together
+    budget: Literal["density", "equal"] = "density"  # of layers: by the density of their attention, or all alike
+    dense_layers: int = 2  # first layers of the model, which read everything
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+        for name in ("window", "block"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is not 1 or more")
+        if self.dense_layers < 0:
+            raise ValueError(f"dense_layers {self.dense_layers} is not 0 or more")
+
+
+class ActQKV(Reader):
+    """The last queries, the means of blocks of keys, and the latest density of a layer."""
+
+    def __init__(self, config: Config, spec: Spec) -> None:
+        super().__init__(config, spec)
+        self.unit = config.block
+        self.last: Tensor | None = None  # the queries before, [B, h, query heads, at most window - 1, width] float32
+        self.means = Buffer()  # [B, h, blocks, width] float16
+        self.density: Tensor | None = None  # [B]
+
+    def watch(self, q: Tensor) -> None:
+        whole = q if self.last is None else torch.cat((self.last, q), 3)
+        self.last = whole[:, :, :, max(0, whole.shape[3] - self.config.window + 1) :].clone()
+
+    def choose(self, piece: QueryPiece) -> TokenChoice | None:
+        probe = self._probe(piece.q)
+        self.watch(piece.q)
+        if self.spec.layer < self.config.dense_layers or self.config.keep == 1:
+            return None
+        blocks = piece.count // self.config.block
+        self._average(piece, blocks)
+        means = self.means.view(0, blocks).float()
+        if self.tally is not None:
+            self.tally.extra += means.numel() * 2 * piece.q.shape[3]
+        weights = _weights(probe, means, piece, self.config.block)  # B, h, n, blocks
+        keep = self._keep(piece, weights)
+        budgets = -(-budget_of(piece, keep, weights) // self.config.block)
+        choice = best(weights, budgets.clamp(max=blocks))
+        return None if choice is None else _tokens(choice, piece, self.config.block)
+
+    def crop(self, coded: int, removed: int) -> None:
+        self.means.crop(self.means.length - min(self.means.length, coded // self.config.block))
+        if self.last is not None:
+            self.last = self.last[:, :, :, : max(0, self.last.shape[3] - removed)]
+
+    def select(self, index: Tensor) -> None:
+        self.means.take(index)
+        self.last, self.density = (
+            None if x is None else x.index_select(0, index.to(x.device)) for x in (self.last, self.density)
+        )
+
+    def kept_tensors(self) -> list[Tensor]:
+        return [x for x in (self.last, self.density, self.means.view() if self.means.length else None) if x is not None]
+
+    def _probe(self, q: Tensor) -> Tensor:
+        """Return the probe of each query of q [B, h, query heads, n, width], of the same shape."""
+        n, window = q.shape[3], self.config.window
+        before = q[:, :, :, :0] if self.last is None else self.last
+        missing = window - 1 - before.shape[3]
+        whole = torch.cat((q.new_zeros(*q.shape[:3], missing, q.shape[4]), before, q), 3)
+        windows = whole.unfold(3, window, 1).transpose(-1, -2)  # B, h, query heads, n, window, width
+        number = torch.arange(window, device=q.device) + torch.arange(n, device=q.device)[:, None]
+        real = (number >= missing)[..., None]  # n, window, 1
+        mean = windows.sum(4, keepdim=True) / real.sum(1, keepdim=True)
+        bias = (windows - mean).norm(dim=-1, keepdim=True) * real
+        anchors = (bias >= bias.sum(4, keepdim=True) / real.sum(1, keepdim=True)) & real
+        anchors[:, :, :, :, -1] = True
+        return (windows * anchors).sum(4) / anchors.sum(4)
+
+    def _average(self, piece: QueryPiece, blocks: int) -> None:
+        """Make the means of blocks that have none yet."""
+        keys, size = piece.layer.stores["keys"], self.config.block
+        unit = torch.tensor([size, keys.codec.granularity])
+        step = max(STEP // int(unit.prod()), 1) * int(unit.prod())
+        for start in range(self.means.length * size, blocks * size, step):
+            stop = min(start + step, blocks * size)
+            self.means.append(decode_tokens(keys, start, stop).unflatten(2, (-1, size)).mean(3).half())
+
+    def _keep(self, piece: QueryPiece, weights: Tensor) -> float | Tensor:
+        """Return the share of tokens that each query reads in this layer, [B, n]."""
+        if self.config.budget == "equal":
+            return float(self.config.keep)
+        entropy = -(weights * weights.clamp(min=1e-30).log()).sum(-1)
+        density = entropy.exp().mean(1) / weights.shape[-1]  # B, n
+        self.density = density[:, -1]
+        readers = [getattr(layer, "reader", None) for layer in piece.layer.cache.layers]
+        others = [x.density for x in readers if isinstance(x, ActQKV) and x is not self and x.density is not None]
+        mean = (sum(others, torch.zeros_like(self.density))[:, None] + density) / (len(others) + 1)
+        return (self.config.keep * density / mean).clamp(max=1)
+
+
+def _weights(probe: Tensor, means: Tensor, piece: QueryPiece, size: int) -> Tensor:
+    """Return the similarity of probes with blocks, a softmax over those that hold tokens that may be seen."""
+    scores = (probe.flatten(2, 3) @ means.mT).unflatten(2, probe.shape[2:4])
+    if piece.allowed is not None:
+        is_seen = piece.allowed.unflatten(-1, (-1, size)).any(-1)
+        scores = scores.masked_fill(~is_seen[:, None, None], -torch.inf)
+    return scores.softmax(-1).nan_to_num_(0).mean(2)
+
+
+def _tokens(choice: TokenChoice, piece: QueryPiece, size: int) -> TokenChoice:
+    """Return the tokens of chosen blocks."""
+    inner = torch.arange(size, device=choice.places.device)
+    places = (choice.places[..., None] * size + inner).flatten(-2)
+    assert choice.valid is not None
+    valid = choice.valid[..., None].expand(*choice.valid.shape, size).flatten(-2)
+    if piece.allowed is not None:
+        seen = piece.allowed[:, None].expand(*places.shape[:3], -1)
+        valid = valid & seen.gather(3, places)
+    return TokenChoice(places, valid)
+
+
+def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Reader:
+    return ActQKV(config, spec)

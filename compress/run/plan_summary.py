@@ -1,0 +1,168 @@
+"""Summarize a plan: rows of linears that are stored alike, and what it packs of all that could be packed.
+
+Nothing large is left out without a word.
+
+What counts is every matrix that the text model makes products with: linears of any class and experts, wherever they
+are. Embeddings, the output head, and what is too narrow to be packed do not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from torch import nn
+
+from compress.errors import CheckpointError, UnsupportedModelError
+from compress.formats import lowrank as lowrank_format
+from compress.formats import transforms
+from compress.model.meta_pass import flow
+from compress.model.skeleton import MIN_FEATURES, Skeleton
+from compress.runtime import activation_quant, linears
+from compress.runtime.embedding import PackedEmbedding
+from compress.runtime.linear import PackedModule
+from compress.types import LayerPlan, LinearSpec, Plan, Scheme
+
+MIN_PACKED_SHARE = 0.5  # a run that packs less of the weights needs --allow-partial
+NAMED_PARTS = 3  # the largest ones, in the message
+OUTSIDE = "outside of the decoder blocks"
+NO_LINEAR = "not a linear layer"
+
+
+@dataclass(frozen=True)
+class LinearGroup:
+    """Linears that differ only in their numbers (block, expert) and are stored alike; one row of the printed plan."""
+
+    pattern: str  # model.layers.*.self_attn.q_proj
+    count: int
+    shape: tuple[int, int]
+    method: str
+    format: str
+    bpw: float
+    nbytes: int  # of all members
+
+
+def groups(plan: Plan) -> list[LinearGroup]:
+    """Gather the plan's layers that are stored alike."""
+    counts: dict[tuple[str, tuple[int, int], str, str, int], int] = {}
+    for layer in plan.packed:
+        pattern = re.sub(r"\.\d+(?=\.)", ".*", layer.spec.name)
+        key = (pattern, layer.spec.shape, layer.scheme.method, describe(layer), layer.nbytes)
+        counts[key] = counts.get(key, 0) + 1
+    return [
+        LinearGroup(pattern, count, shape, method, text, 8 * nbytes / (shape[0] * shape[1]), nbytes * count)
+        for (pattern, shape, method, text, nbytes), count in counts.items()
+    ]
+
+
+def plan_of_packed(skeleton: Skeleton) -> Plan:
+    """Return the plan that a packed checkpoint was written by, as far as its headers tell.
+
+    Raises CheckpointError for a checkpoint without packed linears.
+    """
+    kept = {stored.name: stored.nbytes for stored in skeleton.checkpoint.tensors.values()}
+    head = skeleton.model.get_output_embeddings()
+    linears, tables = list[LayerPlan](), list[LayerPlan]()
+    for name, module in skeleton.model.named_modules():
+        if isinstance(module, PackedModule) and f"{name}.{next(iter(module.specs))}" in skeleton.sources:
+            names = {stored.name for key in module.specs for stored in skeleton.sources[f"{name}.{key}"]}
+            nbytes = sum(kept.pop(stored) for stored in names)
+            spec = LinearSpec(name, module.shape, skeleton.dtype, block=0, input_key=name)
+            is_table = isinstance(module, PackedEmbedding) or module is head
+            (tables if is_table else linears).append(LayerPlan(spec, Scheme("", None), module.stored, nbytes))
+    if not linears:
+        raise CheckpointError(
+            f"{skeleton.checkpoint.directory} has no packed linears; give a directory that `compress quantize` wrote"
+        )
+    numel = skeleton.numel()
+    plan = Plan(tuple(linears), kept_nbytes=kept, tables=tuple(tables), numel=numel, written_numel=numel)
+    return dataclasses.replace(plan, unused=skeleton.unused_tensors())
+
+
+def describe(layer: LayerPlan) -> str:
+    """Return the format and its main numbers in a few words, from the parameters that config.json stores."""
+    stored = layer.stored
+    shown = [
+        f"{key}={value}"
+        for key, value in vars(stored.params).items()
+        if key not in ("tile_words", "scale_dtype", "step_dtype", "narrow_tail") and value is not None
+    ]
+    inputs = activation_quant.describe(stored.activations) if stored.activations is not None else ""
+    lowrank = lowrank_format.describe(stored.lowrank) if stored.lowrank is not None else ""
+    return " ".join(filter(None, [stored.format, *shown, transforms.describe(stored.ops), inputs, lowrank]))
+
+
+def add_reasons(plan: Plan, skeleton: Skeleton, matrices: Mapping[str, int]) -> Plan:
+    """Return the plan with a reason for everything that counts and is not packed."""
+    names = {layer.spec.name for layer in plan.layers}
+    kept = dict(plan.kept_reasons)
+    experts = {name.rsplit(".", 2)[0] for name in (*names, *kept)}  # whose linears are listed one by one
+    for name in matrices:
+        if name not in names | experts | kept.keys():
+            is_inside = name.startswith(f"{skeleton.blocks_name}.")
+            kept[name] = NO_LINEAR if is_inside else OUTSIDE
+    return dataclasses.replace(plan, kept_reasons=kept)
+
+
+def check(plan: Plan, where: Path, matrices: Mapping[str, int], ignored: tuple[str, ...] = ()) -> None:
+    """Raise UnsupportedModelError if a plan with all reasons (`add_reasons`) packs less than half of what counts.
+
+    `where`: the model's directory. What the recipe leaves out on purpose counts as packed: by its rules, or by one of
+    the `ignored` patterns.
+    """
+    packed = sum(layer.spec.numel for layer in plan.layers if layer.stored.format != "dense")
+    left: dict[str, tuple[int, str]] = {}
+    covered = packed + plan.chosen_numel
+    for name, numel in matrices.items():
+        if name not in plan.kept_reasons or plan.kept_reasons[name] == plan.CHOSEN:
+            continue
+        if any(fnmatchcase(name, pattern) for pattern in ignored):
+            covered += numel
+            continue
+        part = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+        left[part] = left.get(part, (0, ""))[0] + numel, plan.kept_reasons[name]
+    total = sum(matrices.values())
+    if covered >= MIN_PACKED_SHARE * total:
+        return
+    largest = sorted(left.items(), key=lambda item: -item[1][0])[:NAMED_PARTS]
+    parts = "; ".join(f"{part}, {numel / total:.0%}: {reason}" for part, (numel, reason) in largest)
+    raise UnsupportedModelError(
+        f"{where}: only {packed / total:.0%} of the linear weights would be packed; left out "
+        f"are {parts}; to pack the others all the same, add --allow-partial"
+    )
+
+
+def matrix_sizes(skeleton: Skeleton) -> dict[str, int]:
+    """Return the modules of the text model that hold matrices which count: name -> numbers in them."""
+    model = skeleton.model
+    skipped = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in _parameters(m)}
+    text = flow(skeleton.config, skeleton.dtype).called
+    decoder = {f"{name}." for name, module in model.named_modules() if module is model.get_decoder()}
+    prefixes = (f"{skeleton.blocks_name}.", *(decoder if not text else ()))
+    numels: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if name not in text and not name.startswith(prefixes):
+            continue
+        numel = sum(p for key, p in _matrices(module) if id(module.get_parameter(key)) not in skipped)
+        if numel:
+            numels[name] = numel
+    return numels
+
+
+def _parameters(module: nn.Module | None) -> list[nn.Parameter]:
+    return [] if module is None else list(module.parameters())
+
+
+def _matrices(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield name and size of a module's own parameters that are matrices, or stacks of them, and wide enough."""
+    if isinstance(module, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return
+    is_linear = linears.shape_of(module) is not None
+    for key, parameter in module.named_parameters(recurse=False):
+        is_matrix = parameter.dim() == 3 or (parameter.dim() == 2 and (is_linear or key == "weight"))
+        if is_matrix and min(parameter.shape[-2:]) >= MIN_FEATURES:
+            yield key, parameter.numel()

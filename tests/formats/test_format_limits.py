@@ -1,0 +1,82 @@
+"""What docs/formats.md says that formats can hold is what their parameters take, and nothing more."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compress import formats, plugins
+
+PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
+INT = {"bits": 4, "group_size": 128, "symmetric": True, "tile_words": 32}
+NF = {"bits": 4, "block_size": 64, "tile_words": 32}
+CODEBOOK = {"bits": (8,), "vector_dim": 4, "tile_words": 32}
+LATTICE = {"bits": 2, "dim": 8, "group_size": 128, "compand": False, "row_scales": False}
+PVQ = {"vector_dim": 16, "pulses": 8, "gain_bits": 4}
+TRELLIS = {"bits": 2, "state_bits": 12, "tile_rows": 256}
+SIDES = {"rows": 4, "columns": 4}
+
+# format, other parameters, key, what it takes, what it refuses
+LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] = [
+    ("int", INT, "bits", tuple(range(2, 9)), (1, 9)),
+    ("int", INT, "group_size", (-1, 1, 32, 100), (0, -2)),
+    ("int", INT, "scale_dtype", ("float16", "bfloat16"), ("float32",)),
+    ("kquant", {}, "step_dtype", ("float16", "bfloat16"), ("float32",)),
+    ("nf", NF, "bits", tuple(range(2, 9)), (1, 9)),
+    ("nf", NF, "scale_bits", tuple(range(2, 9)), (1, 9)),
+    ("nf", NF, "block_size", (1, 64, 100), (0,)),
+    ("nf", NF, "scale_dtype", ("float32", "float16", "bfloat16"), ("float64",)),
+    ("codebook", CODEBOOK, "bits", ((1,), (16,), (8, 8, 8)), ((), (0,), (17,))),
+    ("codebook", CODEBOOK, "vector_dim", (1, 4, 8), (0,)),
+    ("codebook", CODEBOOK, "outlier_bits", (4, 8), (2, 16)),
+    ("codebook", CODEBOOK, "codebook_dtype", ("int8", "float16"), ("bfloat16",)),
+    ("e8p", {"row_scales": False}, "bits", (2, 3, 4), (1, 5)),
+    ("lattice", LATTICE, "bits", (2, 3, 4), (1, 5)),
+    ("lattice", LATTICE, "dim", (8, 16, 32), (4, 64)),
+    ("lattice", LATTICE, "group_size", (16, 128), (8, 24)),
+    ("pvq", PVQ, "vector_dim", (8, 16, 32, 64, 128), (4, 256)),
+    ("pvq", PVQ, "pulses", (1, 1023), (0, 1024)),
+    ("pvq", PVQ, "gain_bits", (1, 8), (0, 9)),
+    ("trellis", TRELLIS, "bits", tuple(range(1, 7)), (0, 9)),
+    ("trellis", TRELLIS, "state_bits", (4, 16), (3, 17)),
+    ("trellis", TRELLIS, "tile_rows", (16, 256), (8, 272)),
+    ("structured", SIDES, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
+    ("dense", {}, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
+    ("lowrank", {"rank": 4}, "bits", (16, 8, 4), (2, 32)),
+    ("lowrank", {"rank": 4}, "dtype", ("float16", "bfloat16"), ("float32",)),
+]
+
+
+@pytest.mark.parametrize(("name", "others", "key", "taken", "refused"), LIMITS)
+def test_limits(name: str, others: dict[str, Any], key: str, taken: tuple[Any, ...], refused: tuple[Any, ...]) -> None:
+    base = {"type": "q4_k", **others} if name == "kquant" else others
+    params = formats.get(name).Params
+    for value in taken:
+        assert getattr(params(**{**base, key: value}), key) == value
+    for value in refused:
+        with pytest.raises(ValueError, match=str(key) if key != "type" else ""):
+            params(**{**base, key: value})
+
+
+def rows() -> dict[str, str]:
+    """Format -> its row of the table."""
+    return dict(re.findall(r"^\| `(\w+)` (\|.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def test_every_format_has_a_row() -> None:
+    assert rows().keys() == set(plugins.names("formats"))
+    assert rows().keys() == {name for name, *_ in LIMITS}
+
+
+def test_types_of_kquants() -> None:
+    layouts = plugins.load("formats", "kquant").LAYOUTS
+    assert all(f"`{name}`" in rows()["kquant"] for name in layouts)
+    assert {layout.group_size for layout in layouts.values()} == {16, 32}
+    assert {layout.bits for layout in layouts.values()} == set(range(2, 7))
+
+
+def test_only_integers_give_single_rows() -> None:
+    assert [name for name in plugins.names("formats") if hasattr(formats.get(name), "decode_rows")] == ["int"]
