@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 
 from compress.errors import CheckpointError
 from compress.model import architectures
-from compress.runtime.packed import PackedModule
+from compress.runtime.linear import PackedModule
 from compress.storage.checkpoint import Checkpoint, Readable
 
 Sources = Mapping[str, list[Readable]]

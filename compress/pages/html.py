@@ -104,7 +104,7 @@ def alarm(finding: str) -> str:
     return _part("alarm", finding)
 
 
-def preformatted(text: str) -> str:
+def keep_lines(text: str) -> str:
     """Return text with its lines and spaces as they are."""
     return _part("preformatted", text)
 

@@ -42,15 +42,15 @@ def score(cell: Cell, text: str, key: str = "kl_mean") -> Any:
 
 def _headline(study: Study) -> str:
     """Return the original's figures and how far the study is."""
-    original, found = study["original"], []
+    original, figures = study["original"], []
     if original is not None:
-        found.append((process_memory.show(original["nbytes"]), "the original"))
+        figures.append((process_memory.show(original["nbytes"]), "the original"))
         for row in original["texts"]:
-            found.append((f"{row['perplexity']:.2f}", f"its perplexity on {row['text']}, {row['tokens']:,} tokens"))
-    found.append((str(len(study["cells"])), "cells measured"))
-    found += [(str(len(study[name])), name) for name in ("failed", "pending") if study[name]]
+            figures.append((f"{row['perplexity']:.2f}", f"its perplexity on {row['text']}, {row['tokens']:,} tokens"))
+    figures.append((str(len(study["cells"])), "cells measured"))
+    figures += [(str(len(study[name])), name) for name in ("failed", "pending") if study[name]]
     said = "Loss is KL: the divergence of the predictions from those of the original, in nats a token; 0 is no loss."
-    return html.facts(found) + html.paragraph(said)
+    return html.facts(figures) + html.paragraph(said)
 
 
 def _frontiers(study: Study, cells: Sequence[Cell], texts: Sequence[str]) -> str:
@@ -201,15 +201,15 @@ def _not_measured(study: Study) -> str:
 
 def _settings(study: Study) -> str:
     """Return how all was measured."""
-    found = study["settings"]
+    settings = study["settings"]
     measured = [cell for cell in (study["original"], *study["cells"]) if cell is not None]
     versions = measured[0]["versions"] if measured else {}
     software = ", ".join(f"{name} {version}" for name, version in versions.items())
     remarks = [[cell["label"], note] for cell in study["cells"] for note in cell["notes"]]
     said = (
-        f"Windows of {found['window']} tokens, at most {found['max_tokens']:,} tokens of each text, in "
-        f"{found['dtype']} on {found['device']}, seed {found['seed']}; {software}. Standard errors are over windows. "
-        "A recipe with a cache is scored through it."
+        f"Windows of {settings['window']} tokens, at most {settings['max_tokens']:,} tokens of each text, in "
+        f"{settings['dtype']} on {settings['device']}, seed {settings['seed']}; {software}. "
+        "Standard errors are over windows. A recipe with a cache is scored through it."
     )
     table = html.table("Remarks", ("recipe", "what"), remarks) if remarks else ""
     return html.section(
@@ -261,19 +261,23 @@ def _calibration_matrix(name: str, cells: Sequence[Cell], texts: Sequence[str]) 
 
 
 def _calibration_facts(cell: Cell) -> tuple[str, int, int]:
-    found = cell["calibration"]
-    return "its own text" if found["self_generated"] else found["source"], found["num_samples"], found["seq_len"]
+    calibration = cell["calibration"]
+    return (
+        "its own text" if calibration["self_generated"] else calibration["source"],
+        calibration["num_samples"],
+        calibration["seq_len"],
+    )
 
 
 def _extremes(cells: Sequence[Cell], texts: Sequence[str]) -> str:
     """Say for each text which calibration loses least, and by how much the worst is worse."""
     parts = []
     for text in texts:
-        found = [
+        losses = [
             (row["kl_mean"], _calibration_facts(cell)) for cell in cells for row in cell["texts"] if row["text"] == text
         ]
-        if len(found) > 1:
-            (least, best), (most, worst) = min(found), max(found)
+        if len(losses) > 1:
+            (least, best), (most, worst) = min(losses), max(losses)
             parts.append(
                 f"On {text} the least loss is {svg.number(least)} ({best[0]}, {best[1]}×{best[2]}), the largest "
                 f"{svg.number(most)} ({worst[0]}, {worst[1]}×{worst[2]}), {most / max(least, 1e-12):.2f} times as much."
