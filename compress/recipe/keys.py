@@ -106,6 +106,7 @@ def _settings(cls: _Class) -> list[RecipeKey]:
         for node in cls.node.body
         if isinstance(node, ast.AnnAssign)
         and ast.unparse(node.annotation) != "Any"  # settings of a method that is named
+        and not ast.unparse(node.annotation).startswith("ClassVar")
     ]
     listed = {setting.name: setting for setting in [*(each for base in inherited for each in base), *own]}
     return list(listed.values())
