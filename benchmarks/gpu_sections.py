@@ -217,7 +217,7 @@ def copied(device: str) -> float:
     from compress.evaluate import speed
 
     rate = speed.copy_rate(device)
-    speed.LEAST_S = LEAST_S[device]
+    speed.MIN_SECONDS_PER_KIND = LEAST_S[device]
     return rate
 
 

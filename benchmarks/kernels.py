@@ -133,7 +133,7 @@ def time_rows(entry: str, shape: tuple[int, int], batches: list[int], device: st
 
     first = random_layer(entry, shape, device)
     weight = first.packed()
-    wanted = -(-(ROTATED if device == "cuda" else speed.ROTATED_BYTES["cpu"]) // weight.nbytes)
+    wanted = -(-(ROTATED if device == "cuda" else speed.ROTATED_NBYTES["cpu"]) // weight.nbytes)
     copies = max(2, min(MOST_COPIES, wanted))
     layers = [first, *(copy.deepcopy(first) for _ in range(1, copies))]
     plain = speed.bfloat16_weights(shape, device)

@@ -207,11 +207,11 @@ def time_row(
     first, exact = layer(method, bits, tokens, device, 0, shape)
     wrong, stored = errors(first, exact, q, new), first.nbytes().total
     del exact
-    copies = max(2, -(-speed.ROTATED_BYTES[device] // stored)) if device == "cuda" else 1
+    copies = max(2, -(-speed.ROTATED_NBYTES[device] // stored)) if device == "cuda" else 1
     layers = [first, *(layer(method, bits, tokens, device, seed, shape)[0] for seed in range(1, copies))]
     caches = [
         [torch.randn(1, shape.kv_heads, tokens + 1, shape.width, device=device).bfloat16() for _ in range(2)]
-        for _ in range(max(1, min(copies, speed.ROTATED_BYTES[device] // stored)))
+        for _ in range(max(1, min(copies, speed.ROTATED_NBYTES[device] // stored)))
     ]
     ways: list[list[Any]] = [
         [lambda one=one: step(one, q, new) for one in layers],

@@ -222,8 +222,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa").eval()
         engine = KVPress(model, AutoTokenizer.from_pretrained(args.model))
     else:
-        from compress.evaluate.cache_candidates import load_model
-        from compress.evaluate.scores import Execution
+        from compress.evaluate.reader import Execution, load_model
         from compress.model.load import load_tokenizer
 
         model = load_model(Path(args.model).resolve(), Execution("float32", "cpu"))

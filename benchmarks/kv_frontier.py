@@ -95,7 +95,7 @@ def candidate(model: Any, name: str, tokens: Tensor, kept: Path | None) -> Any:
     from safetensors.torch import load_file, save_file
 
     from compress.calib.kv import calibrate
-    from compress.evaluate.cache_scores import Candidate, readable
+    from compress.evaluate.reader import Candidate, readable
     from compress.kv.cache import coded_layers
 
     settings, static = settings_of(name), dict[str, Tensor]()
@@ -115,7 +115,7 @@ def candidate(model: Any, name: str, tokens: Tensor, kept: Path | None) -> Any:
 def planted(model: Any, tokenizer: Any, text: str, args: argparse.Namespace) -> Iterator[tuple[Any, Tensor, Tensor]]:
     """Yield a context of cache_needles, what follows it [1, SCORED], and its passage [1, PASSAGE]."""
     from compress.evaluate import cache_needles
-    from compress.evaluate.cache_scores import Candidate
+    from compress.evaluate.reader import Candidate
 
     def encode(words: str) -> list[int]:
         return list(tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"])
@@ -151,7 +151,7 @@ def read_through(model: Any, cache: Any, context: Any, following: Tensor, passag
     found = log_probs(following)
     target = passage[0, CUE:]
     nll = -log_probs(passage)[CUE - 1 : -1].gather(-1, target[:, None]).double().mean()
-    return found, float(nll), cache_needles.asked(model, context, cache)
+    return found, float(nll), cache_needles.ask(model, context, cache)
 
 
 @torch.no_grad()
@@ -186,8 +186,7 @@ def run(args: argparse.Namespace) -> None:
     from kv_prompt import Prompt
 
     from compress.calib.data import token_windows
-    from compress.evaluate.cache_candidates import load_model
-    from compress.evaluate.scores import Execution
+    from compress.evaluate.reader import Execution, load_model
     from compress.model import load as lm
     from compress.model.positions import max_positions
 

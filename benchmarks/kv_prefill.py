@@ -23,8 +23,7 @@ import torch
 from kv_prompt import nbytes_in_16_bits
 from torch import Tensor
 
-from compress.evaluate.cache_candidates import load_model
-from compress.evaluate.scores import Execution
+from compress.evaluate.reader import Execution, load_model
 from compress.kv.cache import make_cache
 from compress.kv.layer import KVCache
 from compress.model.load import load_tokenizer

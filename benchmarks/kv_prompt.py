@@ -18,7 +18,7 @@ PART = 512  # tokens that make a codec lay out all that it keeps
 class Prompt:
     """Queries, keys and values of all layers for one prompt int64 [1, n], and the exact cache it left.
 
-    The model has the hooks of compress.kv (`cache_candidates.load_model` adds them) and attention "sdpa".
+    The model has the hooks of compress.kv (`reader.load_model` adds them) and attention "sdpa".
     """
 
     def __init__(self, model: Any, prompt: Tensor) -> None:

@@ -127,8 +127,7 @@ def run(args: argparse.Namespace) -> None:
     from transformers import DynamicCache
 
     from compress.calib.kv import calibrate
-    from compress.evaluate.cache_candidates import load_model
-    from compress.evaluate.scores import Execution
+    from compress.evaluate.reader import Execution, load_model
     from compress.kv.cache import coded_layers, make_cache
     from compress.kv.settings import cache_settings
     from compress.kv.static import head_shape

@@ -146,7 +146,7 @@ def round_layer(entry: str, shape: tuple[int, int], hessian_file: Path) -> Row:
     seen = incoherence.rotated_stats(stats, layer, SEED) if around and method.NEEDS else stats
     result = method.quantize(given, seen if method.NEEDS else None, chosen.config, SEED)
     wall, cpu, peak = time.perf_counter() - start, time.process_time() - cpu, peak_rss()
-    packed = incoherence.wrapped(result.weight, layer, SEED) if around else result.weight
+    packed = incoherence.wrap(result.weight, layer, SEED) if around else result.weight
     assert packed.nbytes == layer.nbytes, f"{packed.nbytes} bytes stored, {layer.nbytes} planned"
     del given, seen, result
     start = time.perf_counter()

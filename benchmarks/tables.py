@@ -61,7 +61,7 @@ def table(params: Any, shape: tuple[int, int], device: str) -> list[dict[str, An
     from compress.evaluate import speed
 
     tensors = {name: t.to(device) for name, t in stored.random_weight("int", params, shape).tensors.items()}
-    count = max(2, -(-speed.ROTATED_BYTES[device] // sum(t.nbytes for t in tensors.values())))
+    count = max(2, -(-speed.ROTATED_NBYTES[device] // sum(t.nbytes for t in tensors.values())))
     return [tensors, *({name: t.clone() for name, t in tensors.items()} for _ in range(count - 1))]
 
 

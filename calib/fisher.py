@@ -2,7 +2,7 @@
 
 F[i, j] is the mean over sequences of the squared gradient of a sequence's loss (batch 1). Kept of it are the roots of
 its means over rows and over columns, as in LQ-LoRA (arXiv 2311.12023): the weighted problem then still has an exact
-solution (compress/lowrank/factors.py). A row or column that hardly any gradient reaches weighs at least SMALLEST of the
+solution (compress/lowrank/correct.py). A row or column that hardly any gradient reaches weighs at least SMALLEST of the
 heaviest one, so that nothing is left without a measure.
 
 The gradients are those of the original model on the first `samples` calibration samples: a forward and a backward pass

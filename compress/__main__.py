@@ -30,7 +30,7 @@ def main() -> None:
     except KeyboardInterrupt:  # where no command answers it: before it has begun, and behind its end
         interruption.finish()
         code = interruption.exit_code()
-    if code and interruption.is_unsaid():
+    if code and interruption.is_unreported():
         options.note("interrupted")
     sys.exit(streams.flush() or (code and (interruption.exit_code() or code)))
 

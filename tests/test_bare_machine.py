@@ -73,7 +73,7 @@ def test_the_command_line_names_what_it_lacks(command: list[str]) -> None:
 @pytest.mark.parametrize(
     ("source", "package"),
     [
-        ("from compress.quant import pvq\npvq.gain_levels(pvq.pvq_format.Params(8, 4, 2), 64)", "scipy"),
+        ("from compress.papers.quant import pvq\npvq.gain_levels(pvq.pvq_format.Params(8, 4, 2), 64)", "scipy"),
         ("from compress.calib import documents\nnext(documents.documents('no-such/data-set'))", "datasets"),
         (
             "from compress.calib import documents\nopen(sys.argv[1], 'w')\nnext(documents.documents(sys.argv[1]))",

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import problems
 from compress import plugins, recipe
-from compress.cli.app import app
+from compress.cli.app import FORMER_WORDS, app
 from compress.recipe import catalogue, read
 from fake_methods import install
 
@@ -82,6 +82,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = page.parent / name if name else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+@PAGE
+def test_commands_have_their_present_names(page: Path) -> None:
+    if page.name != "CHANGELOG.md":
+        text = page.read_text(encoding="utf-8")
+        assert re.findall(rf"`?compress ({'|'.join(FORMER_WORDS)})\b|`(kv-bench)`", text) == []
 
 
 @PAGE

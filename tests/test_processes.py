@@ -24,7 +24,7 @@ import os, sys
 from compress.ranks import children
 children.HAS_SAFE_PATH = {has_safe_path}
 if __name__ == "__main__":
-    pool = children.pool(2, children.started, ())
+    pool = children.pool(2, children.prepare_worker, ())
     with children.starting():
         tasks = [pool.submit(os.getcwd) for _ in range(2)]
     assert [task.result() for task in tasks] == [os.getcwd()] * 2
@@ -123,7 +123,17 @@ def test_workers_of_a_measurement_execute_nothing_of_the_working_directory(hosti
     model = save_pico("llama", hostile / "model")
     small = ["--set", "calibration.num_samples=2", "--set", "calibration.seq_len=32"]
     done = cli(
-        "measure", str(model), "--recipe", "mixed3bit", *small, "--calib", str(TEXT), "--processes", "2", cwd=hostile
+        "allocate",
+        "--measure",
+        str(model),
+        "--recipe",
+        "mixed3bit",
+        *small,
+        "--calib",
+        str(TEXT),
+        "--processes",
+        "2",
+        cwd=hostile,
     )
     assert done.code == 0, done.err
     assert executed(hostile) == ""

@@ -5,11 +5,12 @@ lengths that are as far from a whole flush as the context is, and carried on alo
 come as many at a time as are whole flushes of all codecs, much as in a long generation. A layer that evicts takes what
 it would take with the tokens that stay alone, those of the prompt at once (compress/kv/evict/kept_tokens.py).
 
-Errors are those of evaluate/cache_error.py, with one tensor kind coded and everything else exact. Divergences are those
-of evaluate/cache_scores.py, with one kind coded by one option in all layers, shared out by the errors: as many passes
-as there are kinds and options, whatever the number of layers, and their sum for a uniform choice is what was measured.
+Errors are those of evaluate/cache_layers.py, with one tensor kind coded and everything else exact. Divergences are
+those of evaluate/cache_scores.py, with one kind coded by one option in all layers, shared out by the errors: as many
+passes as there are kinds and options, whatever the number of layers, and their sum for a uniform choice is what was
+measured.
 
-What tokens that are forgotten cost is measured beside that, without codes (compress/evaluate/cache_evictions.py). Codes
+What tokens that are forgotten cost is measured beside that, without codes (compress/evaluate/cache_layers.py). Codes
 of tokens that are forgotten do no harm, so the sum is more than what both cost together, the more the less stays.
 """
 
@@ -27,10 +28,9 @@ from compress.allocate.cache_options import CacheOption, eviction_keeping, evict
 from compress.allocate.cache_units import CacheCosts, LayerCosts, TensorCosts
 from compress.calib.kv import calibrate
 from compress.errors import CalibrationError
-from compress.evaluate import cache_evictions
-from compress.evaluate.cache_error import attentions, output_errors
-from compress.evaluate.cache_scores import Candidate, Say, compare, exact_tokens, policies, readable
-from compress.evaluate.feed import fed
+from compress.evaluate.cache_layers import attentions, eviction_costs, output_errors
+from compress.evaluate.cache_scores import compare, exact_tokens, policies
+from compress.evaluate.reader import Candidate, Say, fill, readable
 from compress.kv import generation
 from compress.kv.cache import coded_layers
 from compress.kv.evict import kept_tokens
@@ -101,7 +101,7 @@ def measure_sizes(
 def _measure_size(model: Any, tokens: Tensor, candidate: Candidate, context: int, first: int) -> OptionSizes:
     cache = candidate.cache(model.config)
     first = first if first <= context <= tokens.shape[1] else 1
-    fed(model, tokens[:, :first], cache)
+    fill(model, tokens[:, :first], cache)
     period = math.lcm(*(store.flush for _, layer in _coded_layers(cache) for store in layer.stores.values()))
     longest = tokens.shape[1]
     after = context if context <= longest else longest - (longest - context) % period
@@ -116,7 +116,7 @@ def _measure_size(model: Any, tokens: Tensor, candidate: Candidate, context: int
     at = first
     for stop in (max(1, before), after):
         for start in range(at, stop, period):
-            fed(model, tokens[:, start : min(start + period, stop)], cache)
+            fill(model, tokens[:, start : min(start + period, stop)], cache)
         at = max(at, stop)
         if cache.path == "fused" and any(layer.stores["keys"].keeps_halves for _, layer in _coded_layers(cache)):
             cache.rope.halves(0, len(cache.rope), keep=True)  # as with more tokens than these
@@ -214,7 +214,7 @@ def measure_evictions(
     if offered.settings.evict is None:
         return ()
     ways = evictions(offered.settings, offered.options)
-    scores = cache_evictions.by_layer(model, windows, offered.settings, list(ways.values()), say, batch)
+    scores = eviction_costs(model, windows, offered.settings, list(ways.values()), say, batch)
     by_keep = dict(zip(ways, scores, strict=True))
     counts = {option.keep: offered.tokens_kept(model, option.keep, sizes[0]) for option in offered.options}
     later = offered.context - kept_tokens.prompt_of(offered.context)

@@ -25,8 +25,7 @@ from compress.allocate import cache_costs, cache_options
 from compress.allocate.cache_options import CacheOption
 from compress.allocate.cache_units import CacheCosts, CacheOffer, LayerCosts, TensorCosts
 from compress.errors import BudgetError, CheckpointError, NotMeasuredError
-from compress.evaluate import cache_candidates
-from compress.evaluate.scores import Execution
+from compress.evaluate.reader import Execution, load_model
 from compress.kernels import llvm
 from compress.model import fingerprint
 from compress.progress import Progress, make_counter
@@ -86,12 +85,12 @@ def measure_costs(
     scored, length = scored.flatten(), window_length(tokens, context)
     scored = scored[: max(1, min(MAX_SCORED_TOKENS, scored.numel()) // length) * length].view(-1, length)
     progress("measuring the bytes of caches", 0, 0)
-    stored = cache_candidates.load_model(checkpoint.directory, Execution("auto", job.device))
+    stored = load_model(checkpoint.directory, Execution("auto", job.device))
     caches = cache_costs.calibrate_options(stored, settings, options, samples)
     offered = cache_costs.OfferedCache(settings, options, context)
     sizes = cache_costs.measure_option_sizes(stored, scored[:1], caches, offered)
     del stored
-    model = cache_candidates.load_model(checkpoint.directory, Execution("float32", job.device))
+    model = load_model(checkpoint.directory, Execution("float32", job.device))
     caches = cache_costs.calibrate_options(model, settings, options, samples)
     say = make_counter(progress, "measuring the divergence of caches", len(scored))
     measured = cache_costs.measure_codes(model, scored, caches, sizes, say)

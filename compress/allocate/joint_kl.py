@@ -313,7 +313,7 @@ def _start(
     reference: reference_logprobs.ReferenceLogprobs,
 ) -> None:
     """Note what a worker process needs; errors are raised by its first task, where they are passed on."""
-    children.started()
+    children.prepare_worker()
     torch.set_num_threads(1)
     _setup.update(make=lambda: PathEvaluator(source, torch.from_numpy(tokens), folder, resources), reference=reference)
 

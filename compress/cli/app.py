@@ -1,45 +1,102 @@
 """The command line: parse, call one function, print. Heavy imports stay inside the commands, so that --help is instant.
 
+PANELS has every command under what people want; FORMER_WORDS has what earlier versions called some of them.
+
 Exit codes: 0 done, 1 the user's input cannot be used, 2 wrong usage, 128 + n ended by signal n (130 by SIGINT, 143 by
 SIGTERM), 141 nobody reads the output.
 """
 
 from __future__ import annotations
 
-import json
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperGroup
 
 from compress import ranks
-from compress.cli import (  # noqa: F401  (they add their commands)
-    allocate,
-    evaluate,
-    export,
-    interruption,
-    kv,
-    kv_saved,
-    lists,
-    push,
-    quantize,
-    recommend,
-    report,
-    sampling,
-    streams,
-    study,
-)
-from compress.cli.options import AsJson, Directory, app, errors, note
-from compress.storage import paths
+from compress.cli import checkpoints, compare, evaluate, lists, make, study, use
+from compress.cli.options import note
 from compress.version import __version__
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+class Command(NamedTuple):
+    """A command, or a group of them, and what follows `compress NAME` in an example of it."""
+
+    run: Callable[..., None] | typer.Typer
+    example: str
+
+
+PANELS: dict[str, dict[str, Command]] = {
+    "Make a checkpoint": {
+        "quantize": Command(make.quantize, "./my-model --recipe int4 --calib text.txt --max-memory 8GiB"),
+        "plan": Command(make.plan, "./my-model --recipe int4 --max-memory 8GiB"),
+        "allocate": Command(make.allocate, "./my-model --target 3.25bpw --text held_out.txt"),
+        "transform": Command(make.transform, "./my-model --recipe rotated.yaml --out rotated"),
+        "merge": Command(
+            make.merge, "models_out/my-model-int4 --adapter ./lora --out models_out/merged --calib text.txt"
+        ),
+    },
+    "Look": {
+        "inspect": Command(checkpoints.inspect, "models_out/my-model-int4"),
+        "verify": Command(checkpoints.verify, "models_out/my-model-int4"),
+        "recipes": Command(lists.recipes, "int4 > mine.yaml"),
+        "methods": Command(lists.methods, "recipe/calibration"),
+    },
+    "Use a model": {
+        "generate": Command(use.generate, 'models_out/my-model-int4 --prompt "Once upon a time"'),
+        "kv": Command(use.kv, "bench ./my-model --kv kv4 --kv kv2 --text held_out.txt"),
+    },
+    "Compare": {
+        "eval": Command(evaluate.evaluate, "models_out/my-model-int4 --base ./my-model --text held_out.txt"),
+        "bench": Command(compare.bench, "models_out/my-model-int4 --base ./my-model --device cpu"),
+        "sampling": Command(compare.sampling, "models_out/my-model-int4 --base ./my-model --text held_out.txt"),
+        "study": Command(
+            study.study,
+            "./my-model --recipes 'int*,vq2bit' --text held_out.txt --calib text.txt --out studies/mine",
+        ),
+        "recommend": Command(compare.recommend, "./my-model --fits 8GiB --context 32768"),
+    },
+    "Exchange": {
+        "export": Command(checkpoints.export, "models_out/my-model-int4 --to gguf --out my-model.gguf"),
+        "push": Command(checkpoints.push, "models_out/my-model-int4 me/my-model-int4 --dry-run"),
+    },
+}
+FORMER_WORDS = {  # the first word of a command line -> those that it stands for
+    "measure": ("allocate", "--measure"),
+    "report": ("inspect", "--page"),
+    "kv-bench": ("kv", "bench"),
+    "exports": ("export", "--list"),
+}
+SHARED_COMMANDS = {"quantize", "transform", "allocate", "eval", "study"}  # those that several processes may share
+
+
+class _Commands(TyperGroup):
+    """The commands, also under the words of earlier versions."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that a command line names; a former word is replaced, with a note."""
+        if args[0] in FORMER_WORDS:
+            note(f"{args[0]} is now called {' '.join(FORMER_WORDS[args[0]])}")
+            args = [*FORMER_WORDS[args[0]], *args[1:]]
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    name="compress",
+    cls=_Commands,
+    help="Compress language models: quantize a Hugging Face checkpoint by a recipe, check it, score it, use it.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
         print(f"compress {__version__}")
         raise typer.Exit
-
-
-SHARED = {"quantize", "transform", "measure", "allocate", "eval", "study"}  # commands that several processes share
 
 
 @app.callback()
@@ -50,53 +107,19 @@ def root(
     ] = False,
 ) -> None:
     """Compress language models: quantize a Hugging Face checkpoint by a recipe, check it, score it, use it."""
-    if ranks.given()[1] > 1 and context.invoked_subcommand not in SHARED:
+    if ranks.given()[1] > 1 and context.invoked_subcommand not in SHARED_COMMANDS:
         note(f"{context.invoked_subcommand} runs in one process; start it without torchrun")
         raise typer.Exit(2)
 
 
-@app.command(epilog="Example: compress inspect models_out/my-model-int4")
-def inspect(
-    directory: Directory,
-    all_layers: Annotated[bool, typer.Option("--all", help="Every layer, not only the worst.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Show what a checkpoint stores: bits per weight by group of layers and in all, the largest errors, fallbacks.
-
-    Of one that was saved again by other software, which writes no report: the bits.
-    """
-    with errors():
-        paths.check_checkpoint(directory)
-        from compress.cli import tables
-        from compress.run.report import PACKED, load, worst
-
-        report = load(directory)
-        if as_json:
-            print(json.dumps(report))
-            return
-        sizes = dict(report["nbytes"])
-        total = sizes.pop("total")
-        kept = {name: nbytes for name, nbytes in sizes.items() if name not in PACKED}
-        tables.out.print(tables.plan_table(report["plan"], kept, total, report["source_nbytes"], report["bpw"]))
-        print(tables.bits(report["bpw"], report.get("whole")))
-        if "incomplete" in report:
-            print(f"{directory}: {report['incomplete']}")
-            return
-        rows = report["layers"] if all_layers else worst(report["layers"])
-        tables.out.print(tables.layers_table(rows, "all layers" if all_layers else "largest errors"))
+def _add_commands() -> None:
+    for panel, commands in PANELS.items():
+        for name, (run, example) in commands.items():
+            epilog = f"Example: compress {name} {example}"
+            if isinstance(run, typer.Typer):
+                app.add_typer(run, name=name, epilog=epilog, rich_help_panel=panel)
+            else:
+                app.command(name, epilog=epilog, rich_help_panel=panel)(run)
 
 
-@app.command(epilog="Example: compress verify models_out/my-model-int4")
-def verify(directory: Directory, as_json: AsJson = False) -> None:
-    """Check a checkpoint: file hashes, names, shapes and types, and that every block loads and gives finite outputs.
-
-    One that was saved again by other software has no hashes; the rest is checked.
-    """
-    with errors():
-        paths.check_checkpoint(directory)
-        from compress.cli import tables
-        from compress.run import verify as checks
-
-        with tables.progress_bar() as progress:
-            counts = checks.verify(directory, progress)
-        print(json.dumps(counts) if as_json else tables.verify_line(counts, str(directory)))
+_add_commands()

@@ -1,50 +1,109 @@
-"""Score a model, let it write, and time it: `compress eval`, `compress generate` and `compress bench`."""
+"""Score a model: `compress eval`, on texts, with suites and tasks of ours, or with tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import BadParameter, Option
 
-from compress.cli import harness
-from compress.cli.evaluation_options import Base, Bos, note_prefix
-from compress.cli.kept import keep
-from compress.cli.kv import Cache, CacheCalib, CacheSet, cache_recipes
 from compress.cli.options import (
     Adapter,
     AsJson,
+    Base,
+    Bos,
+    Cache,
+    CacheCalib,
+    CacheSet,
     Device,
     Dtype,
     Model,
-    Seed,
-    app,
+    cache_recipes,
     check_adapter,
     check_base,
+    check_model,
     check_paths,
     device_named,
     errors,
+    keep,
     note,
-    text_given,
+    note_prefix,
+    required_text,
 )
-from compress.cli.suites import Asked, Choices, Suite, Tasks, Texts, one_text
-from compress.cli.suites import run as run_suite
+from compress.errors import CalibrationError
 
 if TYPE_CHECKING:
-    from compress.evaluate.cache_reading import Readings
+    from compress.evaluate.reader import Readings
+    from compress.evaluate.task_scores import TaskScore
     from compress.kv.settings import CacheSettings
 
-WindowTokens = Annotated[int | None, typer.Option(min=2, help="Tokens of a window. Default: 512; quick: 256.")]
+GROUPS = ("items", "right", "original", "NLL", "original's")
+SCORES = ("text", "tokens", "KL, nats a token", "perplexity", "original", "other top-1")
+PAIRED = ("difference, 95%", "lost, gained", "p", "changed")
+TASKS = ("task", "items", "right", "original", *PAIRED, "NLL", "less the original's, 95%")
+HARNESS_TASKS = ("task", "items", "right", "95%", "original", *PAIRED)
+
+Texts = Annotated[
+    list[str] | None,
+    Option("--text", metavar="FILE", help="Text to score; never the calibration text. With --suite repeatable."),
+]
+Suite = Annotated[
+    str | None, Option(metavar="NAME", help="quick or full: texts, tasks, noise floor, defects; with --base.")
+]
+Tasks = Annotated[
+    list[str] | None,
+    Option("--task", metavar="NAME", help="Run a task; NAME=FILE for one that reads a file. Repeatable, with --base."),
+]
+Choices = Annotated[
+    Path | None, Option(metavar="FILE", help="Multiple-choice questions, JSON lines: question, choices, answer.")
+]
+HarnessTasks = Annotated[
+    str | None,
+    Option(
+        "--tasks",
+        metavar="NAMES",
+        help="Tasks of lm-evaluation-harness (package lm_eval), separated by commas: hellaswag,arc_easy or a .yaml.",
+    ),
+]
+HarnessLimit = Annotated[int | None, Option("--limit", min=1, help="Documents of each of --tasks. Default: all.")]
+WindowTokens = Annotated[int | None, Option(min=2, help="Tokens of a window. Default: 512; quick: 256.")]
 MaxTokens = Annotated[
-    int | None, typer.Option(min=2, help="Tokens of a text to score. Default: 131072; quick: 4096; full: 65536.")
+    int | None, Option(min=2, help="Tokens of a text to score. Default: 131072; quick: 4096; full: 65536.")
 ]
 
 
-@app.command("eval", epilog="Example: compress eval models_out/my-model-int4 --base ./my-model --text held_out.txt")
+@dataclass(frozen=True)
+class SuiteOptions:
+    """The options of a suite as they were given."""
+
+    suite: str | None
+    tasks: Sequence[str]
+    choices: Path | None
+    texts: Sequence[str]
+    seq_len: int | None
+    max_tokens: int | None
+    kv: Mapping[str, CacheSettings] | None = None  # one cache by name; empty: the checkpoint's own; None: without one
+    calib: str | None = None  # text for it
+
+    @property
+    def is_any(self) -> bool:
+        """Whether a suite or a task is asked for."""
+        return bool(self.suite or self.tasks or self.choices)
+
+
+def _one_text(texts: Sequence[str]) -> str | None:
+    """Return the only text, None for none; wrong usage for several without a suite."""
+    if len(texts) > 1:
+        raise BadParameter("give one text, or --suite quick, which scores several", param_hint="--text")
+    return texts[0] if texts else None
+
+
 def evaluate(
     model: Model,
     texts: Texts = None,
@@ -52,8 +111,8 @@ def evaluate(
     suite: Suite = None,
     task: Tasks = None,
     choices: Choices = None,
-    tasks: harness.HarnessTasks = None,
-    limit: harness.HarnessLimit = None,
+    tasks: HarnessTasks = None,
+    limit: HarnessLimit = None,
     seq_len: WindowTokens = None,
     max_tokens: MaxTokens = None,
     bos: Bos = "auto",
@@ -73,22 +132,22 @@ def evaluate(
     With --suite, --task, --choices or --tasks both models answer tasks, too; a suite names what looks broken in MODEL.
     """
     with errors():
-        asked = Asked(suite, task or (), choices, texts or (), seq_len, max_tokens)
+        options = SuiteOptions(suite, task or (), choices, texts or (), seq_len, max_tokens)
         if tasks is not None:
-            _check_alone(asked, {"--kv": kv, "--set": overrides, "--calib": calib, "--adapter": adapter})
-            return harness.run(model, base, tasks, limit, (dtype, device_named(device), bos), as_json)
+            _check_alone(options, {"--kv": kv, "--set": overrides, "--calib": calib, "--adapter": adapter})
+            return _run_harness(model, base, tasks, limit, (dtype, device_named(device), bos), as_json)
         caches = cache_recipes([kv] if kv else [], overrides) if kv or overrides else None
-        if asked.is_any:
+        if options.is_any:
             _check_suite(caches, calib, adapter)
-            asked = dataclasses.replace(asked, kv=caches, calib=calib)
-            return run_suite(model, base, asked, (dtype, device_named(device), bos), as_json)
-        text, seq_len, max_tokens = text_given(one_text(asked.texts)), seq_len or 512, max_tokens or 131_072
+            options = dataclasses.replace(options, kv=caches, calib=calib)
+            return _run_suite(model, base, options, (dtype, device_named(device), bos), as_json)
+        text, seq_len, max_tokens = required_text(_one_text(options.texts)), seq_len or 512, max_tokens or 131_072
         check_paths(model, text, calib)
         check_base(model, base)
         check_adapter(adapter)
         from compress import evaluate as evaluation
         from compress.cli import tables
-        from compress.evaluate import cache
+        from compress.evaluate import cache_scores
         from compress.run.source import resolve
 
         execution = evaluation.Execution(dtype, device_named(device), bos=bos)
@@ -97,33 +156,33 @@ def evaluate(
         note_prefix(directory, bos)
         with tables.progress_bar() as progress:
             if caches is None:
-                say = partial(progress, "scoring")
-                scores = evaluation.evaluate(directory, text, against, seq_len, max_tokens, execution, say)
+                report = partial(progress, "scoring")
+                scores = evaluation.evaluate(directory, text, against, seq_len, max_tokens, execution, report)
             else:
-                request = cache.Request(caches, text, calib, max_tokens=max_tokens)
                 directories = [directory, *([] if against is None else [against])]
-                scores, read = cache.evaluate(directories, request, seq_len, execution, progress)
-        _show(dataclasses.asdict(scores), read, as_json)
+                lengths = seq_len, max_tokens
+                scores, read = cache_scores.evaluate(directories, text, caches, calib, lengths, execution, progress)
+        _show_scores(dataclasses.asdict(scores), read, as_json)
 
 
-def _check_alone(asked: Asked, others: dict[str, Any]) -> None:
+def _check_alone(options: SuiteOptions, others: dict[str, Any]) -> None:
     """Refuse options that would have no effect beside --tasks; wrong usage."""
-    if asked.is_any:
-        raise typer.BadParameter("runs alone; leave out --suite, --task and --choices", param_hint="--tasks")
+    if options.is_any:
+        raise BadParameter("runs alone; leave out --suite, --task and --choices", param_hint="--tasks")
     for option, value in others.items():
         if value:
-            raise typer.BadParameter("has no effect on --tasks; leave it out", param_hint=option)
+            raise BadParameter("has no effect on --tasks; leave it out", param_hint=option)
 
 
 def _check_suite(caches: Mapping[str, CacheSettings] | None, calib: str | None, adapter: Path | None) -> None:
     """Refuse options that would have no effect beside --suite and --task; wrong usage."""
     if adapter:
-        raise typer.BadParameter("goes with --text, not with tasks or a suite; leave it out", param_hint="--adapter")
+        raise BadParameter("goes with --text, not with tasks or a suite; leave it out", param_hint="--adapter")
     if calib and caches is None:
-        raise typer.BadParameter("goes with --kv; leave it out", param_hint="--calib")
+        raise BadParameter("goes with --kv; leave it out", param_hint="--calib")
 
 
-def _show(values: dict[str, Any], read: Readings | None, as_json: bool) -> None:
+def _show_scores(values: dict[str, Any], read: Readings | None, as_json: bool) -> None:
     """Print scores, and how a compressed cache was read."""
     from compress.cli import tables
 
@@ -135,77 +194,139 @@ def _show(values: dict[str, Any], read: Readings | None, as_json: bool) -> None:
         print(f"cache {read.text}")
 
 
-@app.command(epilog='Example: compress generate models_out/my-model-int4 --prompt "Once upon a time"')
-def generate(
-    model: Model,
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write, at most.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0: the most likely token each time.")] = 0.0,
-    seed: Seed = 0,
-    device: Device = "auto",
-    kv: Cache = None,
-    overrides: CacheSet = None,
-    calib: CacheCalib = None,
-    as_json: AsJson = False,
+def _run_suite(
+    model: str, base: str | None, options: SuiteOptions, execution: tuple[str, str, Bos], as_json: bool
 ) -> None:
-    """Continue a prompt, with the cache that the checkpoint stores, if any, or with that of --kv."""
-    with errors():
-        check_paths(model, calib)
-        caches = cache_recipes([kv] if kv else [], overrides) if kv or overrides else None
-        from compress.evaluate import cache as measuring
-        from compress.evaluate import generation
-        from compress.run.source import resolve
+    """Run suites and tasks, keep the result beside the checkpoint, and print it. execution: dtype, device and --bos."""
+    if base is None and options.kv is not None:
+        base = model
+    if base is None:
+        raise BadParameter("name the uncompressed model that the tasks compare with", param_hint="--base")
+    check_paths(model, *options.texts, options.calib)
+    check_base(model, base)
+    if options.choices is not None and not options.choices.is_file():
+        raise CalibrationError(f"{options.choices} is not a file; give questions as JSON lines")
+    from compress.cli import tables
+    from compress.evaluate import suite as suites
+    from compress.evaluate.reader import Execution
+    from compress.run.source import resolve
 
-        if caches is None:
-            written = generation.written(
-                resolve(model), prompt, max_new_tokens, temperature, seed, "auto", device_named(device)
-            )
-        else:
-            asked = measuring.Request(caches, "", calib)
-            written = measuring.generate(
-                resolve(model), prompt, max_new_tokens, temperature, seed, device_named(device), asked
-            )
-        if as_json:
-            cache = {} if written.cache is None else {"cache": dataclasses.asdict(written.cache)}
-            print(json.dumps({"prompt": prompt, "text": written.text, **cache}))
-            return
-        print(written.text)
-        if written.cache is not None:
-            note(f"cache: {written.cache.text}")
+    tasks = [*options.tasks, *([f"choices={options.choices}"] if options.choices else [])]
+    lengths = options.seq_len, options.max_tokens
+    asked = suites.SuiteRequest(options.suite, tuple(options.texts), tuple(tasks), *lengths, options.kv, options.calib)
+    suites.check(asked)
+    directory, original = resolve(model), resolve(base)
+    note_prefix(original, execution[2])
+    running = Execution(dtype=execution[0], device=execution[1], bos=execution[2])
+    with tables.progress_bar() as progress:
+        result = suites.run(directory, original, asked, running, progress).plain()
+    keep(directory, lambda record: record.add(directory, suites=[result]))
+    if as_json:
+        print(json.dumps(result))
+        return
+    _show_suite(result)
 
 
-@app.command(epilog="Example: compress bench models_out/my-model-int4 --base ./my-model --device cpu")
-def bench(
-    model: Model,
-    device: Device = "auto",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt, which is prefilled.")] = 128,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that are decoded after it.")] = 32,
-    base: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The original, timed in turns with the model.")
-    ] = None,
-    as_json: AsJson = False,
+def _show_suite(result: dict[str, Any]) -> None:
+    """Print the result of a suite."""
+    from compress.cli import tables
+    from compress.pages.suite import half_of_loss
+
+    if result["texts"]:
+        tables.out.print(tables.columns(SCORES, [_score_cells(row) for row in result["texts"]]))
+    for each in result["lost"]:
+        print(half_of_loss(each))
+    if result["cache"]:
+        print(f"read through the cache {result['cache']}, {result['cache_read']}")
+    if result["floor"]:
+        print(f"KL of {result['floor']['kl_mean']:.2g} is rounding: {result['floor']['path']}")
+    _show_tasks(result["tasks"], result["remarks"])
+    for each in result["findings"]:
+        note(f"looks broken: {each}")
+    if not result["findings"] and result["texts"]:
+        print("no layer and no tokenizer looks broken")
+
+
+def _show_tasks(tasks: Sequence[dict[str, Any]], remarks: Sequence[str]) -> None:
+    """Print tasks beside the original, and what some of them have for each depth or the like."""
+    from compress.cli import tables
+
+    if tasks:
+        print()
+        tables.out.print(tables.columns(TASKS, [_task_cells(row) for row in tasks]))
+        print("lost, gained: items that only the original, only the model has right; p: of McNemar's exact test")
+    for each in remarks:
+        print(each)
+    for row in tasks:
+        if row["groups"]:
+            print(f"\n{row['task']} by {row['by']}")
+            tables.out.print(tables.columns((row["by"], *GROUPS), [_group_cells(each) for each in row["groups"]]))
+
+
+def _score_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    error = f" ± {row['kl_se']:.5f}" if row["kl_se"] is not None else ""
+    perplexities = (f"{row[key]:.3f}" for key in ("perplexity", "base_perplexity"))
+    cells = row["text"], f"{row['tokens']:,}", f"{row['kl_mean']:.5f}{error}"
+    return (*cells, *perplexities, f"{1 - row['same_top1']:.1%}")
+
+
+def _group_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    shares = (f"{row['accuracy']:.1%}", f"{row['base_accuracy']:.1%}")
+    losses = ("" if each is None else f"{each:.3f}" for each in (row["nll"], row["base_nll"]))
+    return (str(row["value"]), str(row["items"]), *shares, *losses)
+
+
+def _task_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    from compress.pages.suite import nll_difference
+
+    paired = row["paired"]
+    loss = "" if row["nll"] is None else f"{row['nll']:.3f}"
+    cells = row["task"], str(row["items"]), f"{row['accuracy']:.1%}"
+    return (*cells, *_paired_cells(paired), loss, nll_difference(paired) or "")
+
+
+def _paired_cells(paired: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the original's share of right items, and the cells of PAIRED."""
+    from compress.pages.suite import difference
+
+    counts = f"{paired['lost']}, {paired['gained']}", f"{paired['p_value']:.2g}"
+    return (f"{paired['base_accuracy']:.1%}", difference(paired), *counts, f"{paired['all_flips']:.1%}")
+
+
+def _run_harness(
+    model: str, base: str | None, tasks: str, limit: int | None, execution: tuple[str, str, Bos], as_json: bool
 ) -> None:
-    """Time a model: tokens per second in bfloat16, and each shape of packed layer beside a bfloat16 linear.
+    """Run tasks of lm-evaluation-harness, keep the result, and print it. execution: dtype, device and --bos."""
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise BadParameter("name at least one task", param_hint="--tasks")
+    check_model(model)
+    check_base(model, base)
+    from compress.calib import prefix
+    from compress.cli import tables
+    from compress.evaluate import harness
+    from compress.evaluate.reader import Execution
+    from compress.evaluate.suite import SuiteResult
+    from compress.run.source import resolve
 
-    With --base the original is loaded, too, and timed in turns with the model, so that a busy machine slows both.
-    The rates are kept in scores.json of a checkpoint that compress wrote, for its page.
-    """
-    with errors():
-        check_paths(model)
-        check_base(model, base)
-        from compress.cli import tables
-        from compress.evaluate import record, speed
-        from compress.run.source import resolve
+    dtype, device, bos = execution
+    directories = [resolve(each) for each in (model, base) if each is not None]
+    note_prefix(directories[0], bos)
+    start = time.perf_counter()
+    with tables.progress_bar() as progress:
+        scores = harness.evaluate(directories, names, Execution(dtype, device, bos=bos), limit, progress)
+    if base is not None:
+        seconds = time.perf_counter() - start
+        result = SuiteResult(harness.WAY, directories[1].name, (), {}, tuple(scores), (), (), seconds)
+        result = dataclasses.replace(result, begins_with=prefix.of_directory(directories[1], bos).text)
+        keep(directories[0], lambda record: record.add(directories[0], suites=[result.plain()]))
+    if as_json:
+        print(json.dumps({"tasks": [dataclasses.asdict(each) for each in scores]}))
+        return
+    tables.out.print(tables.columns(HARNESS_TASKS, [_harness_cells(each) for each in scores]))
 
-        directory = resolve(model)
-        against = None if base is None else resolve(base)
-        found = speed.measure(directory, device_named(device), batch, prompt_tokens, new_tokens, against)
-        keep(directory, lambda: record.add_speed(directory, found.plain()))
-        if as_json:
-            print(json.dumps(dataclasses.asdict(found)))
-            return
-        for line in tables.speed_lines(found):
-            print(line)
-        if found.layers:
-            tables.out.print(tables.speed_table(found))
+
+def _harness_cells(score: TaskScore) -> tuple[str, ...]:
+    bounds = f"{score.accuracy_low:.1%} to {score.accuracy_high:.1%}"
+    cells = (score.task, str(score.items), f"{score.accuracy:.1%}", bounds)
+    return (*cells, *(_paired_cells(dataclasses.asdict(score.paired)) if score.paired is not None else [""] * 5))

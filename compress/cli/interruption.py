@@ -10,7 +10,7 @@ from typing import Final
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE = 10.0  # seconds in which further signals change nothing: the first one is being answered
 
-_answered = {"at": -PATIENCE, "number": 0, "said": False}
+_answered = {"at": -PATIENCE, "number": 0, "is_reported": False}
 
 
 def install() -> None:
@@ -21,19 +21,19 @@ def install() -> None:
 
 
 def finish() -> None:
-    """Ignore these signals from now on: all is done and said."""
+    """Ignore these signals from now on: all is done."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def said() -> None:
-    """Note that the user has been told of the interruption."""
-    _answered["said"] = True
+def mark_reported() -> None:
+    """Note that the interruption was reported to the user."""
+    _answered["is_reported"] = True
 
 
-def is_unsaid() -> bool:
-    """Return whether a signal has come of which the user has not been told, because no command had begun."""
-    return exit_code() is not None and not _answered["said"]
+def is_unreported() -> bool:
+    """Return whether a signal has come that was not reported to the user, because no command had begun."""
+    return exit_code() is not None and not _answered["is_reported"]
 
 
 def exit_code() -> int | None:

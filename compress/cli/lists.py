@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.cli.options import AsJson, app, errors
+from compress.cli.options import AsJson, errors
 
 if TYPE_CHECKING:
     from compress.recipe.catalogue import ListedRecipe
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 All = Annotated[bool, typer.Option("--all", help="List those of papers that are not on the frontier, too.")]
 
 
-@app.command(epilog="Example: compress recipes int4 > mine.yaml")
 def recipes(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Print this recipe's YAML.")] = None,
     papers: All = False,
@@ -72,7 +71,6 @@ def _facts(purpose: str, entry: ListedRecipe) -> dict[str, Any]:
     }
 
 
-@app.command(epilog="Example: compress methods recipe/calibration")
 def methods(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="Print the settings of this one: KIND/NAME, or NAME alone.")

@@ -1,272 +1,63 @@
-"""Declare the options that commands share, each once, and check their values."""
+"""Declare the options that commands share, each once, check their values, and print notes and errors."""
 
 from __future__ import annotations
 
-import dataclasses
 import errno
-import functools
-import inspect
 import logging
-import math
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
 
 from compress.cli import interruption, streams
-from compress.cli.signatures import ComputeDtype, parameter, with_help
-from compress.errors import CompressError, RecipeError, out_of_memory
+from compress.errors import CompressError, RecipeError, cut, first_line, out_of_memory, shown
 from compress.storage import paths
 
 if TYPE_CHECKING:
-    from compress.run.job import Job
-
-app = typer.Typer(
-    name="compress",
-    help="Compress language models: quantize a Hugging Face checkpoint by a recipe, check it, score it, use it.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
-
-DEFAULT_RECIPE = "trellis4bit"
-DEFAULT_ALLOCATION = "mixed3bit"  # of the commands that need something to allocate
+    from compress.kv.settings import CacheSettings
 
 Model = Annotated[str, Argument(metavar="MODEL", help="Checkpoint directory, GGUF file, or a hub id (owner/name).")]
 Adapter = Annotated[Path | None, Option(metavar="DIR", help="LoRA adapter as PEFT saves it, merged in first.")]
 Directory = Annotated[Path, Argument(metavar="DIR", help="A checkpoint that compress wrote.")]
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16", "auto"], Option(help="Of the scores; auto: as stored.")]
+ComputeDtype = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None,
+    Option(
+        help="Compute in this type, not in the checkpoint's. config.json names it: the result loads in it, too. "
+        "What is not packed stays as it is stored."
+    ),
+]
 Seed = Annotated[int, Option(min=0, max=(1 << 63) - 1, help="Of the calibration sample and everything random.")]
 TextFile = Annotated[str | None, Option("--text", metavar="FILE", help="Text to score; never the calibration text.")]
+Base = Annotated[str | None, Option(metavar="MODEL", help="Uncompressed model to compare with.")]
+Bos = Annotated[
+    Literal["auto", "never", "always"],
+    Option(help="Begin-of-text token before each window and question; auto: what the tokenizer puts before a text."),
+]
+Cache = Annotated[
+    str | None,
+    Option("--kv", metavar="RECIPE", help="Cache to use: a recipe with kv_cache, or own: that of the checkpoint."),
+]
+CacheCalib = Annotated[
+    str | None, Option("--calib", metavar="SRC", help="Text for cache recipes that need calibration.")
+]
+CacheSet = Annotated[
+    list[str] | None,
+    Option("--set", metavar="KEY=VALUE", help="Override a value of --kv's kv_cache: bits=3. Repeatable."),
+]
 AsJson = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 FormerOut = Annotated[
     Path | None, Option("--out", "-o", metavar="DIR", hidden=True, help="The former name of another option.")
 ]
 
-GOAL = ("target", "context", "max_kl")
-OUTPUT = ("out", "overwrite", "restart", "base_model", "work")
-REQUIRED = inspect.Parameter.empty
-UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}  # wherever it is
-LEAST_MEMORY = 1 << 20  # bytes; what is less was meant in another unit
-
-Writes = Literal["checkpoint", "measurements"] | None
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """The options shared by the commands that plan, measure or write a checkpoint. One field is one option."""
-
-    model: Model
-    recipe: Annotated[str, Option("--recipe", "-r", help="Built-in recipe (`compress recipes`) or a YAML file.")] = (
-        DEFAULT_RECIPE
-    )
-    out: Annotated[
-        Path | None,
-        Option(
-            "--out", "-o", metavar="DIR", help="The checkpoint to be written. Default: models_out/<model>-<recipe>."
-        ),
-    ] = None
-    calib: Annotated[
-        str | None,
-        Option(
-            metavar="SRC",
-            help="Text or chats: a .txt, .jsonl or .parquet file, or a data set. Default: the model writes its own.",
-        ),
-    ] = None
-    adapter: Adapter = None
-    base_model: Annotated[
-        str | None, Option(metavar="ID", help="Hub id of the original (owner/name), for the model card.")
-    ] = None
-    overrides: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a recipe value: bits=3. Repeatable.")
-    ] = None
-    max_memory: Annotated[
-        str | None, Option(metavar="SIZE", help="Limit for this process: 8GiB. Default: what is free.")
-    ] = None
-    device: Device = "auto"
-    dtype: ComputeDtype = None
-    seed: Seed = 0
-    target: Annotated[
-        str | None, Option(metavar="SIZE", help="Allocate bits for 3.25bpw (linears) or 2.1GiB (whole model).")
-    ] = None
-    context: Annotated[
-        int | None, Option(min=1, metavar="TOKENS", help="Count the cache of so many tokens in --target, too.")
-    ] = None
-    max_kl: Annotated[
-        float | None, Option(metavar="NATS", help="Allocate the smallest model within this KL on the calibration text.")
-    ] = None
-    measurements: Annotated[
-        Path | None,
-        Option(
-            metavar="DIR",
-            help="Measured by `compress measure`; made or reused. Default: beside the output, by model and recipe.",
-        ),
-    ] = None
-    budget: Annotated[
-        str | None, Option(metavar="TIME", help="To measure damages and quantize: 90s, 20min, 2h. Picks the estimator.")
-    ] = None
-    processes: Annotated[int, Option(min=1, help="Processes that measure choices side by side.")] = 1
-    overwrite: Annotated[
-        bool, Option("--overwrite", help="Replace an existing output once the new one is complete.")
-    ] = False
-    restart: Annotated[bool, Option("--restart", help="Forget an unfinished run and start over.")] = False
-    allow_partial: Annotated[
-        bool, Option("--allow-partial", help="Go on with less than half of the weights packed, or packed ones lost.")
-    ] = False
-    work: Annotated[
-        Path | None,
-        Option(metavar="DIR", help="For unfinished work; then --out may be an object store. Default: beside --out."),
-    ] = None
-
-    @property
-    def recipe_overrides(self) -> list[str]:
-        """The values of --set, and those that --target, --max-kl and --context stand for."""
-        goal = {"allocate.target": self._goal(), "allocate.context": self.context}
-        return [*(self.overrides or []), *(f"{key}={value}" for key, value in goal.items() if value is not None)]
-
-    def _goal(self) -> str | None:
-        """The target of an allocation that --target or --max-kl stands for."""
-        from compress.recipe import Target
-
-        if self.max_kl is None:
-            try:
-                return None if self.target is None else Target(self.target.strip()).text
-            except ValueError as error:
-                raise typer.BadParameter(str(error), param_hint="--target") from error
-        if self.target is not None:
-            raise typer.BadParameter("give --target or --max-kl, not both", param_hint="--max-kl")
-        if self.context is not None:
-            raise typer.BadParameter("give --target, a size that the cache is counted in", param_hint="--context")
-        bound = f"{self.max_kl:.12f}".rstrip("0").rstrip(".")
-        if not math.isfinite(self.max_kl) or self.max_kl <= 0 or not bound.strip("0."):
-            raise typer.BadParameter("give a positive number of nats a token, such as 0.05", param_hint="--max-kl")
-        return f"{bound}kl"
-
-    def _limit(self) -> int | None:
-        """The bytes of --max-memory."""
-        return size_given(self.max_memory)
-
-    def _seconds(self) -> float | None:
-        """The seconds of --budget."""
-        from compress.progress import parse_duration
-
-        try:
-            return None if self.budget is None else parse_duration(self.budget)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--budget") from error
-
-    def _check_folders(self, writes: Writes, out: Path | None) -> None:
-        """Raise the error for a folder that the run could not write; `out`: that of the checkpoint, None: unknown."""
-        read = [each for each in (Path(self.model), self.adapter) if each is not None and each.exists()]
-        if writes is not None and self.measurements is not None:
-            paths.check_outside(self.measurements, "--measurements", *read)
-            paths.check_writable(self.measurements, "--measurements")
-        elif writes == "measurements" and out is not None:
-            paths.check_writable(out.parent, "--measurements")
-        if writes == "checkpoint" and out is not None:
-            paths.check_name(out)
-            paths.check_apart(out, *read)
-            if self.work is not None:
-                paths.check_outside(self.work, "--work", *read)
-                paths.check_writable(self.work, "--work")
-            paths.check_out(out, self.overwrite)
-            paths.check_writable(out.parent, "--out")
-
-    def job(self, pack: bool = True, writes: Writes = "checkpoint") -> Job:
-        """Return the job of a run; wrong usage, paths and recipes stop here, before anything heavy is imported.
-
-        `pack` False: the job applies only the transforms of the recipe. `writes`: None for a plan.
-        """
-        from compress import recipe as recipes
-
-        overrides, limit = self.recipe_overrides, self._limit()
-        check_device(self.device)
-        check_paths(self.model, self.calib)
-        check_adapter(self.adapter)
-        if self.base_model is not None and not paths.HUB_ID.fullmatch(self.base_model):
-            raise typer.BadParameter("give the id of a model on the hub, owner/name", param_hint="--base-model")
-        self._check_folders(writes, self.out)
-        note(recipes.ambiguous(self.recipe))
-        recipe = recipes.load(self.recipe, overrides)
-        if not pack and not recipe.transform:
-            raise RecipeError(f"recipe {recipe.name!r} has no transform to apply; give one that has, or use quantize")
-        if self.budget is not None and not hasattr(getattr(recipe.allocate, "config", None), "estimator"):
-            said = f"recipe {recipe.name!r} has no estimator of damages to choose; leave it out"
-            raise typer.BadParameter(said, param_hint="--budget")
-        from compress.run.job import Job
-
-        model = Path(self.model.rstrip("/")).name.removesuffix(paths.GGUF)
-        name = re.sub(r"[^\w.-]+", "-", f"{model or 'model'}-{recipe.name}")
-        out = self.out or Path("models_out") / (name if pack else f"{name}-transformed")
-        self._check_folders(writes, out)
-        return Job(
-            model=self.model,
-            recipe=recipe,
-            out=out,
-            adapter=self.adapter,
-            base_model=self.base_model,
-            calib=self.calib,
-            max_memory=limit,
-            device=device_named(self.device),
-            dtype=self.dtype,
-            seed=self.seed,
-            overwrite=self.overwrite,
-            restart=self.restart,
-            work=self.work,
-            allow_partial=self.allow_partial,
-            pack=pack and recipe.packs,
-            measurements=self.measurements,
-            budget=self._seconds(),
-            processes=self.processes,
-        )
-
-
-def command(
-    name: str | None = None,
-    *,
-    epilog: str,
-    without: tuple[str, ...] = (),
-    helps: Mapping[str, str] | None = None,
-    **defaults: Any,
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command whose first parameter is a `RunOptions`: on the command line its fields are options.
-
-    typer reads the options of a command from the parameters of its function. The registered function therefore gets a
-    signature in which the fields of the dataclass, with their types and defaults, stand in place of the first
-    parameter; when it is called, it puts them together again. A field that is added to the dataclass is an option of
-    every command. `without`: fields that this command does not offer. `helps`: of fields that mean another thing
-    here. `defaults`: values that differ here, or REQUIRED.
-    """
-    hints = get_type_hints(RunOptions, include_extras=True)
-    hints |= {name: with_help(hints[name], text) for name, text in (helps or {}).items()}
-    shared = [
-        parameter(field.name, hints[field.name], defaults.get(field.name, field.default))
-        for field in dataclasses.fields(RunOptions)
-        if field.name not in without
-    ]
-
-    def register(function: Callable[..., None]) -> Callable[..., None]:
-        own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
-        parameters = [*shared, *(parameter(each.name, each.annotation, each.default) for each in own)]
-
-        @functools.wraps(function)
-        def called(**values: Any) -> None:
-            options = RunOptions(**{each.name: values.pop(each.name) for each in shared})
-            function(options, **values)
-
-        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        called.__annotations__ = {each.name: each.annotation for each in parameters}
-        app.command(name, epilog=epilog)(called)
-        return function
-
-    return register
+OWN_CACHE = "own"  # the value of --kv for the cache that a checkpoint stores
+CACHE_SECTION = "kv_cache."
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}  # errors of the disk, whatever the file
+MIN_MEMORY_NBYTES = 1 << 20  # a smaller limit was meant in another unit
 
 
 def _is_interruption(error: BaseException | None) -> bool:
@@ -286,7 +77,7 @@ def errors(resume: str = "") -> Iterator[None]:
         yield
     except BaseException as error:
         if _is_interruption(error):
-            interruption.said()
+            interruption.mark_reported()
             note(f"interrupted{resume}")
             raise typer.Exit(interruption.exit_code() or 130) from None
         if (line := out_of_memory(error)) or isinstance(error, CompressError):
@@ -300,18 +91,33 @@ def errors(resume: str = "") -> Iterator[None]:
         raise
 
 
-def size_given(text: str | None) -> int | None:
-    """Return the bytes of --max-memory; wrong usage for what no run could keep to."""
+def parse_nbytes(text: str, option: str) -> int:
+    """Return the bytes of an option such as 8GiB; wrong usage for anything else."""
     from compress.process_memory import parse_size
 
     try:
-        limit = None if text is None else parse_size(text)
+        return parse_size(text)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--max-memory") from error
-    if limit is not None and limit < LEAST_MEMORY:
-        said = f"{text} is {limit} bytes, less than any run takes; give a size such as 8GiB"
-        raise typer.BadParameter(said, param_hint="--max-memory")
+        raise typer.BadParameter(str(error), param_hint=option) from error
+
+
+def parse_memory(text: str | None) -> int | None:
+    """Return the bytes of --max-memory; wrong usage for what no run could keep to."""
+    limit = None if text is None else parse_nbytes(text, "--max-memory")
+    if limit is not None and limit < MIN_MEMORY_NBYTES:
+        reason = f"{text} is {limit} bytes, less than any run takes; give a size such as 8GiB"
+        raise typer.BadParameter(reason, param_hint="--max-memory")
     return limit
+
+
+def parse_time(text: str | None, option: str) -> float | None:
+    """Return the seconds of an option such as 90s, 20min or 2h; wrong usage for anything else."""
+    from compress.progress import parse_duration
+
+    try:
+        return None if text is None else parse_duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
 
 
 def check_model(model: str) -> None:
@@ -372,17 +178,17 @@ class NotePrinter(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: set[str] = set()
+        self.printed: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a note unless it has been printed."""
         text = record.getMessage()
-        if text not in self.said:
-            self.said.add(text)
+        if text not in self.printed:
+            self.printed.add(text)
             note(text)
 
 
-def renamed(given: Path | None, former: Path | None, option: str) -> Path | None:
+def former_out(given: Path | None, former: Path | None, option: str) -> Path | None:
     """Return the value of an option that was called --out before; that name still works, with a note."""
     if former is None:
         return given
@@ -392,8 +198,77 @@ def renamed(given: Path | None, former: Path | None, option: str) -> Path | None
     return former
 
 
-def text_given(text: str | None) -> str:
+def required_text(text: str | None) -> str:
     """Return the value of --text; wrong usage without one."""
     if text is None:
         raise typer.BadParameter("give the text to score: a .txt, .jsonl or .parquet file", param_hint="--text")
     return text
+
+
+def note_prefix(directory: Path, bos: Bos) -> None:
+    """Print what each window begins with, where the tokenizer of a model puts something before a text."""
+    from compress.calib import prefix
+
+    note(prefix.of_directory(directory, bos).sentence or None)
+
+
+def keep(directory: Path, add: Callable[[Any], object]) -> None:
+    """Add a result to scores.json of a checkpoint that compress wrote, and bring its page up to date.
+
+    add: is called with the module `compress.evaluate.record`.
+
+    A checkpoint that may only be read, or whose scores.json is damaged, is measured all the same: a note says that the
+    result is not kept.
+    """
+    from compress.evaluate import page, record
+
+    if not record.is_kept(directory):
+        return
+    try:
+        add(record)
+        page.refresh(directory)
+    except (CompressError, OSError) as error:
+        note(f"what was measured is not kept beside {directory}: {first_line(error)}")
+
+
+def cache_recipes(names: list[str], overrides: Sequence[str] | None = None) -> dict[str, CacheSettings]:
+    """Return cache recipes by name, with overrides of their kv_cache; none: the cache that the checkpoint stores."""
+    from compress import recipe
+
+    overrides = [_in_cache_section(override) for override in overrides or ()]
+    if overrides and names in ([], [OWN_CACHE]):
+        raise RecipeError("--set changes a recipe of --kv; the cache of a checkpoint is as it was written: name one")
+    if names == [OWN_CACHE]:
+        return {}
+    caches = {}
+    for name in names:
+        note(recipe.ambiguous(name))
+        loaded = recipe.load(name)
+        if loaded.kv_cache is not None and overrides:
+            loaded = recipe.load(name, overrides)
+        if loaded.kv_cache is None:
+            raise RecipeError(
+                f"recipe {shown(loaded.name)} has no kv_cache; those that have are {', '.join(recipes_with_cache())}"
+            )
+        caches[", ".join((loaded.name, *(override.removeprefix(CACHE_SECTION) for override in overrides)))] = (
+            loaded.kv_cache
+        )
+    return caches
+
+
+def _in_cache_section(override: str) -> str:
+    """Return an override `key=value` of kv_cache with the section in front; RecipeError for other sections."""
+    from compress.recipe.schema import TOP_KEYS
+
+    first = override.partition("=")[0].strip().partition(".")[0]
+    if first in TOP_KEYS and first != CACHE_SECTION.rstrip("."):
+        raise RecipeError(f"--set {cut(override)}: of a recipe of --kv only kv_cache is used; set a key of it, bits=3")
+    return override if first in TOP_KEYS else f"{CACHE_SECTION}{override.strip()}"
+
+
+def recipes_with_cache(only: bool = False) -> list[str]:
+    """Return the names of the built-in recipes with kv_cache; `only`: with nothing else."""
+    from compress import recipe
+
+    loaded = [recipe.load(name) for name in recipe.names()]
+    return [each.name for each in loaded if each.kv_cache is not None and not (only and each.packs)]

@@ -9,22 +9,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.cli.evaluation_options import Bos, note_prefix
 from compress.cli.options import (
     AsJson,
+    Bos,
+    ComputeDtype,
     Device,
     Dtype,
     Model,
     Seed,
-    app,
     check_device,
     check_paths,
     device_named,
     errors,
     note,
-    size_given,
+    note_prefix,
+    parse_memory,
+    parse_time,
 )
-from compress.cli.signatures import ComputeDtype
 from compress.errors import RecipeError
 from compress.storage import paths
 
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
     from compress.study.grid import Axes, Settings
 
 RESUME = "; run the same command again to go on"
-EPILOG = (
-    "Example: compress study ./my-model --recipes 'int*,vq2bit' --text held_out.txt --calib text.txt --out studies/mine"
-)
-
 
 Out = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Of the study; new, or to go on with.")]
 Texts = Annotated[list[str], typer.Option("--text", metavar="SRC", help="Text to score; repeatable.")]
@@ -76,7 +73,6 @@ Tasks = Annotated[
 ]
 
 
-@app.command(epilog=EPILOG)
 def study(
     model: Model,
     out: Out,
@@ -115,7 +111,7 @@ def study(
         check_paths(model, *text, *sources)
         paths.check_apart(out, paths.local_model(model))
         paths.check_writable(out, "--out")
-        limits = _seconds(cell_time), size_given(max_memory)
+        limits = parse_time(cell_time, "--cell-time"), parse_memory(max_memory)
         from compress.study import grid
         from compress.study.grid import Axes, Settings
 
@@ -127,15 +123,15 @@ def study(
             _numbers(samples, "--samples"),
             _numbers(seq_len, "--seq-len"),
         )
-        asked_tasks = tuple(_placed(each) for each in task or ())
+        asked_tasks = tuple(_with_absolute_file(each) for each in task or ())
         rest = device_named(device), seed, limits[1], keep, speed, suite, asked_tasks, bos, quantize_dtype
         shared = Settings(_absolute(model), _sources(text), window, max_tokens, dtype, *rest)
-        found = _run(axes, shared, out, (jobs, limits[0], retry))
+        summary = _run(axes, shared, out, (jobs, limits[0], retry))
         if as_json:
-            print(json.dumps(found))
+            print(json.dumps(summary))
             return
-        _print_end(found, out)
-        if found["failed"] and not found["cells"]:
+        _print_end(summary, out)
+        if summary["failed"] and not summary["cells"]:
             raise typer.Exit(1)
 
 
@@ -174,14 +170,14 @@ def _run(axes: Axes, shared: Settings, out: Path, how: tuple[int, float | None, 
     devices = torch.cuda.device_count() if shared.device == "cuda" else 0
     effort = runner.RunLimits(how[0], devices, how[1])
     try:
-        runner.run(asked, effort, lambda cell: _say(cell, asked, study_folder))
+        runner.run(asked, effort, lambda cell: _note_result(cell, asked, study_folder))
     finally:
-        found = summary.write(study_folder)
-    return found
+        result = summary.write(study_folder)
+    return result
 
 
-def _say(cell: CellFolder, asked: list[CellFolder], study_folder: StudyFolder) -> None:
-    """Tell what came of a cell, and bring the page up to date."""
+def _note_result(cell: CellFolder, asked: list[CellFolder], study_folder: StudyFolder) -> None:
+    """Print what came of a cell, and bring the page up to date."""
     from compress.study import summary
 
     result = cell.result
@@ -192,9 +188,8 @@ def _say(cell: CellFolder, asked: list[CellFolder], study_folder: StudyFolder) -
 
 
 def line(result: dict[str, Any]) -> str:
-    """Say in a line what came of a cell."""
-    from compress.cli.tables import size
-    from compress.progress import duration
+    """Return in a line what came of a cell."""
+    from compress.cli.tables import size, time_text
 
     if result["status"] == "failed":
         return f"{result['label']} failed: {result['reason']}"
@@ -204,15 +199,15 @@ def line(result: dict[str, Any]) -> str:
         loss = f"KL {row['kl_mean']:.5f}{error}, " if "kl_mean" in row else ""
         parts.append(f"{row['text']}: {loss}perplexity {row['perplexity']:.2f} ({row['tokens']:,} tokens)")
     seconds = result["cost"].get("seconds", 0.0) + result["cost"]["scoring_seconds"]
-    return f"{result['label']}: {'; '.join(parts)}; {duration(seconds)}"
+    return f"{result['label']}: {'; '.join(parts)}; {time_text(seconds)}"
 
 
-def _print_end(found: dict[str, Any], out: Path) -> None:
+def _print_end(summary: dict[str, Any], out: Path) -> None:
     """Print where the results are, and what is missing."""
-    counts = f"{len(found['cells'])} cells measured, {len(found['failed'])} failed"
-    waiting = f", {len(found['pending'])} asked for earlier and not measured" if found["pending"] else ""
+    counts = f"{len(summary['cells'])} cells measured, {len(summary['failed'])} failed"
+    waiting = f", {len(summary['pending'])} asked for earlier and not measured" if summary["pending"] else ""
     print(f"{out / 'study.html'}: {counts}{waiting}; study.json and study.csv beside it")
-    for each in found["failed"]:
+    for each in summary["failed"]:
         print(line(each))
 
 
@@ -221,7 +216,7 @@ def _absolute(source: str) -> str:
     return os.path.abspath(source) if os.path.exists(source) else source
 
 
-def _placed(task: str) -> str:
+def _with_absolute_file(task: str) -> str:
     """Return NAME=FILE with the absolute path of the file; NAME as it is."""
     name, sign, file = task.partition("=")
     return f"{name}{sign}{_absolute(file)}"
@@ -237,16 +232,7 @@ def _numbers(text: str | None, option: str) -> tuple[int, ...]:
 
     if text is None:
         return ()
-    found = grid.values(text)
-    if not all(value.isdecimal() and int(value) > 0 for value in found):
+    values = grid.values(text)
+    if not all(value.isdecimal() and int(value) > 0 for value in values):
         raise typer.BadParameter(f"{text!r} are no positive whole numbers such as 16,64", param_hint=option)
-    return tuple(map(int, found))
-
-
-def _seconds(text: str | None) -> float | None:
-    from compress.progress import parse_duration
-
-    try:
-        return None if text is None else parse_duration(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--cell-time") from error
+    return tuple(map(int, values))

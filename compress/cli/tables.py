@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from compress.progress import Progress
     from compress.run.job import Prepared
 
-NAMED_TENSORS = 3  # of those that a model does not use
+MAX_NAMED_TENSORS = 3
 WITH_TABLES = " of linears, embeddings and head together"  # what the bits of a target count, where all are allocated
-LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
+PROGRESS_LINE_SECONDS = 10.0
 
 PIPE_WIDTH = 160  # columns where there is no terminal that has a width
 
@@ -67,14 +67,19 @@ class _Lines:
     """Progress as lines of a log."""
 
     def __init__(self) -> None:
-        self.next = time.monotonic() + LINE_SECONDS  # a short run says nothing but its result
+        self.next = time.monotonic() + PROGRESS_LINE_SECONDS  # a short run says nothing but its result
 
     def __call__(self, text: str, done: float, total: float) -> None:
         now = time.monotonic()
         if now >= self.next:
-            self.next = now + LINE_SECONDS
+            self.next = now + PROGRESS_LINE_SECONDS
             share = f" ({100 * done / total:.0f}%)" if total else ""
             print(f"{text}{share}", file=sys.stderr, flush=True)
+
+
+def time_text(seconds: float) -> str:
+    """Format seconds for people."""
+    return duration(seconds)
 
 
 def size(nbytes: float) -> str:
@@ -84,7 +89,7 @@ def size(nbytes: float) -> str:
     return show(nbytes)
 
 
-def titled(names: Sequence[str], title: str | None = None) -> Table:
+def new_table(names: Sequence[str], title: str | None = None) -> Table:
     """Return an empty table: words to the left, numbers to the right, names of layers in full."""
     columns = [
         Column(
@@ -105,7 +110,7 @@ def columns(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 
 def bits(bpw: float, whole: dict[str, float] | None) -> str:
-    """Say how many bits a packed weight takes, and how many a parameter of the whole model, if that is known."""
+    """Return in words the bits of a packed weight, and those of a parameter of the whole model, if they are known."""
     if whole is None or not whole["parameters"]:
         return f"{bpw:.3f} bits per packed weight"
     share = f"{whole['share']:.1%} of parameters packed"
@@ -117,7 +122,7 @@ def plan_table(rows: list[dict[str, Any]], other: dict[str, int], total: int, so
 
     source: bytes of the original, if they are known.
     """
-    table = titled(("layers", "count", "shape", "method", "format", "bpw", "bytes"))
+    table = new_table(("layers", "count", "shape", "method", "format", "bpw", "bytes"))
     for row in rows:
         shape = f"{row['shape'][0]} x {row['shape'][1]}"
         table.add_row(
@@ -146,7 +151,7 @@ def print_plan(prepared: Prepared) -> None:
 
 
 def plan_line(prepared: Prepared) -> str:
-    """Say in one line what a run is about to do."""
+    """Return in words in one line what a run is about to do."""
     from compress.run import report
 
     plan, arrangement = prepared.plan, prepared.arrangement
@@ -167,12 +172,12 @@ def plan_line(prepared: Prepared) -> str:
 
 
 def _source(nbytes: int, base: str | None) -> str:
-    """Say how large the original is, and how another tool has stored it."""
+    """Return in words how large the original is, and how another tool has stored it."""
     return f"{size(nbytes)} (base: {base})" if base else size(nbytes)
 
 
 def result_lines(report: dict[str, Any], directory: str) -> list[str]:
-    """Say what a run has written, with predictions beside measurements."""
+    """Return in words what a run has written, with predictions beside measurements."""
     used, took = report["memory"], report["seconds"]
     plain = "weights as they are, with a kv_cache" if report.get("kv_cache") else "transformed, in full precision"
     what = bits(report["bpw"], report.get("whole")) if report["layers"] else plain
@@ -190,7 +195,7 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
         )
     if unused := report.get("unused"):
         names = sorted(unused, key=lambda name: -unused[name])
-        largest = [*names[:NAMED_TENSORS], *(["..."] if len(names) > NAMED_TENSORS else [])]
+        largest = [*names[:MAX_NAMED_TENSORS], *(["..."] if len(names) > MAX_NAMED_TENSORS else [])]
         lines.append(
             f"{len(unused)} stored tensors that the model does not use, {size(sum(unused.values()))}, are copied and "
             f"left out of bits over the whole model: {', '.join(largest)}"
@@ -205,8 +210,8 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
             f"experts pruned in {len(pruned)} of {len(experts)} blocks that have any: {share:.1%} of what calibration "
             "tokens were routed to is left out"
         )
-    if found := (report.get("kv_cache") or {}).get("size"):
-        lines.append(cache_bytes_line(found))
+    if nbytes := (report.get("kv_cache") or {}).get("size"):
+        lines.append(cache_bytes_line(nbytes))
     if cache := (report.get("allocation") or {}).get("cache"):
         lines += [cache_line(cache)]
     if report["fallbacks"]:
@@ -215,7 +220,7 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
 
 
 def cache_bytes_line(found: dict[str, Any]) -> str:
-    """Say what a cache takes at a context, and how much of that is calibrated tensors."""
+    """Return in words what a cache takes at a context, and how much of that is calibrated tensors."""
     static = ""
     if found["static"]:
         share = found["static"] / found["context"]
@@ -227,7 +232,7 @@ def cache_bytes_line(found: dict[str, Any]) -> str:
 
 
 def cache_line(found: dict[str, Any]) -> str:
-    """Say what a budget gave the cache."""
+    """Return in words what a budget gave the cache."""
     bits = " and ".join(f"{kind} {bits:.2f}" for kind, bits in found["bits per element"].items())
     each = f"{found['nbytes'] / found['context']:,.0f} bytes a token, calibrated tensors included"
     window = found.get("measured at") or found["context"]
@@ -238,7 +243,7 @@ def cache_line(found: dict[str, Any]) -> str:
 
 
 def verify_line(found: dict[str, Any], directory: str) -> str:
-    """Say what `compress verify` has checked, and what it could not."""
+    """Return in words what `compress verify` has checked, and what it could not."""
     tensors, blocks = f"{found['tensors']} tensors ({size(found['nbytes'])})", f"{found['blocks']} blocks"
     if found["manifest"] == "checked":
         beside = f"; not listed and not checked: {', '.join(found['unlisted'])}" if found["unlisted"] else ""
@@ -260,7 +265,7 @@ def evaluation_table(values: dict[str, Any]) -> Table:
 
 def layers_table(layers: list[dict[str, Any]], title: str) -> Table:
     """Return layers of a report with their errors."""
-    table = titled(("layer", "method", "bpw", "output error", "weight error", "notes"), title)
+    table = new_table(("layer", "method", "bpw", "output error", "weight error", "notes"), title)
     for row in layers:
         output = "" if row["output_error"] is None else f"{row['output_error']:.5f}"
         table.add_row(
@@ -275,7 +280,7 @@ def layers_table(layers: list[dict[str, Any]], title: str) -> Table:
 
 
 def speed_lines(speed: Speed) -> list[str]:
-    """Say on which device a model was timed, and its tokens per second."""
+    """Return in words on which device a model was timed, and its tokens per second."""
     threads = f", {speed.threads} threads" if speed.device == "cpu" else ""
     prefill, decode = speed.prefill_tokens_per_s, speed.decode_tokens_per_s
     base_prefill, base_decode = (
@@ -292,7 +297,7 @@ def speed_lines(speed: Speed) -> list[str]:
 
 def speed_table(speed: Speed) -> Table:
     """Return a row for each shape of packed layer."""
-    table = titled(("layer", "count", "format", "bpw", "by", "time", "GB/s", "of copy rate", "x bfloat16"))
+    table = new_table(("layer", "count", "format", "bpw", "by", "time", "GB/s", "of copy rate", "x bfloat16"))
     for row in speed.layers:
         cells = (f"{row.shape[0]} x {row.shape[1]}", str(row.count), row.format, f"{row.bpw:.3f}")
         path = "kernel" if row.kernel else "decoding"
@@ -302,7 +307,7 @@ def speed_table(speed: Speed) -> Table:
 
 
 def unmeasured_lines(found: Unmeasured, command: str) -> list[str]:
-    """Say what measuring for an allocation takes, and which size each option has when used uniformly."""
+    """Return in words what measuring for an allocation takes, and which size each option has when used uniformly."""
     what = f"{found.options} options x {found.linears} linears" if found.linears else "options of the cache"
     target = f"{found.target}{WITH_TABLES if found.tables else ''}"
     if found.tables:
@@ -322,7 +327,7 @@ def unmeasured_lines(found: Unmeasured, command: str) -> list[str]:
 
 def frontier_table(found: dict[str, Any]) -> Table:
     """Return KL against size: uniform options, allocated models, and the one with the target."""
-    table = titled(("", "bpw", "bytes", "KL", "uniform at these bytes", "ratio"))
+    table = new_table(("", "bpw", "bytes", "KL", "uniform at these bytes", "ratio"))
 
     def add(name: str, row: dict[str, Any], style: str = "") -> None:
         uniform = row.get("kl of uniform")
@@ -339,7 +344,7 @@ def frontier_table(found: dict[str, Any]) -> Table:
 
 
 def allocation_lines(found: dict[str, Any]) -> list[str]:
-    """Say on which text KL was measured, and which option each unit got."""
+    """Return in words on which text KL was measured, and which option each unit got."""
     lines = [f"KL to the original on {found['tokens']:,} tokens of {found['text']}"]
     if found.get("with tables"):
         lines.append("uniform: one option for all linears, with embeddings and head at their largest option")

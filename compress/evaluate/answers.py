@@ -13,8 +13,7 @@ behind what the cache has stored, together: what becomes old meanwhile stays exa
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +21,15 @@ import torch
 from torch import Tensor
 
 from compress.errors import CalibrationError, NumericalError
-from compress.evaluate.feed import LAST, fed, read_on
 from compress.evaluate.generation import text_behind
 from compress.evaluate.items import Item, Material, Outcome, Task, Text
+from compress.evaluate.reader import Reader
 from compress.evaluate.scores import BATCH_NBYTES, BATCH_TOKENS
 from compress.model import writing
 
-MakeCache = Callable[[], Any]  # a new cache for each batch
-
 
 @dataclass(frozen=True)
-class Row:
+class AnswerRow:
     """A context with one of its answers."""
 
     item: int
@@ -48,7 +45,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class _Read:
+class _Likelihood:
     """What a model gives an answer."""
 
     log_likelihood: float  # nats, summed
@@ -56,27 +53,25 @@ class _Read:
     kl: float | None  # KL(law || model), nats a token
 
 
-def score(
-    model: Any, task: Task, material: Material, make_cache: MakeCache | None = None, batch_tokens: int = BATCH_TOKENS
-) -> list[Outcome]:
+def score(reader: Reader, task: Task, material: Material, batch_tokens: int = BATCH_TOKENS) -> list[Outcome]:
     """Return the outcome of each item, in their order.
 
-    make_cache: answers are read behind contexts in such a cache; None: in one pass, without one. What is written goes
-    through the cache that is attached to the model, if any. The tokenizer is that of `material`.
+    Answers are read behind contexts in the reader's cache, or without one in one pass. What is written goes through the
+    cache that is attached to the model, if any. The tokenizer is that of `material`.
 
     Raises CalibrationError for an item without tokens or longer than the model can read, NumericalError for logits that
     are not finite.
     """
     if task.way == "written":
-        stop = writing.end_tokens(model)
-        return [_written(model, task, item, material, stop) for item in task.items]
+        stop = writing.end_tokens(reader.model)
+        return [_write(reader.model, task, item, material, stop) for item in task.items]
     rows = [row for i, item in enumerate(task.items) for row in _rows(i, item, task, material)]
-    read = _read(model, rows, task, make_cache, batch_tokens)
-    found = []
+    read = _read(reader, rows, task, batch_tokens)
+    outcomes = []
     for i, item in enumerate(task.items):
-        own = {row.answer: (row, read[k]) for k, row in enumerate(rows) if row.item == i}
-        found.append(_chosen(item, own) if task.way == "likelihood" else _greedy(item, own[item.right], material))
-    return found
+        of_item = {row.answer: (row, read[k]) for k, row in enumerate(rows) if row.item == i}
+        outcomes.append(_choose(item, of_item) if task.way == "likelihood" else _judge(item, of_item[item.right]))
+    return outcomes
 
 
 def longest_context(task: Task, material: Material) -> int:
@@ -85,7 +80,7 @@ def longest_context(task: Task, material: Material) -> int:
     return max(row.first for row in rows) + 1
 
 
-def _rows(number: int, item: Item, task: Task, material: Material) -> Iterator[Row]:
+def _rows(number: int, item: Item, task: Task, material: Material) -> Iterator[AnswerRow]:
     """Yield the rows of an item: one for each answer, or for the right one only."""
     for k, answer in enumerate(item.answers):
         if task.way == "greedy" and k != item.right:
@@ -101,7 +96,7 @@ def _rows(number: int, item: Item, task: Task, material: Material) -> Iterator[R
                 "shorten it"
             )
         text = answer if isinstance(answer, str) else material.decode(answer)
-        yield Row(number, k, inputs, target, max(1, len(text.encode())))
+        yield AnswerRow(number, k, inputs, target, max(1, len(text.encode())))
 
 
 def _tokens(context: Text, answer: Text, material: Material) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -116,26 +111,27 @@ def _tokens(context: Text, answer: Text, material: Material) -> tuple[tuple[int,
 
 
 @torch.no_grad()
-def _read(model: Any, rows: Sequence[Row], task: Task, make_cache: MakeCache | None, batch_tokens: int) -> list[_Read]:
+def _read(reader: Reader, rows: Sequence[AnswerRow], task: Task, batch_tokens: int) -> list[_Likelihood]:
     """Return what the model gives each row."""
-    found: dict[int, _Read] = {}
-    logit_nbytes = model.config.get_text_config().vocab_size * model.dtype.itemsize
-    for alike in _together(rows, make_cache is not None):
+    by_row: dict[int, _Likelihood] = {}
+    logit_nbytes = reader.model.config.get_text_config().vocab_size * reader.model.dtype.itemsize
+    for alike in _together(rows, reader.cache is not None):
         for batch in _batches(alike, rows, logit_nbytes, batch_tokens):
             first = min(rows[k].first for inputs in batch for k in alike[inputs])
-            logits = _logits(model, batch, first, make_cache)
+            logits = reader.behind(_pad(batch), first)
             for place, inputs in enumerate(batch):
                 for k in alike[inputs]:
-                    own = logits[place, rows[k].first - first : len(inputs) - first].float()
-                    if not torch.isfinite(own).all():
+                    of_answer = logits[place, rows[k].first - first : len(inputs) - first].float()
+                    if not torch.isfinite(of_answer).all():
                         raise NumericalError(
                             f"the model gives non-finite logits in {logits.dtype}; its weights are damaged, or overflow"
                         )
-                    found[k] = _at(own.log_softmax(-1), rows[k].target, task.items[rows[k].item].law)
-    return [found[k] for k in range(len(rows))]
+                    law = task.items[rows[k].item].law
+                    by_row[k] = _likelihood(of_answer.log_softmax(-1), rows[k].target, law)
+    return [by_row[k] for k in range(len(rows))]
 
 
-def _together(rows: Sequence[Row], one_length: bool) -> Iterator[dict[tuple[int, ...], list[int]]]:
+def _together(rows: Sequence[AnswerRow], one_length: bool) -> Iterator[dict[tuple[int, ...], list[int]]]:
     """Yield the rows that may share a batch, as inputs -> rows: all of them, or those with contexts of one length."""
     groups: dict[int, dict[tuple[int, ...], list[int]]] = {}
     for k, row in enumerate(rows):
@@ -143,24 +139,24 @@ def _together(rows: Sequence[Row], one_length: bool) -> Iterator[dict[tuple[int,
     yield from groups.values()
 
 
-def _at(log_probs: Tensor, target: tuple[int, ...], law: Any) -> _Read:
-    """log_probs float32 [tokens, vocab] at the places of an answer."""
+def _likelihood(log_probs: Tensor, target: tuple[int, ...], law: Any) -> _Likelihood:
+    """Return what log_probs float32 [tokens, vocab] at the places of an answer give it."""
     index = torch.tensor(target, device=log_probs.device)
     total = float(log_probs.gather(-1, index[:, None]).double().sum())
     kl = None
     if law is not None:
-        parts = [
+        terms = [
             p * (torch.tensor(p, dtype=torch.float64).log() - log_probs[k, token].double().cpu())
             for k, here in enumerate(law)
             for token, p in here.items()
             if p > 0
         ]
-        kl = float(torch.stack(parts).sum()) / len(target)
-    return _Read(total, tuple(log_probs.argmax(-1).tolist()), kl)
+        kl = float(torch.stack(terms).sum()) / len(target)
+    return _Likelihood(total, tuple(log_probs.argmax(-1).tolist()), kl)
 
 
 def _batches(
-    alike: dict[tuple[int, ...], list[int]], rows: Sequence[Row], logit_nbytes: int, batch_tokens: int
+    alike: dict[tuple[int, ...], list[int]], rows: Sequence[AnswerRow], logit_nbytes: int, batch_tokens: int
 ) -> Iterator[list[tuple[int, ...]]]:
     """Yield inputs that go through the model together; the longest come first."""
     batch: list[tuple[int, ...]] = []
@@ -179,33 +175,24 @@ def _batches(
         yield batch
 
 
-def _logits(model: Any, batch: Sequence[tuple[int, ...]], first: int, make_cache: MakeCache | None) -> Tensor:
-    """Return the logits [batch, tokens from `first` on, vocab] of inputs that are padded on the right."""
+def _pad(batch: Sequence[tuple[int, ...]]) -> Tensor:
+    """Return inputs as int64 [batch, tokens], the last token of each repeated on the right."""
     longest = max(map(len, batch))
-    tokens = torch.tensor([[*inputs, *[inputs[-1]] * (longest - len(inputs))] for inputs in batch], device=model.device)
-    if make_cache is not None:
-        cache = make_cache()
-        if first:
-            fed(model, tokens[:, :first], cache)
-        cache.exact_prefill = True  # what is read together: padding and later tokens make no earlier ones coded
-        return read_on(model, tokens, first, cache)
-    if LAST in inspect.signature(model.forward).parameters:
-        return model(input_ids=tokens, use_cache=False, **{LAST: longest - first}).logits
-    return model(input_ids=tokens, use_cache=False).logits[:, first:]
+    return torch.tensor([[*inputs, *[inputs[-1]] * (longest - len(inputs))] for inputs in batch])
 
 
-def _chosen(item: Item, own: dict[int, tuple[Row, _Read]]) -> Outcome:
+def _choose(item: Item, of_item: dict[int, tuple[AnswerRow, _Likelihood]]) -> Outcome:
     """Return the outcome of a choice by likelihood; of equal ones the first counts."""
-    total = [own[k][1].log_likelihood for k in range(len(item.answers))]
-    by_bytes = [value / own[k][0].nbytes for k, value in enumerate(total)]
+    total = [of_item[k][1].log_likelihood for k in range(len(item.answers))]
+    by_bytes = [value / of_item[k][0].nbytes for k, value in enumerate(total)]
     choice = total.index(max(total))
-    nll = -total[item.right] / len(own[item.right][0].target)
+    nll = -total[item.right] / len(of_item[item.right][0].target)
     return Outcome(item.name, choice == item.right, str(choice), nll, by_bytes.index(max(by_bytes)) == item.right)
 
 
-def _greedy(item: Item, own: tuple[Row, _Read], material: Material) -> Outcome:
+def _judge(item: Item, of_answer: tuple[AnswerRow, _Likelihood]) -> Outcome:
     """Return the outcome of an answer that is asked token by token."""
-    row, read = own
+    row, read = of_answer
     hits = [a == b for a, b in zip(read.likeliest, row.target, strict=True)]
     return Outcome(
         item.name,
@@ -217,7 +204,7 @@ def _greedy(item: Item, own: tuple[Row, _Read], material: Material) -> Outcome:
     )
 
 
-def _written(model: Any, task: Task, item: Item, material: Material, stop: Sequence[int]) -> Outcome:
+def _write(model: Any, task: Task, item: Item, material: Material, stop: Sequence[int]) -> Outcome:
     """Return the outcome of an item that is answered by free greedy decoding."""
     if task.correct is None:
         raise TypeError(f"task {task.name} lets models write, and has no `correct`")
@@ -230,6 +217,6 @@ def _written(model: Any, task: Task, item: Item, material: Material, stop: Seque
         )
     draw = writing.Draw(str(model.name_or_path), 0.0, torch.Generator())
     whole = writing.write(model, torch.tensor([start]), item.new_tokens, draw, stop)[0].tolist()
-    said = text_behind(material.decode, whole, len(start)) if text else material.decode(whole[len(start) :])
-    figures = task.figures(item, said) if task.figures is not None else {}
-    return Outcome(item.name, task.correct(item, said), said, figures=figures)
+    written = text_behind(material.decode, whole, len(start)) if text else material.decode(whole[len(start) :])
+    figures = task.figures(item, written) if task.figures is not None else {}
+    return Outcome(item.name, task.correct(item, written), written, figures=figures)

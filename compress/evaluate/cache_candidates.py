@@ -1,4 +1,4 @@
-"""Load a model and make the caches that are measured on it, calibrated where they need it."""
+"""Make the caches that are measured on a model, calibrated where they need it."""
 
 from __future__ import annotations
 
@@ -7,46 +7,39 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from compress.calib.data import token_windows
 from compress.calib.kv import calibrate
 from compress.errors import CalibrationError, RecipeError
-from compress.evaluate.cache_scores import Candidate, readable
-from compress.evaluate.scores import Execution
-from compress.kv import generation, hooks
+from compress.evaluate.reader import Candidate, Execution, Reader, load_model, readable
 from compress.kv.cache import coded_layers
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
 from compress.model.positions import max_positions
-from compress.progress import Progress
+from compress.progress import Progress, silent
 from compress.recipe.schema import Bos
 from compress.run import kv_cache
 from compress.run.calibration_text import say_fewer
 from compress.runtime.kv_config import stored_section
 
-CALIBRATION = (32, 512)  # samples and their length, for recipes that are calibrated here
-OWN = "own"  # the cache of the checkpoint itself
+CALIBRATION = (32, 512)  # samples and tokens of each, for recipes that are calibrated here
+OWN_CACHE = "own"  # the name of the cache that a checkpoint stores
 
 
-def load_model(directory: Path, execution: Execution) -> PreTrainedModel:
-    """Load a model and add the hooks that caches need."""
-    model = lm.load_model(directory, execution.dtype, execution.device)
-    hooks.attach(model)
-    if generation.can_read_codes(model):
-        generation.switch(model)
-    return model
-
-
-def with_cache(
-    directory: Path, execution: Execution, caches: Mapping[str, CacheSettings], calib: str | None, progress: Progress
-) -> tuple[PreTrainedModel, Candidate]:
-    """Load a model that writes through one cache, and return that cache, too; without any, the checkpoint's own."""
+def open_reader(
+    directory: Path,
+    execution: Execution,
+    caches: Mapping[str, CacheSettings],
+    calib: str | None,
+    progress: Progress = silent,
+) -> Reader:
+    """Load a model that reads and writes through one cache; without any in `caches`, through the checkpoint's own."""
     check(directory, caches, calib)
     model = load_model(directory, execution)
-    (found,) = candidates(model, directory, caches, calib, progress, execution.bos)
-    generation.attach(model, found.settings, found.static)
-    return model, found
+    (candidate,) = candidates_of(model, directory, caches, calib, progress, execution.bos)
+    reader = Reader(model, candidate, directory.name)
+    reader.attach_cache()
+    return reader
 
 
 def check(directory: Path, caches: Mapping[str, CacheSettings], calib: str | None) -> None:
@@ -66,21 +59,21 @@ def fitting(
 
     `left_out` is told of each of the others, in a line. Without it, and where all are left out, RecipeError is raised.
     """
-    found = {}
+    fit = {}
     for name, settings in caches.items():
         try:
             kv_cache.check(config, settings)
-            found[name] = settings
+            fit[name] = settings
         except RecipeError as error:
             if left_out is None:
                 raise RecipeError(f"recipe {name}: {error}") from error
             left_out(f"{name} is left out: {error}")
-    if caches and not found:
+    if caches and not fit:
         raise RecipeError("no cache recipe fits this model; the lines above say why")
-    return found
+    return fit
 
 
-def candidates(
+def candidates_of(
     model: Any,
     directory: Path,
     caches: Mapping[str, CacheSettings],
@@ -96,16 +89,16 @@ def candidates(
     if not caches:
         if stored is None:
             raise _without_cache(directory)
-        return [readable(model, Candidate(OWN, stored.settings, stored.static))]
-    found = []
+        return [readable(model, Candidate(OWN_CACHE, stored.settings, stored.static))]
+    candidates = []
     for name, settings in caches.items():
         static: dict[str, Tensor] = {}
         if settings.needs():
             progress(f"calibrating {name}", 0, 0)
             tokens = _calibration_tokens(model, directory, name, calib, bos)
             static, _ = calibrate(model, coded_layers(model.config, settings), tokens, reading=settings.read)
-        found.append(readable(model, Candidate(name, settings, static)))
-    return found
+        candidates.append(readable(model, Candidate(name, settings, static)))
+    return candidates
 
 
 def _without_cache(directory: Path) -> RecipeError:

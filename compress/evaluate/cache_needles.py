@@ -20,17 +20,21 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from compress.errors import CalibrationError
-from compress.evaluate.cache_scores import Candidate, Say, exact_tokens, policies
-from compress.evaluate.feed import fed, read_on
+from compress.evaluate.cache_scores import exact_tokens, policies
+from compress.evaluate.items import encode_with
+from compress.evaluate.reader import Candidate, Reader, Say, fill, read_on
+from compress.evaluate.scores import TextWindows
+from compress.model import load as lm
+from compress.progress import Progress, make_counter
 
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the room for needles
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the room for needles
 NAMES = (
     *("Oslo", "Cairo", "Lima", "Rome", "Delhi", "Paris", "Kiev", "Quito", "Dublin", "Tokyo", "Berlin", "Boston"),
     *("Madrid", "Athens", "Vienna", "Warsaw", "Moscow", "London"),
@@ -49,7 +53,7 @@ Encode = Callable[[str], Sequence[int]]  # text -> tokens, none added
 
 
 @dataclass(frozen=True)
-class Context:
+class NeedleContext:
     """A prompt with needles, and the questions for them."""
 
     prompt: Tensor  # int64 [1, tokens]
@@ -72,7 +76,7 @@ class NeedleScore:
     """How well one cache keeps needles."""
 
     asked: int  # cells
-    kept: int  # of them, that are answered through the exact cache; the figures below are of these
+    kept: int  # cells that are answered through the exact cache; the figures below are of these
     exact_nll: float | None  # nats a token of the answer
     right: float | None  # share of cells
     right_se: float | None  # standard error over contexts; None with fewer than two that have such cells
@@ -83,7 +87,7 @@ class NeedleScore:
 
 def contexts(
     windows: Tensor, encode: Encode, count: int, candidates: Sequence[Candidate], config: Any, begun: int = 0
-) -> list[Context]:
+) -> list[NeedleContext]:
     """Return so many contexts, each as long as a window with its questions; windows int64 [n, seq_len].
 
     begun: tokens that every window begins with, which stay where they are.
@@ -92,14 +96,13 @@ def contexts(
     """
     codings = [candidate.codings(config) for candidate in candidates]
     sink = max(begun, *(policy.sink for each in codings for policy in policies(each)))
-    found = [
-        _context(windows[i % len(windows)], encode, i, (sink, max(map(exact_tokens, codings)))) for i in range(count)
-    ]
-    return [context for context in found if context is not None]
+    exact = sink, max(map(exact_tokens, codings))
+    planted = [_context(windows[i % len(windows)], encode, i, exact) for i in range(count)]
+    return [context for context in planted if context is not None]
 
 
-def _context(window: Tensor, encode: Encode, number: int, exact: tuple[int, int]) -> Context | None:
-    """exact: tokens at the start and at the end that stay exact."""
+def _context(window: Tensor, encode: Encode, number: int, exact: tuple[int, int]) -> NeedleContext | None:
+    """Return a context with needles, None without room; exact: tokens at the start and at the end that stay exact."""
     draw = random.Random(f"{SEED} {number}")
     names = draw.sample(NAMES, len(DEPTHS))
     answers = [
@@ -107,11 +110,11 @@ def _context(window: Tensor, encode: Encode, number: int, exact: tuple[int, int]
     ]
     planted, questions = [], []
     for name, answer in zip(names, answers, strict=True):
-        cue, said = list(encode(f" The password of {name} is")), list(encode(answer))
-        if not cue or not said:
+        cue, tokens = list(encode(f" The password of {name} is")), list(encode(answer))
+        if not cue or not tokens:
             raise CalibrationError("the tokenizer gives no tokens for the text of a needle; measure without needles")
-        planted.append([*cue, *said, *encode(".")])
-        questions.append((torch.tensor([[*cue, *said]]), len(said)))
+        planted.append([*cue, *tokens, *encode(".")])
+        questions.append((torch.tensor([[*cue, *tokens]]), len(tokens)))
     order = draw.sample(range(len(DEPTHS)), len(DEPTHS))  # of the questions
     filler = len(window) - sum(map(len, planted)) - sum(question.shape[1] for question, _ in questions)
     room = filler - sum(exact)
@@ -123,32 +126,48 @@ def _context(window: Tensor, encode: Encode, number: int, exact: tuple[int, int]
         pieces += [*text[start:stop], *needle]
         start = stop
     prompt = torch.tensor([[*pieces, *text[start:]]])
-    return Context(prompt, tuple(questions), tuple(order))
+    return NeedleContext(prompt, tuple(questions), tuple(order))
 
 
-def measure(model: Any, found: Sequence[Context], candidates: Sequence[Candidate], say: Say) -> list[NeedleScore]:
+def measure_text(
+    model: Any, directory: Path, cut: TextWindows, candidates: Sequence[Candidate], count: int, progress: Progress
+) -> Sequence[NeedleScore | None]:
+    """Return how well each cache keeps needles in so many contexts as long as the windows of a text."""
+    planted: list[NeedleContext] = []
+    if count:
+        encode = encode_with(lm.load_tokenizer(directory))
+        planted = contexts(cut.tokens, encode, count, candidates, model.config, len(cut.prefix.tokens))
+    if not planted:
+        return [None] * len(candidates)
+    say = make_counter(progress, f"asking for needles at {cut.tokens.shape[1]} tokens", len(planted))
+    return measure(model, planted, candidates, say)
+
+
+def measure(
+    model: Any, planted: Sequence[NeedleContext], candidates: Sequence[Candidate], say: Say
+) -> list[NeedleScore]:
     """Return the scores of each cache; one pass through the model for each context and cache, and for the exact one."""
-    cells = torch.zeros(1 + len(candidates), 2, len(found), len(DEPTHS), dtype=torch.float64)
-    for column, context in enumerate(found):
-        for row, candidate in enumerate((None, *candidates)):
-            cache = DynamicCache(config=model.config) if candidate is None else candidate.cache(model.config)
-            cells[row, :, column] = answers(model, context, cache)
+    cells = torch.zeros(1 + len(candidates), 2, len(planted), len(DEPTHS), dtype=torch.float64)
+    readers = [Reader(model), *(Reader(model, candidate) for candidate in candidates)]
+    for column, context in enumerate(planted):
+        for row, reader in enumerate(readers):
+            cells[row, :, column] = answers(model, context, reader.new_cache())
         say(1)
     return [score(cells[0], of_cache) for of_cache in cells[1:]]
 
 
 @torch.no_grad()
-def answers(model: Any, context: Context, cache: Any) -> Tensor:
+def answers(model: Any, context: NeedleContext, cache: Any) -> Tensor:
     """Feed the prompt, then ask: nll of a token of the answer, and whether it is right, by depth: float64 [2, DEPTHS].
 
-    A cache that holds the prompt already goes to `asked`.
+    A cache that holds the prompt already goes to `ask`.
     """
-    fed(model, context.prompt.to(model.device), cache)
-    return asked(model, context, cache)
+    fill(model, context.prompt.to(model.device), cache)
+    return ask(model, context, cache)
 
 
 @torch.no_grad()
-def asked(model: Any, context: Context, cache: Any) -> Tensor:
+def ask(model: Any, context: NeedleContext, cache: Any) -> Tensor:
     """Return what `answers` does for a cache that holds the prompt."""
     cells, text = torch.zeros(2, len(DEPTHS), dtype=torch.float64), context.prompt.to(model.device)
     for index in context.order:
@@ -162,12 +181,12 @@ def asked(model: Any, context: Context, cache: Any) -> Tensor:
     return cells
 
 
-def score(exact: Tensor, found: Tensor) -> NeedleScore:
-    """Return the score of one cache; exact, found float64 [2, contexts, DEPTHS]: nll and whether it is right."""
-    kept, more = exact[1] > 0, found[0] - exact[0]
+def score(exact: Tensor, cells: Tensor) -> NeedleScore:
+    """Return the score of one cache; exact, cells float64 [2, contexts, DEPTHS]: nll and whether it is right."""
+    kept, more = exact[1] > 0, cells[0] - exact[0]
     count = int(kept.sum())
     by_depth = tuple(
-        DepthScore(depth, int(own.sum()), _mean(found[1, :, i][own]), _mean(more[:, i][own]))
+        DepthScore(depth, int(own.sum()), _mean(cells[1, :, i][own]), _mean(more[:, i][own]))
         for i, depth in enumerate(DEPTHS)
         for own in (kept[:, i],)
     )
@@ -175,8 +194,8 @@ def score(exact: Tensor, found: Tensor) -> NeedleScore:
         kept.numel(),
         count,
         _mean(exact[0][kept]),
-        _mean(found[1][kept]),
-        _error(found[1], kept),
+        _mean(cells[1][kept]),
+        _error(cells[1], kept),
         _mean(more[kept]),
         _error(more, kept),
         by_depth,

@@ -15,77 +15,30 @@ cue. It needs a model that makes use of the repetition; `gain`, the denominator,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from compress.errors import NumericalError, RecipeError
-from compress.evaluate.feed import read_on
-from compress.evaluate.scores import score
-from compress.kv.cache import make_cache
+from compress.calib.documents import source_name
+from compress.errors import NumericalError
+from compress.evaluate import scores
+from compress.evaluate.cache_candidates import candidates_of, fitting
+from compress.evaluate.reader import Candidate, Execution, Reader, Readings, Say, load_model, readings
+from compress.evaluate.scores import BATCH_NBYTES, Comparison, TextWindows
 from compress.kv.evict.kept_tokens import prompt_of
-from compress.kv.layer import CachePath, KVCache
-from compress.kv.settings import EXACT, CacheSettings, Coding, Codings, Policy, exact
+from compress.kv.settings import EXACT, CacheSettings, Codings, Policy
+from compress.model import load as lm
+from compress.progress import Progress, make_counter, silent
 
-NEEDLE = 32  # tokens
-CUE = 8  # of them, not scored
+NEEDLE_TOKENS = 32
+CUE_TOKENS = 8  # the first tokens of a needle, which are not scored
 COPIES = 4  # a model of a few million weights does little with one
 
-Say = Callable[[int], None]  # is told how many windows more are done
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A cache to be measured."""
-
-    name: str
-    settings: CacheSettings
-    static: Mapping[str, Tensor]
-    path: CachePath = "decode"
-    extra: int = 0  # tokens that stay exact beyond the recipe's residual_length
-    only: str | None = None  # "keys" or "values": the other kind stays exact
-
-    def cache(self, config: Any) -> KVCache:
-        """Return a fresh cache for a model of this configuration."""
-        made = self.as_generated(config)
-        made.exact_prefill = True
-        made.codings = tuple({k: self._changed(k, coding) for k, coding in layer.items()} for layer in made.codings)
-        return made
-
-    def as_generated(self, config: Any) -> KVCache:
-        """Return a fresh cache as `generate` makes it: a prompt is read as its settings say."""
-        return make_cache(config, self.settings, self.static, self.path)
-
-    def codings(self, config: Any) -> Codings:
-        """Return the codings of a model's layers."""
-        return self.cache(config).codings
-
-    def _changed(self, kind: str, coding: Coding) -> Coding:
-        if coding.method == EXACT:
-            return coding
-        if self.only not in (None, kind):
-            return exact(coding.policy.sink)
-        policy = replace(coding.policy, residual_length=coding.policy.residual_length + self.extra)
-        return replace(coding, policy=policy)
-
-
-def readable(model: Any, candidate: Candidate) -> Candidate:
-    """Return the candidate, fused if its codecs are read in no other way; RecipeError if they do not fit the model."""
-    tokens = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    for path in get_args(CachePath):
-        tried = replace(candidate, path=path)
-        try:
-            with torch.no_grad():
-                model(input_ids=tokens, past_key_values=tried.cache(model.config), use_cache=True)
-            return tried
-        except RecipeError:
-            if path == "fused":
-                raise
-    raise AssertionError
+BATCH_TOKENS = 8192  # tokens of the windows that go through a model at a time
 
 
 def policies(codings: Codings) -> list[Policy]:
@@ -96,12 +49,12 @@ def policies(codings: Codings) -> list[Policy]:
 
 def spans(caches: Sequence[Codings], tokens: int) -> list[tuple[int, int]]:
     """Return the chunks through which all of these caches read what they would read token by token."""
-    found = [policy for codings in caches for policy in policies(codings)]
-    sinks = [policy.sink for policy in found]
-    step = math.gcd(*(p.flush for p in found), *(p.residual_length for p in found), *(s - sinks[0] for s in sinks))
-    if min(policy.residual_length for policy in found) < step:
+    every = [policy for codings in caches for policy in policies(codings)]
+    sinks = [policy.sink for policy in every]
+    step = math.gcd(*(p.flush for p in every), *(p.residual_length for p in every), *(s - sinks[0] for s in sinks))
+    if min(policy.residual_length for policy in every) < step:
         step = 1
-    first = min(policy.sink + policy.residual_length for policy in found) or step
+    first = min(policy.sink + policy.residual_length for policy in every) or step
     ends = [*range(min(first, tokens), tokens, step), tokens]
     return list(zip([0, *ends], ends, strict=False))
 
@@ -113,10 +66,10 @@ def some_evict(candidates: Sequence[Candidate]) -> bool:
 
 def chunks_of(config: Any, candidates: Sequence[Candidate], tokens: int) -> list[tuple[int, int]]:
     """Return the chunks of `spans` for a model of this configuration, the prompt in one where tokens are evicted."""
-    found, prompt = spans([c.codings(config) for c in candidates], tokens), prompt_of(tokens, some_evict(candidates))
+    chunks, prompt = spans([c.codings(config) for c in candidates], tokens), prompt_of(tokens, some_evict(candidates))
     if not prompt:
-        return found
-    return [(0, prompt), *((max(start, prompt), stop) for start, stop in found if stop > prompt)]
+        return chunks
+    return [(0, prompt), *((max(start, prompt), stop) for start, stop in chunks if stop > prompt)]
 
 
 def exact_tokens(codings: Codings) -> int:
@@ -124,42 +77,33 @@ def exact_tokens(codings: Codings) -> int:
     return max(p.sink + p.residual_length + 4 * p.flush for p in policies(codings))
 
 
-@torch.no_grad()
-def through(model: Any, tokens: Tensor, cache: Any, chunks: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-    """Yield the logits [B, n, vocab] of each chunk of tokens [B, seq_len], read through the cache."""
-    for start, stop in chunks:
-        logits = read_on(model, tokens[:, :stop], start, cache)
-        missing = stop - start - logits.shape[1]  # of a prompt that lost tokens on its way, which is not scored
-        yield torch.cat((logits[:, :1].expand(-1, missing, -1), logits), 1) if missing else logits
-
-
 def compare(
     model: Any, windows: Tensor, candidates: Sequence[Candidate], batch: int, say: Say, base: Any = None
 ) -> Tensor:
-    """windows int64 [windows, seq_len] -> float64 [candidates, 4, windows, seq_len - 1].
+    """Return figures of windows int64 [windows, seq_len] through caches: float64 [candidates, 4, windows, seq_len - 1].
 
     The four: nll of the next token through the cache and through the exact one of `base` (None: of the same model),
     KL(exact || cache), same likeliest token.
     """
-    base = base or model
+    exact = Reader(base or model)
+    readers = [Reader(model, candidate) for candidate in candidates]
     length = windows.shape[1]
     chunks = chunks_of(model.config, candidates, length)
-    found = []
+    batches = []
     for tokens in windows.split(batch):
         tokens = tokens.to(model.device)
-        exact = through(base, tokens, DynamicCache(config=base.config), chunks)
-        others = [through(model, tokens, c.cache(model.config), chunks) for c in candidates]
+        read = [reader.through(tokens, chunks) for reader in (exact, *readers)]
         parts = []
-        for (start, stop), plain, *logits in zip(chunks, exact, *others, strict=True):
+        for (start, stop), plain, *logits in zip(chunks, *read, strict=True):
             end = min(stop, length - 1)
             target = tokens[:, start + 1 : end + 1].flatten()
             if end > start:
                 plain = plain[:, : end - start].flatten(0, 1)
-                rows = [score([x[:, : end - start].flatten(0, 1), plain], target) for x in logits]
+                rows = [scores.score([x[:, : end - start].flatten(0, 1), plain], target) for x in logits]
                 parts.append(torch.stack(rows).unflatten(-1, (len(tokens), -1)))
-        found.append(torch.cat(parts, -1))
+        batches.append(torch.cat(parts, -1))
         say(len(tokens))
-    result = torch.cat(found, 2)
+    result = torch.cat(batches, 2)
     if not torch.isfinite(result).all():
         raise NumericalError("the model gives logits that are not finite through a cache; its weights are damaged")
     return result
@@ -167,8 +111,10 @@ def compare(
 
 @dataclass(frozen=True)
 class Recall:
+    """How much of what repeated passages are worth each cache keeps."""
+
     gain: float  # nats a token that the needles are worth through the exact cache
-    kept: Sequence[float | None]  # of it, for each candidate; 1 is all; None where there is no gain
+    kept: Sequence[float | None]  # share of the gain, for each candidate; 1 is all; None where there is no gain
     samples: int
     tokens: int  # scored
 
@@ -176,7 +122,7 @@ class Recall:
 def recall(
     model: Any, windows: Tensor, candidates: Sequence[Candidate], batch: int, say: Say, begun: int = 0
 ) -> Recall | None:
-    """windows int64 [2 n, seq_len]: n samples, the second half of the windows lends the needles.
+    """Return the recall through caches on windows int64 [2 n, seq_len]: n samples, the second half lends the needles.
 
     begun: tokens that every window begins with, which stay. None where a window has no room outside of what stays
     exact.
@@ -184,33 +130,82 @@ def recall(
     codings = [c.codings(model.config) for c in candidates]
     length, count = windows.shape[1], len(windows) // 2
     first = max(begun, *(policy.sink for each in codings for policy in policies(each)))
-    room = length - NEEDLE - max(map(exact_tokens, codings)) - first
-    if room < COPIES * NEEDLE or not count:
+    room = length - NEEDLE_TOKENS - max(map(exact_tokens, codings)) - first
+    if room < COPIES * NEEDLE_TOKENS or not count:
         return None
     chunks = chunks_of(model.config, candidates, length)
     plain = windows[:count].clone()
-    plain[:, -NEEDLE:] = windows[count : 2 * count, -NEEDLE:]
+    plain[:, -NEEDLE_TOKENS:] = windows[count : 2 * count, -NEEDLE_TOKENS:]
     planted = plain.clone()
     for copy in range(COPIES):
-        at = first + copy * (room - NEEDLE) // (COPIES - 1)
-        planted[:, at : at + NEEDLE] = planted[:, -NEEDLE:]
-    runs: list[tuple[Tensor, Candidate | None]] = [(plain, None), (planted, None), *((planted, c) for c in candidates)]
+        at = first + copy * (room - NEEDLE_TOKENS) // (COPIES - 1)
+        planted[:, at : at + NEEDLE_TOKENS] = planted[:, -NEEDLE_TOKENS:]
+    exact = Reader(model)
+    runs = [(plain, exact), (planted, exact), *((planted, Reader(model, each)) for each in candidates)]
     nll = []
-    for rows, candidate in runs:
-        parts = [_needle_nll(model, tokens.to(model.device), candidate, chunks) for tokens in rows.split(batch)]
+    for rows, reader in runs:
+        parts = [_needle_nll(reader, tokens.to(model.device), chunks) for tokens in rows.split(batch)]
         nll.append(float(torch.cat(parts).mean()))
         say(count)
     gain = nll[0] - nll[1]
     kept = [(nll[0] - value) / gain if gain > 0 else None for value in nll[2:]]
-    return Recall(gain, kept, count, count * (NEEDLE - CUE))
+    return Recall(gain, kept, count, count * (NEEDLE_TOKENS - CUE_TOKENS))
 
 
-def _needle_nll(model: Any, tokens: Tensor, candidate: Candidate | None, chunks: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the nll of the last NEEDLE - CUE tokens, [B, NEEDLE - CUE]."""
-    cache = DynamicCache(config=model.config) if candidate is None else candidate.cache(model.config)
-    count, kept = NEEDLE - CUE, []
-    for (_, stop), logits in zip(chunks, through(model, tokens, cache, chunks), strict=True):
+def _needle_nll(reader: Reader, tokens: Tensor, chunks: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the nll of the last NEEDLE_TOKENS - CUE_TOKENS tokens, [B, NEEDLE_TOKENS - CUE_TOKENS]."""
+    count, kept = NEEDLE_TOKENS - CUE_TOKENS, []
+    for (_, stop), logits in zip(chunks, reader.through(tokens, chunks), strict=True):
         if stop > tokens.shape[1] - count - 1:
             kept.append(logits)
     last = torch.cat(kept, 1)[:, -count - 1 : -1].float()
     return -last.log_softmax(-1).gather(-1, tokens[:, -count:, None])[..., 0].double().cpu()
+
+
+def evaluate(
+    directories: Sequence[Path],
+    text: str | Path,
+    caches: Mapping[str, CacheSettings],
+    calib: str | None,
+    lengths: tuple[int, int],
+    execution: Execution,
+    progress: Progress = silent,
+) -> tuple[Comparison, Readings]:
+    """Return scores of the first checkpoint through a cache, beside the last one (or itself) through the exact one.
+
+    And how the cache is read. caches: one by name; none: the checkpoint's own. calib: text for one that is calibrated.
+    lengths: tokens of a window, and of the text.
+    """
+    fit = fitting(lm.load_config(directories[0]), caches, None)
+    cut = scores.text_windows(list(directories), text, *lengths, execution.bos)
+    models = [load_model(directory, execution) for directory in directories]
+    (candidate,) = candidates_of(models[0], directories[0], fit, calib, progress, execution.bos)
+    reader = Reader(models[0], candidate)
+    return compare_text(reader, models[-1], cut, source_name(text), progress), readings(reader.model, candidate)
+
+
+def compare_text(reader: Reader, base: Any, cut: TextWindows, text: str, progress: Progress = silent) -> Comparison:
+    """Return the scores of a model through its cache, beside `base` through the exact one, on windows of a text."""
+    assert reader.cache is not None
+    windows, candidates = cut.tokens, [reader.cache]
+    say = make_counter(progress, f"scoring {text}", len(windows))
+    batch = windows_at_a_time(reader.model, candidates, windows.shape[1])
+    positions = compare(reader.model, windows, candidates, batch, say, base)
+    comparison = scores.summary(
+        positions[0][:, :, first_scored(cut, candidates) :], text, windows.shape[1], cut.prefix.text
+    )
+    assert isinstance(comparison, Comparison)
+    return comparison
+
+
+def first_scored(cut: TextWindows, candidates: Sequence[Candidate]) -> int:
+    """Return the first position of a window that is scored: behind its prefix, and the prompt where tokens go."""
+    return max(prompt_of(cut.tokens.shape[1], some_evict(candidates)), cut.prefix.unscored)
+
+
+def windows_at_a_time(model: Any, candidates: Sequence[Candidate], length: int) -> int:
+    """Return how many windows to take at a time: the logits of a chunk through all caches fit in BATCH_NBYTES."""
+    longest = max(stop - start for start, stop in chunks_of(model.config, candidates, length))
+    vocabulary = model.config.get_text_config().vocab_size
+    window_nbytes = longest * vocabulary * model.dtype.itemsize * (1 + len(candidates))
+    return max(1, min(BATCH_TOKENS // length, BATCH_NBYTES // window_nbytes))

@@ -17,23 +17,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import StaticCache
 
 from compress.errors import RecipeError
-from compress.evaluate.cache_scores import Candidate, Say
-from compress.evaluate.feed import fed
+from compress.evaluate.reader import Candidate, Reader, Say, fill
 from compress.evaluate.speed import now
 from compress.kv import generation
 from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import KINDS
 from compress.kv.token_store import Store
 
-STEPS = 8  # decode steps of each kind that are timed
-REPEATS = 3  # of each part of the codec
+TIMED_STEPS = 8  # decode steps with each cache
+CODEC_REPEATS = 3
 
 
 @dataclass(frozen=True)
-class CacheBytes:
+class MeasuredCacheBytes:
     """Bytes of one sequence."""
 
     bytes_per_token: float  # of everything, static tensors included, at the context's length
@@ -60,47 +59,47 @@ class CacheSpeed:
 
 
 @torch.no_grad()
-def sizes(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say) -> list[CacheBytes]:
-    """tokens int64 [1, seq_len], of even length."""
+def sizes(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say) -> list[MeasuredCacheBytes]:
+    """Return the bytes of caches that have read tokens int64 [1, seq_len], of even length."""
     half = tokens.shape[1] // 2
     parts = (tokens[:, :half].to(model.device), tokens[:, half : 2 * half].to(model.device))
-    exact = DynamicCache(config=model.config)
-    whole = [_fed(model, part, exact) for part in parts][-1]
-    found = []
+    exact = Reader(model).new_cache()
+    whole = [_nbytes_after(model, part, exact) for part in parts][-1]
+    nbytes = []
     for candidate in candidates:
         cache = candidate.cache(model.config)
-        before, after = (_fed(model, part, cache) for part in parts)
+        before, after = (_nbytes_after(model, part, cache) for part in parts)
         held = cache.nbytes()
         slope, exact_slope = (after - before) / half, whole / (2 * half)
         bits = 8 * model.dtype.itemsize * slope / exact_slope
         numbers = {key: value for key, value in held._asdict().items() if value}
         whole_bytes = (after + held.static) / (2 * half)
-        found.append(CacheBytes(whole_bytes, 2 * half, slope, exact_slope, bits, numbers, held.static))
+        nbytes.append(MeasuredCacheBytes(whole_bytes, 2 * half, slope, exact_slope, bits, numbers, held.static))
         say(1)
-    return found
+    return nbytes
 
 
 @torch.no_grad()
 def speeds(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say) -> list[CacheSpeed]:
-    """tokens int64 [1, seq_len]: the prompt."""
+    """Return the speed of caches that have read a prompt, tokens int64 [1, seq_len]."""
     tokens = tokens.to(model.device)
-    found = []
+    rates = []
     for candidate in candidates:
         made: dict[str, Any] = {
-            path: _filled(model, tokens, replace(candidate, path=path)) for path in ("decode", "fused")
+            path: _filled_cache(model, tokens, replace(candidate, path=path)) for path in ("decode", "fused")
         }
         caches = {name: cache for name, cache in made.items() if cache is not None}
-        plain: dict[str, Any] = {"dynamic": DynamicCache(config=model.config)}
+        plain: dict[str, Any] = {"dynamic": Reader(model).new_cache()}
         if getattr(model, "_can_compile_fullgraph", False):
-            plain["static"] = StaticCache(config=model.config, max_cache_len=tokens.shape[1] + STEPS + 2)
+            plain["static"] = StaticCache(config=model.config, max_cache_len=tokens.shape[1] + TIMED_STEPS + 2)
         for cache in plain.values():
-            fed(model, tokens, cache)
+            fill(model, tokens, cache)
         caches |= plain
         steps = _steps(model, tokens[:, -1:], caches)
         coded = caches.get("decode") or caches["fused"]
         parts = _parts(model, coded, "decode" in caches)
         rate = {name: 1 / seconds for name, seconds in steps.items()}
-        found.append(
+        rates.append(
             CacheSpeed(
                 parts["encode"] * 1e6 / tokens.shape[1],
                 parts["read"] * 1e3 if "read" in parts else None,
@@ -113,42 +112,42 @@ def speeds(model: Any, tokens: Tensor, candidates: Sequence[Candidate], say: Say
             )
         )
         say(1)
-    return found
+    return rates
 
 
-def _fed(model: Any, tokens: Tensor, cache: Any) -> int:
-    """Bytes in use after these tokens."""
-    fed(model, tokens, cache)
+def _nbytes_after(model: Any, tokens: Tensor, cache: Any) -> int:
+    """Return the bytes in use after these tokens."""
+    fill(model, tokens, cache)
     if isinstance(cache, KVCache):
         return cache.nbytes().total
     tensors = [t for layer in cache.layers for t in (getattr(layer, kind, None) for kind in KINDS) if t is not None]
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _filled(model: Any, tokens: Tensor, candidate: Candidate) -> KVCache | None:
+def _filled_cache(model: Any, tokens: Tensor, candidate: Candidate) -> KVCache | None:
     """Return a cache that holds the tokens; None where the codecs or the model cannot be read in this way."""
     if candidate.path == "fused" and not generation.can_read_codes(model):
         return None
     cache = candidate.cache(model.config)
     try:
-        fed(model, tokens, cache)
+        fill(model, tokens, cache)
     except (RecipeError, AttributeError, TypeError):
         return None
     return cache
 
 
 def _steps(model: Any, token: Tensor, caches: dict[str, Any]) -> dict[str, float]:
-    """Median seconds of a decode step with each cache, in turns; the first round is not counted."""
+    """Return the median seconds of a decode step with each cache, in turns; the first round is not counted."""
     times: dict[str, list[float]] = {name: [] for name in caches}
-    for _ in range(STEPS + 1):
+    for _ in range(TIMED_STEPS + 1):
         for name, cache in caches.items():
             step = partial(model, input_ids=token, past_key_values=cache, use_cache=True)
-            times[name].append(_timed(model.device, step))
-    return {name: statistics.median(found[1:]) for name, found in times.items()}
+            times[name].append(_seconds_of(model.device, step))
+    return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
 
 
 def _parts(model: Any, cache: KVCache, reconstructs: bool) -> dict[str, float]:
-    """Seconds of the codecs' own work over all coded layers."""
+    """Return the seconds of the codecs' own work over all coded layers."""
     stores = [layer.stores for layer in cache.layers if isinstance(layer, CodedLayer)]
     generator = torch.Generator().manual_seed(0)
     totals = dict.fromkeys(("encode", "attend", "exact", *(["read"] if reconstructs else [])), 0.0)
@@ -163,31 +162,31 @@ def _parts(model: Any, cache: KVCache, reconstructs: bool) -> dict[str, float]:
             for s in (keys, values)
         ]
         calls: dict[str, Callable[[], object]] = {
-            "encode": lambda: [_encoded(store, x, q) for store, x in zip((keys, values), dense, strict=True)],  # noqa: B023
-            "attend": lambda: _attended(keys, values, q),  # noqa: B023
+            "encode": lambda: [_encode(store, x, q) for store, x in zip((keys, values), dense, strict=True)],  # noqa: B023
+            "attend": lambda: _attend(keys, values, q),  # noqa: B023
             "exact": lambda: (q.to(spec.dtype) @ dense[0].mT).float().softmax(-1).to(spec.dtype) @ dense[1],  # noqa: B023
             "read": lambda: (keys.read(), values.read()),  # noqa: B023
         }
         for name in totals:
             calls[name]()  # compiles
-            totals[name] += statistics.median(_timed(model.device, calls[name]) for _ in range(REPEATS))
+            totals[name] += statistics.median(_seconds_of(model.device, calls[name]) for _ in range(CODEC_REPEATS))
     return totals
 
 
-def _encoded(store: Store, x: Tensor, q: Tensor) -> Store:
+def _encode(store: Store, x: Tensor, q: Tensor) -> Store:
     queries = q.flatten(1, 2)[:, :, None].expand(-1, -1, x.shape[2], -1) if store.codec.needs_queries else None
     fresh = Store(store.codec, store.policy, store.rope)
     fresh.append(x, queries=queries)
     return fresh
 
 
-def _attended(keys: Store, values: Store, q: Tensor) -> Tensor:
+def _attend(keys: Store, values: Store, q: Tensor) -> Tensor:
     scores = q.new_empty(*q.shape[:3], len(keys))
     keys.scores(q, scores)
     return values.mix(scores.softmax(-1))
 
 
-def _timed(device: torch.device, call: Callable[[], object]) -> float:
+def _seconds_of(device: torch.device, call: Callable[[], object]) -> float:
     """Return the seconds of a call."""
     start = now(device)
     call()

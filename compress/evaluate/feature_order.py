@@ -1,4 +1,4 @@
-"""Find out whether the output features of a linear stand in another order than those of the original."""
+"""Find whether the output features of a linear stand in another order than those of the original."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 LIKE = 0.5  # correlation above which an output feature is that of the original
 SURE = 0.75  # correlation of an output feature with that of another place, for it to have moved there
-GRAM = 0.1  # by which a feature, or the Gram matrix of a head, is more like that of another place
-SHIFTS = 8  # rows that move by the same distance, for it to be told
+MIN_CORRELATION_GAIN = 0.1  # what another place has to bring a feature, or a head, to count as its place
+MIN_SHIFTED_ROWS = 8  # rows that move by the same distance, for it to be reported
 
 
 def unit(y: Tensor) -> Tensor:
@@ -21,8 +21,8 @@ def correlations(y: Tensor, other: Tensor) -> Tensor:
     return (unit(y) * unit(other)).sum(0).abs()
 
 
-def moved(y: Tensor, other: Tensor, head_dim: int) -> str:
-    """Say which features of the original stand elsewhere; "" where they do not, or cannot be found.
+def find_moved(y: Tensor, other: Tensor, head_dim: int) -> str:
+    """Return in words which features of the original stand elsewhere; "" where they do not, or cannot be found.
 
     A feature has moved where its correlation is high, and clearly higher, at another place. Where features are in
     another basis, heads are looked for.
@@ -34,7 +34,7 @@ def moved(y: Tensor, other: Tensor, head_dim: int) -> str:
     pairs = elsewhere(y, other, torch.arange(y.shape[1], device=y.device), max(2, lost / 2))
     if not pairs:
         return _moved_heads(y, other, head_dim) if 2 * lost > y.shape[1] else ""
-    return said(pairs)
+    return describe(pairs)
 
 
 def elsewhere(y: Tensor, other: Tensor, rows: Tensor, fewest: float) -> list[tuple[int, int]]:
@@ -43,32 +43,35 @@ def elsewhere(y: Tensor, other: Tensor, rows: Tensor, fewest: float) -> list[tup
     None where they are fewer than `fewest`, or two have one place. Both are centered over tokens.
     """
     alike = (unit(y[:, rows]).T @ unit(other)).abs()
-    found, places = alike.max(1)
-    sure = (found > SURE) & (found > alike.gather(1, rows[:, None])[:, 0] + GRAM)
+    best, places = alike.max(1)
+    sure = (best > SURE) & (best > alike.gather(1, rows[:, None])[:, 0] + MIN_CORRELATION_GAIN)
     if sure.sum() < fewest or len(places[sure].unique()) < sure.sum():
         return []
     return list(zip(rows[sure].tolist(), places[sure].tolist(), strict=True))
 
 
 def _moved_heads(y: Tensor, other: Tensor, head_dim: int) -> str:
-    """Say which heads stand elsewhere, by their Gram matrices over tokens; y, other [tokens, features], centered."""
+    """Return in words which heads stand elsewhere, by their Gram matrices over tokens.
+
+    y, other [tokens, features], centered.
+    """
     if y.shape[1] % head_dim or y.shape[1] == head_dim:
         return ""
     grams = [torch.stack([(h @ h.T).flatten() for h in part.split(head_dim, 1)]) for part in (y, other)]
     alike = nn.functional.normalize(grams[0]) @ nn.functional.normalize(grams[1]).T
-    found, places = alike.max(1)
-    heads = [(h, int(at)) for h, at in enumerate(places) if at != h and found[h] > alike[h, h] + GRAM]
+    best, places = alike.max(1)
+    heads = [(h, int(at)) for h, at in enumerate(places) if at != h and best[h] > alike[h, h] + MIN_CORRELATION_GAIN]
     if not heads or {h for h, _ in heads} != {at for _, at in heads}:
         return ""
     return "heads in another order: " + ", ".join(f"head {h} stands at {at}" for h, at in heads)
 
 
-def said(pairs: list[tuple[int, int]]) -> str:
-    """Say in words which rows stand where; pairs (row of the original, where it stands now), ascending."""
+def describe(pairs: list[tuple[int, int]]) -> str:
+    """Return in words which rows stand where; pairs (row of the original, where it stands now), ascending."""
     by_shift: dict[int, list[int]] = {}
     for row, place in pairs:
         by_shift.setdefault(place - row, []).append(row)
-    if len(pairs) < SHIFTS * len(by_shift):
+    if len(pairs) < MIN_SHIFTED_ROWS * len(by_shift):
         return f"rows in another order: {len(pairs)} of those from {pairs[0][0]} to {pairs[-1][0]}"
     runs = [(rows[0], rows[-1], shift) for shift, rows in by_shift.items() if len(rows) > 1]
     return "rows in another order: " + ", ".join(

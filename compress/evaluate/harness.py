@@ -21,7 +21,7 @@ from compress.calib import prefix
 from compress.errors import CalibrationError, RecipeError, first_line, needs, shown
 from compress.evaluate import task_scores
 from compress.evaluate.items import Outcome
-from compress.evaluate.scores import Execution
+from compress.evaluate.reader import Execution
 from compress.evaluate.task_scores import TaskScore
 from compress.model import load
 from compress.model.positions import max_positions
@@ -30,7 +30,7 @@ from compress.recipe.schema import Bos
 from compress.storage.files import read_text
 
 WAY = "lm-eval"
-FIGURES = ("acc", "exact_match", "em", "pass@1")  # which is taken where there are several
+FIGURES = ("acc", "exact_match", "em", "pass@1")  # the first that a task has is used
 BY_LENGTH = "acc_norm"
 
 
@@ -47,13 +47,13 @@ def evaluate(
     lm_eval, RecipeError for a task that there is not, or that has no figure of 0 and 1.
     """
     manager, names = task_manager(tasks)
-    found = []
+    samples_of = []
     for number, directory in enumerate(directories):
         if progress is not None:
             progress(f"lm-eval on {directory.name}", number, len(directories))
-        found.append(_samples(directory, names, manager, execution, limit))
-    own = [(name, outcomes(name, samples)) for name, samples in found[0].items()]
-    others = [{name: outcomes(name, samples) for name, samples in each.items()} for each in found[1:]]
+        samples_of.append(_samples(directory, names, manager, execution, limit))
+    own = [(name, outcomes(name, samples)) for name, samples in samples_of[0].items()]
+    others = [{name: outcomes(name, samples) for name, samples in each.items()} for each in samples_of[1:]]
     return [task_scores.summary(name, WAY, each, others[0][name] if others else None) for name, each in own]
 
 
@@ -85,12 +85,12 @@ def _name(path: Path) -> str:
 
     Plain.add_constructor("!function", lambda loader, node: str(node.value))
     try:
-        found = yaml.load(read_text(path), Plain)  # noqa: S506  (a safe loader)
+        values = yaml.load(read_text(path), Plain)  # noqa: S506  (a safe loader)
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise CalibrationError(f"cannot read the task {path} ({first_line(error)})") from error
-    if not isinstance(found, dict) or not isinstance(found.get("task"), str):
+    if not isinstance(values, dict) or not isinstance(values.get("task"), str):
         raise CalibrationError(f'{path} names no task; it needs a line "task: NAME"')
-    return str(found["task"])
+    return str(values["task"])
 
 
 def adds_bos(tokenizer: Any, bos: Bos) -> bool:
@@ -123,7 +123,7 @@ def _samples(
         device=execution.device,
     )
     try:
-        found = simple_evaluate(
+        results = simple_evaluate(
             model=lm,
             tasks=list(names),
             task_manager=manager,
@@ -133,7 +133,7 @@ def _samples(
         )
     except load.FAILURES as error:
         raise CalibrationError(f"lm-eval cannot run {', '.join(names)}: {first_line(error)}") from error
-    return dict((found or {}).get("samples", {}))
+    return dict((results or {}).get("samples", {}))
 
 
 def outcomes(task: str, samples: Sequence[Mapping[str, Any]]) -> list[Outcome]:
@@ -157,12 +157,12 @@ def _outcome(task: str, sample: Mapping[str, Any]) -> Outcome:
     return Outcome(
         str(sample["doc_id"]),
         bool(sample[figure]),
-        _chosen(answers),
+        _choice(answers),
         right_by_bytes=bool(by_length) if by_length in (0, 1) else None,
     )
 
 
-def _chosen(answers: Sequence[Any]) -> str:
+def _choice(answers: Sequence[Any]) -> str:
     """Return what the model chose: the place of the likeliest continuation, or what it wrote."""
     if answers and all(isinstance(each, list | tuple) and len(each) == 2 for each in answers):
         likelihoods = [float(each[0]) for each in answers]

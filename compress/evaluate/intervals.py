@@ -1,9 +1,9 @@
-"""Say how sure a measured mean, share or difference is: standard errors, 95% intervals, and a paired test.
+"""Compute how sure a measured mean, share or difference is: standard errors, 95% intervals, and a paired test.
 
     means (KL over windows, NLL over items)   bootstrap-t (DiCiccio and Efron, "Bootstrap confidence intervals", 1996):
                                               KL is skewed, and an interval that is even on both sides misses it more
-                                              often; with fewer than LEAST values, or where nearly all
-                                              are equal, so that resamples have no spread, Student's t
+                                              often; with fewer than MIN_RESAMPLED values, or where nearly
+                                              all are equal, so that resamples have no spread, Student's t
     shares (accuracy)                         Wilson's score interval, which has a width at 0 and 1, too
     paired differences of shares              Bonett and Price, "Adjusted Wald confidence interval for a difference of
                                               binomial proportions based on paired data" (2012)
@@ -24,10 +24,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-LEAST = 8  # values that are bootstrapped; resampling fewer cannot give 95%
-MOST = 1000  # beyond, a mean is as good as normal
-RESAMPLED = 2000  # times
-Z = 1.959963984540054  # of the normal distribution, 97.5%
+MIN_RESAMPLED = 8  # values; resampling fewer cannot give 95%
+MAX_RESAMPLED = 1000  # values; the mean of more is as good as normal
+RESAMPLINGS = 2000
+NORMAL_QUANTILE = 1.959963984540054  # 97.5%
 
 
 def mean_error(values: Sequence[float] | Tensor) -> tuple[float, float | None]:
@@ -57,10 +57,10 @@ def interval(values: Sequence[float] | Tensor) -> tuple[float, float] | None:
     if count < 2:
         return None
     mean, error = float(given.mean()), float(given.std()) / math.sqrt(count)
-    if not LEAST <= count <= MOST:
+    if not MIN_RESAMPLED <= count <= MAX_RESAMPLED:
         return _even(mean, error, count)
     generator = torch.Generator().manual_seed(0)
-    drawn = given[torch.randint(count, (RESAMPLED, count), generator=generator)]
+    drawn = given[torch.randint(count, (RESAMPLINGS, count), generator=generator)]
     if bool((drawn == drawn[:, :1]).all(1).any()):  # nearly all values are equal
         return _even(mean, error, count)
     away = (drawn.mean(1) - mean) / (drawn.std(1) / math.sqrt(count)).clamp_min(1e-12 * error + 1e-300)
@@ -98,7 +98,7 @@ def _within(t: float, degrees: int) -> float:
     return 2 / math.pi * (angle + sine * total) if odd else sine * total
 
 
-def wilson(right: int, count: int, z: float = Z) -> tuple[float, float]:
+def wilson(right: int, count: int, z: float = NORMAL_QUANTILE) -> tuple[float, float]:
     """Return the interval of a share of which `right` of `count` were seen; z: point of the normal distribution."""
     share, extra = right / count, z * z / count
     middle = (share + extra / 2) / (1 + extra)
@@ -110,7 +110,7 @@ def paired_shares(lost: int, gained: int, count: int) -> tuple[float, float]:
     """Return the 95% interval of the difference of two shares, (gained - lost) / count, of the same items."""
     p_lost, p_gained = (lost + 1) / (count + 2), (gained + 1) / (count + 2)
     difference = p_gained - p_lost
-    width = Z * math.sqrt((p_lost + p_gained - difference * difference) / (count + 2))
+    width = NORMAL_QUANTILE * math.sqrt((p_lost + p_gained - difference * difference) / (count + 2))
     return max(-1.0, difference - width), min(1.0, difference + width)
 
 
@@ -124,7 +124,9 @@ def paired_ratio(right: int, base: int, both: int) -> tuple[float, float] | None
     count = right + base - both
     apart = math.sqrt((count - both + 2) / ((right + 1) * (base + 1)))
     alone = [math.sqrt((1 - (each + 1) / (count + 2)) / (each + 1)) for each in (right, base)]
-    (low, high), (base_low, base_high) = (wilson(each, count, Z * apart / sum(alone)) for each in (right, base))
+    (low, high), (base_low, base_high) = (
+        wilson(each, count, NORMAL_QUANTILE * apart / sum(alone)) for each in (right, base)
+    )
     return low / base_high, high / base_low
 
 

@@ -49,7 +49,7 @@ TASK: Any = {
     **dict.fromkeys(("accuracy_by_bytes", "tokens_right", "nll", "nll_se", "kl", "kl_se"), SOME),
 }
 WRITTEN: Any = dict.fromkeys(("prompt", "base", "model"), LINES)
-LOST: Any = {  # of compress/evaluate/lost_tokens.py
+LOST_LAYOUT: Any = {  # `plain` of pair.LostTokens
     **{"text": TEXT, "half": NUMBER, "classes": [dict.fromkeys(("low", "high", "tokens", "kl"), NUMBER)]},
     "worst": [
         {
@@ -65,7 +65,7 @@ LAYOUT: dict[str, Any] = {
         {
             **{"suite": TEXT, "base": TEXT, "texts": [SCORED], "floor": OBJECT, "tasks": [TASK], "findings": [TEXT]},
             **{"remarks": [TEXT], "seconds": NUMBER, "cache": TEXT, "cache_read": TEXT},
-            **{"written": [WRITTEN], "lost": [LOST], "begins_with": TEXT},
+            **{"written": [WRITTEN], "lost": [LOST_LAYOUT], "begins_with": TEXT},
         }
     ],
 }
@@ -74,7 +74,7 @@ _WRITTEN = {
     **dict.fromkeys(("length", "self_bleu", "entropy", "reverse_kl"), NUMBER),
     **{"repetition": {str: NUMBER, "4": NUMBER}, "distinct": {str: NUMBER, "2": NUMBER}},
 }
-SAMPLING = [  # of compress/evaluate/sampling.py
+SAMPLING_LAYOUT = [  # `plain` of sampling.SamplingComparison
     {
         **{"text": TEXT, "base": TEXT, "tokens": INTEGER, "seq_len": INTEGER, "begins_with": TEXT},
         "settings": [{"temperature": NUMBER, "filters": TEXT, **dict.fromkeys(_SHARES, NUMBER)}],
@@ -87,7 +87,7 @@ SAMPLING = [  # of compress/evaluate/sampling.py
         "sampled": [{"temperature": NUMBER, "filters": TEXT, "base": _WRITTEN, "model": _WRITTEN}],
     }
 ]
-SPEED = [  # of compress/evaluate/speed.py
+SPEED_LAYOUT = [  # `plain` of speed.Speed
     {
         **{"device": TEXT, **dict.fromkeys(("threads", "batch", "prompt_tokens", "new_tokens"), INTEGER)},
         **dict.fromkeys(("prefill_tokens_per_s", "decode_tokens_per_s"), NUMBER),
@@ -100,25 +100,25 @@ SPEED = [  # of compress/evaluate/speed.py
         ],
     }
 ]
-BARE = {"begins_with": ""}  # of older files, whose windows begin with no token of the tokenizer's
+WITHOUT_PREFIX = {"begins_with": ""}  # windows of older files begin with no token of the tokenizer's
 LATER: dict[str, dict[str, Any]] = {  # what older files have not
-    "texts": BARE,
-    "sampling": BARE,
-    "studies": BARE,
-    "suites": {**BARE, "cache": "", "cache_read": "", "written": [], "lost": []},
+    "texts": WITHOUT_PREFIX,
+    "sampling": WITHOUT_PREFIX,
+    "studies": WITHOUT_PREFIX,
+    "suites": {**WITHOUT_PREFIX, "cache": "", "cache_read": "", "written": [], "lost": []},
     "speed": {"base": "", "base_prefill_tokens_per_s": None, "base_decode_tokens_per_s": None},
 }
 REMEDY = "delete it and measure again"
-STUDIES = [  # of compress/study/losses.py
+STUDIES_LAYOUT = [  # `points` of compress/study/losses.py
     {
         **{"model": TEXT, "text": TEXT, "window": INTEGER, "begins_with": TEXT},
         "recipes": [{"label": TEXT, "nbytes": INTEGER, "kl_mean": NUMBER, "kl_se": SOME, "tokens": INTEGER}],
     }
 ]
 MEASURED: dict[str, Any] = {
-    "sampling": SAMPLING,
-    "speed": SPEED,
-    "studies": STUDIES,
+    "sampling": SAMPLING_LAYOUT,
+    "speed": SPEED_LAYOUT,
+    "studies": STUDIES_LAYOUT,
 }  # in a file only where it was measured
 
 
@@ -132,16 +132,16 @@ def is_kept(directory: Path) -> bool:
 
 def load(directory: Path) -> dict[str, Any]:
     """Return what is kept of a checkpoint; empty lists without a file. CheckpointError for a damaged one."""
-    path, found = directory / FILE, dict[str, Any](texts=[], generations=[], suites=[])
+    path, kept = directory / FILE, dict[str, Any](texts=[], generations=[], suites=[])
     if path.is_file():
-        found |= _completed(read_json(path, REMEDY))
-        layout = {**LAYOUT, **{name: rows for name, rows in MEASURED.items() if name in found}}
-        if wrong := json_text.mismatch(found, layout):
+        kept |= _with_later_keys(read_json(path, REMEDY))
+        layout = {**LAYOUT, **{name: rows for name, rows in MEASURED.items() if name in kept}}
+        if wrong := json_text.mismatch(kept, layout):
             raise CheckpointError(f"{path} is damaged, or of another version ({wrong}); {REMEDY}")
-    return found
+    return kept
 
 
-def _completed(found: dict[str, Any]) -> dict[str, Any]:
+def _with_later_keys(found: dict[str, Any]) -> dict[str, Any]:
     """Return what a file holds, with LATER where it lacks it."""
     for name, later in LATER.items():
         rows = found.get(name, ())
@@ -150,7 +150,7 @@ def _completed(found: dict[str, Any]) -> dict[str, Any]:
     suites = found.get("suites")
     for suite in suites if isinstance(suites, list) else ():
         if isinstance(suite, dict) and isinstance(suite.get("texts"), list):
-            suite["texts"] = [{**BARE, **row} if isinstance(row, dict) else row for row in suite["texts"]]
+            suite["texts"] = [{**WITHOUT_PREFIX, **row} if isinstance(row, dict) else row for row in suite["texts"]]
     return found
 
 
@@ -161,16 +161,16 @@ def add(
     suites: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Add scores, generations and results of suites to what is kept of a checkpoint; return all."""
-    found = load(directory)
-    found["texts"] = _replaced(found["texts"], [dataclasses.asdict(each) for each in texts], SAME_TEXT)
-    found["generations"] = _replaced(found["generations"], generations, ("prompt",))
-    found["suites"] = _replaced(found["suites"], suites, ("suite", "base", "cache", "begins_with"))
-    write_text(directory / FILE, json.dumps(found, indent=1) + "\n")
-    return found
+    kept = load(directory)
+    kept["texts"] = _replace_rows(kept["texts"], [dataclasses.asdict(each) for each in texts], SAME_TEXT)
+    kept["generations"] = _replace_rows(kept["generations"], generations, ("prompt",))
+    kept["suites"] = _replace_rows(kept["suites"], suites, ("suite", "base", "cache", "begins_with"))
+    write_text(directory / FILE, json.dumps(kept, indent=1) + "\n")
+    return kept
 
 
 def add_sampling(directory: Path, found: Mapping[str, Any]) -> None:
-    """Add what generation settings do (`sampling.Found.plain`) to what is kept of a checkpoint."""
+    """Add what generation settings do (`sampling.SamplingComparison.plain`) to what is kept of a checkpoint."""
     _add(directory, "sampling", [found], SAME_TEXT)
 
 
@@ -186,11 +186,11 @@ def add_studies(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _add(directory: Path, name: str, rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> None:
     kept = load(directory)
-    kept[name] = _replaced(kept.get(name, ()), rows, by)
+    kept[name] = _replace_rows(kept.get(name, ()), rows, by)
     write_text(directory / FILE, json.dumps(kept, indent=1) + "\n")
 
 
-def _replaced(
+def _replace_rows(
     former: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], by: Sequence[str]
 ) -> list[Mapping[str, Any]]:
     names = {tuple(row[key] for key in by) for row in new}

@@ -4,7 +4,7 @@ Compressed models react to generation settings in their own way (Roy 2023, arXiv
 logits KL at temperature T is about Var(d) / (2 T^2), so it grows as T falls, until one token has all probability.
 
 One pass over a text gives both models' logits, position by position, and with them everything that needs no sampling:
-how far apart the filtered distributions are in each setting (compress/evaluate/sampling_distances.py), and the
+how far apart the filtered distributions are in each setting (compress/evaluate/sampling_distributions.py), and the
 temperature at which the compressed model is closest to its base (compress/evaluate/sampling_temperature.py). Then both
 models continue prompts from the text with equal random numbers (compress/evaluate/sampling_runs.py).
 
@@ -25,12 +25,13 @@ from torch import Tensor
 
 from compress.calib.documents import source_name
 from compress.errors import CalibrationError
-from compress.evaluate import sampling_distances as distances
+from compress.evaluate import sampling_distributions as distributions
 from compress.evaluate import sampling_temperature as best
-from compress.evaluate.sampling_filters import Setting, grid, ordered
-from compress.evaluate.sampling_runs import COPIES, Named, Sampled, sampled
-from compress.evaluate.sampling_temperature import Recommendation
-from compress.evaluate.scores import Execution, next_logits, text_windows
+from compress.evaluate.reader import Execution, Reader
+from compress.evaluate.sampling_distributions import SamplingSetting, grid, order
+from compress.evaluate.sampling_runs import COPIES, Sampled, continue_prompts
+from compress.evaluate.sampling_temperature import TemperatureAdvice
+from compress.evaluate.scores import text_windows
 from compress.model import load, writing
 from compress.numerics import kl
 from compress.progress import Progress, silent
@@ -41,11 +42,11 @@ ERRORS = ("acceptance", "kl_kept", "jaccard", "same_cdf", "same_gumbel", "entrop
 
 
 @dataclass(frozen=True)
-class Request:
+class SamplingRequest:
     """What to compare, on which text."""
 
     text: str | Path
-    settings: Sequence[Setting]  # of `grid`
+    settings: Sequence[SamplingSetting]  # of `grid`
     seq_len: int = 256  # tokens of a window
     max_tokens: int = 8192  # of the text
     prompts: int = 8  # that both models continue in some of the settings; 0: none
@@ -55,8 +56,8 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What `measure` has found."""
+class SamplingComparison:
+    """What two models sample in each setting, and which temperatures to recommend."""
 
     text: str  # file or data set name
     base: str  # name of the base model
@@ -65,7 +66,7 @@ class Found:
     seq_len: int
     same_top1: float  # share of positions at which both models find the same token likeliest; no setting changes it
     settings: list[dict[str, Any]]  # a row for each setting: the setting, and means over positions
-    temperatures: list[Recommendation]
+    temperatures: list[TemperatureAdvice]
     sampled: list[Sampled]
     begins_with: str = ""  # what each window begins with, by the tokenizer's name of it
 
@@ -79,15 +80,19 @@ def default_settings(
     top_k: Sequence[int] = (),
     top_p: Sequence[float] = (),
     min_p: Sequence[float] = (),
-) -> list[Setting]:
+) -> list[SamplingSetting]:
     """Return the grid of these values, those above where none are given; ValueError for an impossible one."""
     return grid(temperatures or TEMPERATURES, top_k or TOP_K, top_p or TOP_P, min_p or MIN_P)
 
 
 @torch.no_grad()
 def measure(
-    directory: Path, base: Path, request: Request, execution: Execution | None = None, progress: Progress | None = None
-) -> Found:
+    directory: Path,
+    base: Path,
+    request: SamplingRequest,
+    execution: Execution | None = None,
+    progress: Progress | None = None,
+) -> SamplingComparison:
     """Compare a checkpoint with its base in all settings of a request.
 
     Raises CheckpointError, CalibrationError, or NumericalError for logits that are not finite.
@@ -96,14 +101,16 @@ def measure(
     cut = text_windows([directory, base], request.text, request.seq_len, request.max_tokens, execution.bos)
     windows, unscored = cut.tokens, cut.prefix.unscored
     prompts = _prompts(windows, request)
-    models = [Named(each.name, load.load_model(each, execution.dtype, execution.device)) for each in (directory, base)]
-    stop = writing.end_tokens(models[1].model)
+    readers = [
+        Reader(load.load_model(each, execution.dtype, execution.device), name=each.name) for each in (directory, base)
+    ]
+    stop = writing.end_tokens(readers[1].model)
     temperatures = sorted({setting.temperature for setting in request.settings})
     betas = best.nodes(temperatures)
     parts: list[list[Tensor]] = [[], []]
     for index, window in enumerate(windows):
         tokens = window[None].to(execution.device)
-        logits = [next_logits(model, name, tokens)[unscored:] for name, model in models]
+        logits = [reader.predictions(tokens)[unscored:] for reader in readers]
         for kept, sums in zip(parts, window_sums(logits, request.settings, temperatures, betas), strict=True):
             kept.append(sums)
         say("comparing distributions", index + 1, len(windows))
@@ -112,8 +119,8 @@ def measure(
     runs: list[Sampled] = []
     if len(prompts):
         some = sampled_settings(request.settings)
-        runs = sampled(models, prompts, request.new_tokens, stop, some, request.seed, say)
-    return Found(
+        runs = continue_prompts(readers, prompts, request.new_tokens, stop, some, request.seed, say)
+    return SamplingComparison(
         text=source_name(request.text),
         base=base.name,
         tokens=len(windows) * positions,
@@ -128,48 +135,48 @@ def measure(
 
 
 def window_sums(
-    logits: Sequence[Tensor], settings: Sequence[Setting], temperatures: Sequence[float], betas: Tensor
+    logits: Sequence[Tensor], settings: Sequence[SamplingSetting], temperatures: Sequence[float], betas: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return sums over positions: [settings * figures + 1] and those of `sampling_temperature.sums`, float64, CPU.
 
     logits: those of the model and of its base [positions, vocabulary]. The last of the first is the count of positions
     with the same likeliest token.
     """
-    figures = torch.zeros(len(settings) * len(distances.NAMES) + 1, dtype=torch.float64)
+    figures = torch.zeros(len(settings) * len(distributions.NAMES) + 1, dtype=torch.float64)
     curves = torch.zeros(2 * len(temperatures) + 3 * len(betas), dtype=torch.float64)
     for part in kl.slices(len(logits[0]), COPIES * logits[0].shape[1]):
-        model, base = (ordered(each[part]) for each in logits)
-        ratios = distances.by_ratio(base, model)
-        found = [distances.compared(base, model, setting, ratios).sum(-1) for setting in settings]
+        model, base = (order(each[part]) for each in logits)
+        ratios = distributions.by_ratio(base, model)
+        figures_of = [distributions.compare(base, model, setting, ratios).sum(-1) for setting in settings]
         same = (model.logits.argmax(-1) == base.logits.argmax(-1)).sum().double()
-        figures += torch.cat([*found, same[None]]).cpu()
+        figures += torch.cat([*figures_of, same[None]]).cpu()
         curves += best.sums(base.logits, model.logits, temperatures, betas).sum(-1).cpu()
     return figures, curves
 
 
-def rows(settings: Sequence[Setting], means: Tensor) -> list[dict[str, Any]]:
+def rows(settings: Sequence[SamplingSetting], means: Tensor) -> list[dict[str, Any]]:
     """Return a row of JSON values for each setting; means float64 [settings * figures, windows] over positions."""
-    found = []
+    rows = []
     windows = means.shape[1]
-    for setting, values in zip(settings, means.view(len(settings), len(distances.NAMES), windows), strict=True):
-        by_name = dict(zip(distances.NAMES, values, strict=True))
+    for setting, values in zip(settings, means.view(len(settings), len(distributions.NAMES), windows), strict=True):
+        by_name = dict(zip(distributions.NAMES, values, strict=True))
         by_name["entropy_gap"] = by_name["entropy"] - by_name["base_entropy"]
         row: dict[str, Any] = {**setting._asdict(), "filters": setting.filters}
         row |= {name: float(value.mean()) for name, value in by_name.items()}
         row["kl"] = row["kl"] / row["kl_defined"] if row["kl_defined"] else None
         for name in ERRORS:
             row[f"{name}_se"] = float(by_name[name].std()) / math.sqrt(windows) if windows > 1 else None
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
-def sampled_settings(settings: Sequence[Setting]) -> list[Setting]:
+def sampled_settings(settings: Sequence[SamplingSetting]) -> list[SamplingSetting]:
     """Return the settings that are sampled: every temperature with the first filters of the grid, and with the last."""
     filters = list(dict.fromkeys(setting[1:] for setting in settings))
     return [setting for setting in settings if setting[1:] in (filters[0], filters[-1])]
 
 
-def _prompts(windows: Tensor, request: Request) -> Tensor:
+def _prompts(windows: Tensor, request: SamplingRequest) -> Tensor:
     """Return the beginnings of windows that lie evenly in the text, int64 [at most prompts, prompt_tokens]."""
     if request.prompt_tokens >= request.seq_len:
         raise CalibrationError(

@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from transformers import Cache, DynamicCache
 
-from compress.evaluate.feed import fed
 from compress.evaluate.generation import prompt_ids
+from compress.evaluate.reader import Reader, fill
 from compress.kv import generation
 from compress.kv.cache import layer_types, make_cache
 from compress.kv.saved import check_layers, load_cache, raw_nbytes, save_cache, token_ids
@@ -21,7 +21,7 @@ from compress.model import writing
 from compress.runtime import kv_config
 from compress.storage.checkpoint import read_config
 
-CHUNK = 1024  # tokens of a prompt at a time: bounds activations
+CHUNK_TOKENS = 1024  # tokens of a prompt at a time: bounds activations
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Saved:
     seconds: float | None = None  # to compute the prompt and to save it
 
 
-def described(path: Path) -> Saved:
+def describe(path: Path) -> Saved:
     """Return what a file holds; its small parts are checked. Raises CheckpointError for one that is none."""
-    return _described(SavedFile(path))
+    return _facts_of(SavedFile(path))
 
 
-def _described(file: SavedFile, seconds: float | None = None) -> Saved:
+def _facts_of(file: SavedFile, seconds: float | None = None) -> Saved:
     tokens = file.parts["tokens"].shape
     return Saved(tokens[0] * tokens[1], file.path.stat().st_size, raw_nbytes(file), file.facts["quality"], seconds)
 
@@ -57,13 +57,13 @@ def save(directory: Path, prompt: str, out: Path, quality: str, device: str = "c
     check_layers(_empty(directory, config))
     model = lm.load_model(directory, "auto", device)
     began = time.perf_counter()
-    cache: Any = generation.fresh(model) if hasattr(model, "kv_cache") else DynamicCache(config=model.config)
+    cache: Any = generation.fresh(model) if hasattr(model, "kv_cache") else Reader(model).new_cache()
     with torch.no_grad():
         text = ids.to(model.device)
-        for start in range(0, text.shape[1], CHUNK):
-            fed(model, text[:, : start + CHUNK], cache, start)
+        for start in range(0, text.shape[1], CHUNK_TOKENS):
+            fill(model, text[:, : start + CHUNK_TOKENS], cache, start)
     file = save_cache(cache, out, model, ids, quality, {"model_name": directory.name})
-    return _described(file, time.perf_counter() - began)
+    return _facts_of(file, time.perf_counter() - began)
 
 
 def _empty(directory: Path, config: Any) -> Cache:

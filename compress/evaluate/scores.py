@@ -12,41 +12,27 @@ the batches; the figures are the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from compress import ranks
 from compress.calib import prefix
 from compress.calib.data import token_windows
 from compress.calib.documents import source_name
 from compress.calib.prefix import Prefix
-from compress.errors import CalibrationError, CheckpointError, NumericalError
+from compress.errors import CalibrationError, CheckpointError
+from compress.evaluate.reader import Execution, Reader
 from compress.model import load
 from compress.model.positions import max_positions
 from compress.numerics import kl
 from compress.recipe.schema import Bos
 
-BATCH_NBYTES = 256 << 20  # of all logits of a batch, about
+BATCH_NBYTES = 256 << 20  # all logits of a batch take about so many
 BATCH_TOKENS = 4096  # most tokens of a batch: products are efficient, activations small
-
-
-@dataclass(frozen=True)
-class Execution:
-    """Settings of how models run. `bos` is part of the figures, which change with the others by rounding only."""
-
-    dtype: str = "float32"  # float32, float16, bfloat16, or auto: as stored
-    device: str = "cpu"
-    batch: int | None = None  # windows; None: as many as BATCH_NBYTES and BATCH_TOKENS allow
-    bos: Bos = "auto"  # what each window and each question begins with (calib/prefix.py)
-
-    def __post_init__(self) -> None:
-        if self.batch is not None and self.batch < 1:
-            raise ValueError(f"batch {self.batch} is not positive")
 
 
 @dataclass(frozen=True)
@@ -105,34 +91,35 @@ def evaluate(
     cut = text_windows(directories, text, seq_len, max_tokens, execution.bos)
     windows = cut.tokens
     with ranks.joined(execution.device) as processes:
-        columns = [
-            part for own in processes.gather(_columns(directories, windows, execution, progress)) for part in own
-        ]
-    positions = torch.cat(columns, 1).view(len(columns[0]), len(windows), seq_len - 1)  # figure, window, position
-    return summary(positions[..., cut.prefix.unscored :], source_name(text), seq_len, cut.prefix.text)
+        gathered = processes.gather(_columns(directories, windows, execution, progress))
+        columns = [column for of_process in gathered for column in of_process]
+    figures = torch.cat(columns, 1).view(len(columns[0]), len(windows), seq_len - 1)  # figure, window, position
+    return summary(figures[..., cut.prefix.unscored :], source_name(text), seq_len, cut.prefix.text)
 
 
 def _columns(
     directories: list[Path], windows: Tensor, execution: Execution, progress: Callable[[int, int], None] | None
 ) -> list[Tensor]:
     """Return what `score` gives for each batch of windows that is this process's."""
-    models = [load.load_model(directory, execution.dtype, execution.device) for directory in directories]
-    batch = execution.batch or windows_at_a_time(models, windows.shape[1])
+    readers = [
+        Reader(load.load_model(directory, execution.dtype, execution.device), name=directory.name)
+        for directory in directories
+    ]
+    batch = execution.batch or windows_at_a_time(readers, windows.shape[1])
     begins = list(range(0, len(windows), batch))
-    part = ranks.current().part(len(begins))
+    share = ranks.current().part(len(begins))
     columns: list[Tensor] = []
-    names = [directory.name for directory in directories]
-    for begin in begins[part]:
-        columns.append(positions(models, names, windows[begin : begin + batch]))
+    for begin in begins[share]:
+        columns.append(positions(readers, windows[begin : begin + batch]))
         if progress is not None:
-            progress(min(begin + batch, len(windows)), min(begins[part.stop - 1] + batch, len(windows)))
+            progress(min(begin + batch, len(windows)), min(begins[share.stop - 1] + batch, len(windows)))
     return columns
 
 
-def positions(models: list[PreTrainedModel], names: list[str], windows: Tensor) -> Tensor:
-    """Return what `score` gives for windows int64 [n, seq_len] that go through loaded models together."""
-    logits = [next_logits(model, name, windows.to(model.device)) for model, name in zip(models, names, strict=True)]
-    return score(logits, windows[:, 1:].flatten().to(models[0].device))
+def positions(readers: Sequence[Reader], windows: Tensor) -> Tensor:
+    """Return what `score` gives for windows int64 [n, seq_len] that go through models together, without caches."""
+    logits = [reader.predictions(windows) for reader in readers]
+    return score(logits, windows[:, 1:].flatten().to(logits[0].device))
 
 
 def text_windows(
@@ -163,26 +150,18 @@ def text_windows(
     return TextWindows(windows[: max_tokens // seq_len], begun)
 
 
-def windows_at_a_time(models: list[PreTrainedModel], seq_len: int) -> int:
+def windows_at_a_time(readers: Sequence[Reader], seq_len: int) -> int:
     """Return how many windows go through these models together."""
-    vocab_size = models[0].config.get_text_config().vocab_size
-    window_nbytes = sum(seq_len * vocab_size * model.dtype.itemsize for model in models)
+    vocab_size = readers[0].model.config.get_text_config().vocab_size
+    window_nbytes = sum(seq_len * vocab_size * reader.model.dtype.itemsize for reader in readers)
     return max(1, min(BATCH_NBYTES // window_nbytes, BATCH_TOKENS // seq_len))
 
 
-@torch.no_grad()
-def next_logits(model: PreTrainedModel, name: str, tokens: Tensor) -> Tensor:
-    """Return the logits that predict tokens[:, 1:], [batch * (seq_len - 1), vocab_size], checked to be finite."""
-    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
-    if not all(torch.isfinite(part).all() for part in logits.split(kl.rows_at_a_time(logits.shape[1]))):
-        raise NumericalError(f"{name} gives non-finite logits in {logits.dtype}; its weights are damaged, or overflow")
-    return logits
-
-
 def score(logits: list[Tensor], targets: Tensor) -> Tensor:
-    """logits [positions, vocab_size] of the model, and of the base if there is one; targets [positions].
+    """Compare predictions with what follows: figures of each position, float64 on the CPU.
 
-    float64 on the CPU: [1, positions] nll, or [4, positions] nll, base nll, KL(base || model), same likeliest token.
+    logits [positions, vocab_size] of the model, and of the base if there is one; targets [positions].
+    Returns [1, positions] nll, or [4, positions] nll, base nll, KL(base || model), same likeliest token.
     """
     step = kl.rows_at_a_time(logits[0].shape[1])
     parts = [part.split(step) for part in logits]
@@ -199,7 +178,7 @@ def score(logits: list[Tensor], targets: Tensor) -> Tensor:
 
 
 def summary(positions: Tensor, text: str, seq_len: int, begins_with: str = "") -> Scores:
-    """positions: what `score` gives, [1 or 4, windows, at most seq_len - 1]."""
+    """Return the scores of a text. positions: what `score` gives, [1 or 4, windows, at most seq_len - 1]."""
     windows = positions.shape[1]
     nll = float(positions[0].mean())
     scores = Scores(text, _exp(nll), nll, positions[0].numel(), windows, seq_len, begins_with)

@@ -28,10 +28,10 @@ from compress.runtime.linear import PackedLinear
 
 Call = Callable[[], object]
 
-LEAST_S = 0.3  # for each kind
-LEAST_ROUNDS = 5
-COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # of the buffer that is copied: larger than caches
-ROTATED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # of bfloat16 weights that calls go round
+MIN_SECONDS_PER_KIND = 0.3
+MIN_ROUNDS = 5
+COPY_NBYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # the buffer that is copied: larger than caches
+ROTATED_NBYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # the bfloat16 weights that calls go round
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ def measure(
         copied = copy_rate(device)
         layers = [_layer(group, batch, copied) for group in _alike(loaded[0])]
     threads = torch.get_num_threads()
-    found = Speed(device, threads, batch, prompt_tokens, new_tokens, prefill, decode, copied, layers)
+    speed = Speed(device, threads, batch, prompt_tokens, new_tokens, prefill, decode, copied, layers)
     if base is None:
-        return found
+        return speed
     rates = others[0]
-    return replace(found, base=base.name, base_prefill_tokens_per_s=rates[0], base_decode_tokens_per_s=rates[1])
+    return replace(speed, base=base.name, base_prefill_tokens_per_s=rates[0], base_decode_tokens_per_s=rates[1])
 
 
 def _generation(models: Sequence[Any], batch: int, prompt_tokens: int, new_tokens: int) -> list[tuple[float, float]]:
@@ -148,7 +148,7 @@ def copy_rate(device: str, clock: Callable[[], float] = time.perf_counter) -> fl
 
     clock: what counts the seconds of a CPU.
     """
-    source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
+    source = torch.ones(COPY_NBYTES[device], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     (seconds,) = in_turns([[lambda: target.copy_(source)]], device, clock)
     return 2 * source.nbytes / seconds
@@ -182,7 +182,7 @@ def _layer(modules: Sequence[PackedLinear], rows: int, copied: float) -> LayerSp
 
 def bfloat16_weights(shape: tuple[int, int], device: str) -> list[Tensor]:
     """Return random weights [out, in], as many as exceed the caches together."""
-    count = max(2, math.ceil(ROTATED_BYTES[device] / (2 * shape[0] * shape[1])))
+    count = max(2, math.ceil(ROTATED_NBYTES[device] / (2 * shape[0] * shape[1])))
     return [torch.randn(shape, device=device).bfloat16() for _ in range(count)]
 
 
@@ -193,19 +193,21 @@ def in_turns(
 
     clock: what counts the seconds of a CPU.
     """
-    rounds = [_graph(calls) if device == "cuda" else _timed(calls, clock) for calls in kinds]
+    rounds = [_graph(calls) if device == "cuda" else _timed_round(calls, clock) for calls in kinds]
     for round in rounds:
         round()  # compiles, decodes, fills caches
-    found: list[list[float]] = [[] for _ in kinds]
-    end, left = time.perf_counter() + LEAST_S * len(kinds), LEAST_ROUNDS
+    seconds: list[list[float]] = [[] for _ in kinds]
+    end, left = time.perf_counter() + MIN_SECONDS_PER_KIND * len(kinds), MIN_ROUNDS
     while left > 0 or time.perf_counter() < end:
         left -= 1
-        for times, round in zip(found, rounds, strict=True):
+        for times, round in zip(seconds, rounds, strict=True):
             times += round()
-    return [statistics.median(times) for times in found]
+    return [statistics.median(times) for times in seconds]
 
 
-def _timed(calls: Sequence[Call], clock: Callable[[], float]) -> Callable[[], list[float]]:
+def _timed_round(calls: Sequence[Call], clock: Callable[[], float]) -> Callable[[], list[float]]:
+    """Return a round that makes all calls and gives the seconds of each."""
+
     def round() -> list[float]:
         times = []
         for call in calls:

@@ -96,15 +96,15 @@ def summary(task: str, way: str, outcomes: Sequence[Outcome], base: Sequence[Out
         nll_se=nll[1],
         kl=kl[0],
         kl_se=kl[1],
-        paired=None if base is None else _paired(task, outcomes, base),
+        paired=None if base is None else _compare_pairs(task, outcomes, base),
         figures={name: intervals.mean_error([o.figures[name] for o in outcomes])[0] for name in outcomes[0].figures},
     )
 
 
 def of_task(task: Task, outcomes: Sequence[Outcome], base: Sequence[Outcome] | None = None) -> TaskScore:
     """Return the figures of a task as `summary` does, and with a base those for each value of the fact `task.by`."""
-    found = summary(task.name, task.way, outcomes, base)
-    return found if base is None else replace(found, by=task.by, groups=groups(task, outcomes, base))
+    score = summary(task.name, task.way, outcomes, base)
+    return score if base is None else replace(score, by=task.by, groups=groups(task, outcomes, base))
 
 
 def groups(task: Task, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> tuple[Group, ...]:
@@ -112,15 +112,15 @@ def groups(task: Task, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> 
     if not task.by:
         return ()
     values = {item.name: item.facts[task.by] for item in task.items}
-    found = []
+    rows = []
     for value in sorted(set(values.values())):
         own, theirs = ([each for each in of if values[each.name] == value] for of in (outcomes, base))
         right, base_right = (sum(each.right for each in of) / len(own) for of in (own, theirs))
-        found.append(Group(value, len(own), right, base_right, _mean(_nll(own)), _mean(_nll(theirs))))
-    return tuple(found)
+        rows.append(Group(value, len(own), right, base_right, _mean(_nll(own)), _mean(_nll(theirs))))
+    return tuple(rows)
 
 
-def _paired(task: str, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> Paired:
+def _compare_pairs(task: str, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> Paired:
     by_name = {outcome.name: outcome for outcome in base}
     if by_name.keys() != {outcome.name for outcome in outcomes} or len(by_name) < len(base):
         raise ValueError(f"task {task}: the outcomes of the two models are not of the same items")

@@ -84,7 +84,7 @@ def check(weight: PackedWeight, where: str) -> None:
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}; download or write the checkpoint again") from error
     try:
-        checks.specified(weight.tensors, expected)
+        checks.check_specs(weight.tensors, expected)
         if any(tensor.is_meta for tensor in weight.tensors.values()):
             return
         for name, tensor in weight.tensors.items():

@@ -219,16 +219,16 @@ def pack(parts: Parts, params: Params, shape: tuple[int, int]) -> dict[str, Tens
         if params.codebook_dtype == "int8":
             tensors[f"{prefix}codebook_scales"] = parts.codebook_scales[stage]
     if parts.scales is not None:
-        tensors["scales"] = pack_stream(_lengthened(parts.scales.T, rows), 4)
+        tensors["scales"] = pack_stream(_pad_columns(parts.scales.T, rows), 4)
     if parts.outliers is not None:
-        tensors["outliers"] = pack_stream(_lengthened(parts.outliers.T, rows), params.outlier_bits)
+        tensors["outliers"] = pack_stream(_pad_columns(parts.outliers.T, rows), params.outlier_bits)
     for name in PLAIN:
         value = getattr(parts, name)
         if value is not None:
             size, dtype = wanted[name]
             exact = dtype.is_floating_point or value.is_floating_point()
             assert not exact or value.dtype == dtype, f"{name} was not rounded to its storage type"
-            tensors[name] = _lengthened(value, size[0]).to(dtype) if name.startswith("norm") else value.to(dtype)
+            tensors[name] = _pad_columns(value, size[0]).to(dtype) if name.startswith("norm") else value.to(dtype)
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == wanted
     return tensors
@@ -247,12 +247,12 @@ def cut(
             f"column {columns.start} lies within a vector, or within columns that share a codebook or scale"
         )
     part, count = slice(rows.start, rows.stop), range(len(params.bits))
-    blocks = _kept(columns, params.scale_columns or -1)
+    blocks = _units_of(columns, params.scale_columns or -1)
     side = {name: tensors[name] for name in PLAIN if name in tensors}
     side |= {name: side[name][blocks] for name in ("scale_grid",) if name in side}
     along = part if params.norm == "rows" else slice(columns.start, columns.stop)
     side |= {name: side[name][along] for name in ("norm_scale", "norm_bias") if name in side}
-    books = _kept(columns, params.group_columns), _kept(rows, params.group_rows)
+    books = _units_of(columns, params.group_columns), _units_of(rows, params.group_rows)
     side |= {name: side[name][books] for name in ("codebook_left",) if name in side}
     if params.outliers:
         index = tensors["outlier_index"]
@@ -264,7 +264,7 @@ def cut(
     if params.scale_columns:
         side["scales"] = unpack_stream(tensors["scales"], 4).T[part, blocks]
     names = [f"{stage_prefix(stage)}codebook" for stage in count]
-    code_rows, code_columns = _kept(rows, params.height), _kept(columns, params.width)
+    code_rows, code_columns = _units_of(rows, params.height), _units_of(columns, params.width)
     parts = Parts(
         [codes[code_rows, code_columns] for codes in unpack_codes(tensors, params, shape)],
         [tensors[name][books] for name in names if name in tensors],
@@ -277,7 +277,7 @@ def cut(
     return chosen, pack(parts, chosen, (len(rows), len(columns)))
 
 
-def _kept(part: range, unit: int) -> slice:
+def _units_of(part: range, unit: int) -> slice:
     """Return which units a part of the rows or columns has some of; -1: all are one unit."""
     return slice(0, 1) if unit == -1 else slice(part.start // unit, -(-part.stop // unit))
 
@@ -312,7 +312,7 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
         values = matrix[: rows.stop - rows.start, :in_features]
         if factors is not None:
             values = values * factors[rows].repeat_interleave(params.scale_columns, 1)[:, :in_features]
-        values = _outliers(_normed(values, tensors, params, rows), tensors, params, rows, order)
+        values = _outliers(_apply_norm(values, tensors, params, rows), tensors, params, rows, order)
         weight[rows, order] = values.to(dtype)
     return weight
 
@@ -348,7 +348,7 @@ def _block_scales(tensors: Mapping[str, Tensor], params: Params) -> Tensor:
     return block_factors(unpack_stream(tensors["scales"], 4).T, tensors["scale_grid"])
 
 
-def _normed(values: Tensor, tensors: Mapping[str, Tensor], params: Params, rows: slice) -> Tensor:
+def _apply_norm(values: Tensor, tensors: Mapping[str, Tensor], params: Params, rows: slice) -> Tensor:
     for name, apply in (("norm_scale", torch.mul), ("norm_bias", torch.add)):
         if name in tensors:
             norm = tensors[name].float()
@@ -391,7 +391,7 @@ def _groups(size: int, group: int) -> int:
     return 1 if group == -1 else -(-size // group)
 
 
-def _lengthened(values: Tensor, size: int) -> Tensor:
+def _pad_columns(values: Tensor, size: int) -> Tensor:
     """Zeros appended along the last dimension."""
     return torch.nn.functional.pad(values, (0, size - values.shape[-1]))
 

@@ -138,9 +138,9 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
     step = max(1, DECODE_CHUNK // (blocks * DIM))
     for start in range(0, out_features, step):
         part = slice(start, min(start + step, out_features))
-        columns = [_unsigned(tensors["codes"][part, :blocks])]
+        columns = [_widen(tensors["codes"][part, :blocks])]
         if params.bits in RESIDUAL:
-            columns.append(_unsigned(tensors["residual"][part, :blocks]))
+            columns.append(_widen(tensors["residual"][part, :blocks]))
         scale = tensors["scale"]
         if params.row_scales:
             scale = row_scale(scale, tensors["row_scales"][part])[:, None]
@@ -157,9 +157,7 @@ def cut(
         raise ValueError(f"column {columns.start} lies within a code of {DIM} columns")
     blocks = slice(columns.start // DIM, -(-columns.stop // DIM))
     part = slice(rows.start, rows.stop)
-    codes = torch.stack(
-        [_unsigned(tensors[name][part, blocks]) for name in ("codes", "residual") if name in tensors], -1
-    )
+    codes = torch.stack([_widen(tensors[name][part, blocks]) for name in ("codes", "residual") if name in tensors], -1)
     row_scales = tensors["row_scales"][part] if params.row_scales else None
     return params, pack(codes, tensors["scale"], row_scales, params, (len(rows), len(columns)))
 
@@ -192,6 +190,6 @@ def _int16(codes: Tensor) -> Tensor:
     return torch.where(codes < 32768, codes, codes - 65536).to(torch.int16)
 
 
-def _unsigned(stored: Tensor) -> Tensor:
+def _widen(stored: Tensor) -> Tensor:
     """Inverse of `_int16`, and plain widening of uint8: int32."""
     return stored.int() & 0xFFFF

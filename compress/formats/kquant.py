@@ -33,7 +33,7 @@ SUPER_BLOCK = 256  # columns that share a step
 ROW_MULTIPLE = 16
 CHUNK = 1 << 22  # weights decoded at a time
 _SCALES, _MINIMA = ("scales", "steps"), ("minima", "minimum_steps")
-_NAMES = (*_SCALES, *_MINIMA)  # in the order of `Scales`
+_NAMES = (*_SCALES, *_MINIMA)  # the order is that of `Scales`
 
 
 class Layout(NamedTuple):
@@ -162,11 +162,11 @@ def cut(
     first, last = columns.start // SUPER_BLOCK, -(-columns.stop // SUPER_BLOCK)
     part, groups = slice(rows.start, rows.stop), params.layout.groups
 
-    def kept(values: Tensor | None) -> Tensor | None:
+    def cut_groups(values: Tensor | None) -> Tensor | None:
         each = 1 if values is not None and values.is_floating_point() else groups
         return None if values is None else values[part, first * each : last * each]
 
-    chosen = Scales(*map(kept, scales))  # type: ignore[arg-type]
+    chosen = Scales(*map(cut_groups, scales))  # type: ignore[arg-type]
     return params, pack(codes[part, columns.start : columns.stop], chosen, params)
 
 

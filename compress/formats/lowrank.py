@@ -25,7 +25,7 @@ from torch import Tensor
 from compress.types import LowRank
 
 PREFIX = "lowrank_"
-SHRINKS = tuple(1 - step / 32 for step in range(13))  # of the largest entry of a group, tried for its scale
+SCALE_RATIOS = tuple(1 - step / 32 for step in range(13))  # scales that are tried: these times the min-max scale
 FP16_MAX = 65504.0
 FP16_TINY = 2.0**-14  # smallest normal float16
 
@@ -64,7 +64,7 @@ def pack_factor(name: str, factor: Tensor, params: LowRank) -> dict[str, Tensor]
         return {name: (factor if name == "a" else factor.T).to(getattr(torch, params.dtype)).contiguous()}
     size, half = factor.shape[1], 2 ** (params.bits - 1)
     scales = _scales(factor, params)
-    steps = _expanded(scales.float(), params, size)
+    steps = _repeat_scales(scales.float(), params, size)
     codes = (factor.float() / torch.where(steps == 0, 1.0, steps)).round_().clamp_(-half, half - 1).to(torch.int8)
     if params.bits == 4:
         codes = torch.nn.functional.pad(codes, (0, size % 2)).view(torch.uint8) & 15
@@ -87,7 +87,7 @@ def factor(name: str, tensors: Mapping[str, Tensor], params: LowRank, size: int,
     if params.bits == 4:
         pairs = torch.stack((stored << 4, stored & 240), -1).view(torch.int8)  # each in the upper half, with its sign
         stored = pairs.flatten(1)[:, :size] >> 4
-    return (stored.float() * _expanded(tensors[f"{name}_scales"].float(), params, size)).to(dtype)
+    return (stored.float() * _repeat_scales(tensors[f"{name}_scales"].float(), params, size)).to(dtype)
 
 
 def decode(tensors: Mapping[str, Tensor], params: LowRank, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -163,7 +163,7 @@ def _scales(factor: Tensor, params: LowRank) -> Tensor:
     grouped = torch.nn.functional.pad(factor.float(), (0, -size % group)).unflatten(1, (-1, group))
     largest = grouped.gather(2, grouped.abs().argmax(2, keepdim=True))  # signed: the level -half is the outermost one
     best, scales = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
-    for shrink in SHRINKS:
+    for shrink in SCALE_RATIOS:
         scale = (largest * (-shrink / half)).to(dtype).float()
         code = (grouped / torch.where(scale == 0, 1.0, scale)).round_().clamp_(-half, half - 1)
         error = (code * scale - grouped).square_().sum(2, keepdim=True)
@@ -172,7 +172,7 @@ def _scales(factor: Tensor, params: LowRank) -> Tensor:
     return scales.squeeze(2).to(dtype).contiguous()
 
 
-def _expanded(scales: Tensor, params: LowRank, size: int) -> Tensor:
+def _repeat_scales(scales: Tensor, params: LowRank, size: int) -> Tensor:
     """Scales [rank, G] -> that of each entry [rank, size]."""
     return scales.repeat_interleave(_group(params, size), 1)[:, :size]
 

@@ -118,10 +118,10 @@ def _head_mix(head_dim: int) -> Transform:
             raise ValueError(f"head_mix/{head_dim}: {n} channels are no heads of {head_dim}")
         hadamard.order(n // head_dim)
 
-    def mixed(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    def mix_heads(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         return change(x.unflatten(-1, (-1, head_dim)).transpose(-1, -2)).transpose(-1, -2).flatten(-2)
 
-    return Transform(spec, lambda x, _: mixed(x, hadamard.transform), lambda x, _: mixed(x, hadamard.transpose))
+    return Transform(spec, lambda x, _: mix_heads(x, hadamard.transform), lambda x, _: mix_heads(x, hadamard.transpose))
 
 
 def _get(name: str) -> Transform:
@@ -261,18 +261,18 @@ def _around(
 def _forward(x: Tensor, side: str, names: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
     for name in names:
         stored = tensors.get(f"{side}_{name}")
-        x = multiply(x, stored, name, False) if _traced() else _get(name).forward(x, stored)
+        x = multiply(x, stored, name, False) if _is_tracing() else _get(name).forward(x, stored)
     return x
 
 
 def _transpose(x: Tensor, side: str, names: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
     for name in reversed(names):
         stored = tensors.get(f"{side}_{name}")
-        x = multiply(x, stored, name, True) if _traced() else _get(name).transpose(x, stored)
+        x = multiply(x, stored, name, True) if _is_tracing() else _get(name).transpose(x, stored)
     return x
 
 
-def _traced() -> bool:
+def _is_tracing() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 

@@ -33,12 +33,12 @@ import torch
 from torch import Tensor
 
 DECODE_CHUNK = 1 << 21  # weights decoded at a time: bounds the int64 temporaries to some tens of MB
-ROW_MULTIPLE = 16  # of tile_rows: the stream of a tile is whole words for every number of bits
+ROW_MULTIPLE = 16  # tile_rows is one: the stream of a tile is whole words for every number of bits
 MAX_TILE_ROWS = 256
 MAX_STATE_BITS = 16
 HYB_ENTRIES, HYB_LOW_BIT = 512, 6
 BYTE_SUMS = {"mul1": (0x83DCD12D, 0, 147.7), "1mad": (34038481, 76625530, 147.8005)}  # factor, addend, divisor
-CENTRE = 510  # of the sum of four bytes
+BYTE_SUM_CENTRE = 510  # half of the largest sum of four bytes
 HALVES = {"3inst": (89226354, 64248484), "mcg": (0xCBAC1FED, 0)}  # factor, addend
 CODES = (*BYTE_SUMS, *HALVES, "hyb")
 
@@ -98,7 +98,7 @@ def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, 
 def states_table(params: Params, table: Tensor | None = None) -> Tensor:
     """What each state emits, [2^state_bits, vector_dim] float32; `table` is the stored one of `hyb`."""
     if table is None:
-        return _computed(params.code, params.state_bits)
+        return _compute_table(params.code, params.state_bits)
     state = torch.arange(1 << params.state_bits, device=table.device)
     hashed = state * (state + 1)
     values = table.float()[(hashed >> HYB_LOW_BIT) & (HYB_ENTRIES - 1)]
@@ -107,13 +107,13 @@ def states_table(params: Params, table: Tensor | None = None) -> Tensor:
 
 
 @cache
-def _computed(code: str, state_bits: int) -> Tensor:
+def _compute_table(code: str, state_bits: int) -> Tensor:
     state = torch.arange(1 << state_bits, device="cpu")  # loading may have made meta the default device
     if code in BYTE_SUMS:
         factor, addend, divisor = BYTE_SUMS[code]
         word = (state * factor + addend) & 0xFFFFFFFF
         total = torch.stack([(word >> shift) & 0xFF for shift in (0, 8, 16, 24)]).sum(0)
-        return ((total - CENTRE).double() / divisor).float()[:, None]
+        return ((total - BYTE_SUM_CENTRE).double() / divisor).float()[:, None]
     factor, addend = HALVES[code]
     word = ((state * factor + addend) & 0x8FFF8FFF) ^ 0x3B603B60
     halves = torch.stack([word & 0xFFFF, word >> 16]).to(torch.int32).to(torch.int16).view(torch.float16)

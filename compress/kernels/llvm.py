@@ -171,6 +171,15 @@ def link(signature: Signature, key: bytes, write: Callable[[], str]) -> Function
     return cast(Function, function)
 
 
+def assembly(emitter: Any) -> str:
+    """Return what an emitter wrote in the language of this CPU, to be read (docs/kernel_tutorial.md)."""
+    from llvmlite import binding
+
+    machine, module = _machine(), binding.parse_assembly(str(emitter.module))
+    _optimize(module, machine, emitter.signature.name)
+    return str(machine.emit_assembly(module))
+
+
 def key(source: str) -> bytes:
     """Return the key of all that machine code depends on."""
     import llvmlite

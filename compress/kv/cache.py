@@ -65,7 +65,7 @@ def coded_layers(config: Any, settings: CacheSettings) -> Codings:
 
 
 def named_path(path: str) -> CachePath:
-    """Return how a cache is read; an old name is said to be one on stderr. RecipeError for an unknown name."""
+    """Return how a cache is read; an old name is reported on stderr. RecipeError for an unknown name."""
     if path in OLD_PATHS:
         print(f"compress: path={path!r} is now called {OLD_PATHS[path]!r}", file=sys.stderr)
         return OLD_PATHS[path]

@@ -67,7 +67,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def layout(codec: Codec) -> HeadLayout | None:
-    """How the kernel is told about what this codec stores; None if it cannot read that."""
+    """Return the layout of what a codec stores, as the kernel takes it; None if it cannot read that."""
     if isinstance(codec, kivi.PackedInts):
         base = kivi.ByToken if codec.by_token else kivi.ByChannel
         if type(codec).decode is not base.decode or codec.codes.padded_channels != codec.spec.width:

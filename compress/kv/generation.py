@@ -1,4 +1,4 @@
-"""Let `generate` of a model use a compressed cache without being asked.
+"""Let `generate` of a model use a compressed cache that no argument names.
 
     attach(model, {"method": "kivi", "bits": 4})
     model.generate(**inputs)                    # a fresh cache of this recipe for each call

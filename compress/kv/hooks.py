@@ -1,8 +1,8 @@
-"""Tell a cache what `update` is not given, and make sure that a model reads and writes the cache that it was handed.
+"""Give a cache what `update` is not given, and check that a model reads and writes the cache that it was handed.
 
 `attach(model)` adds hooks that look for a `KVCache` among the arguments of each forward pass, and do nothing where
-there is none. generate and plain calls of the model both pass through them. They tell of left padding, of the rotary
-embedding of each token, and, to layers that evict, of attention modules.
+there is none. generate and plain calls of the model both pass through them. They give it the left padding, the rotary
+embedding of each token and, to layers that evict, the pass of each attention module.
 
 Three checks hold for every model: a forward pass returns the cache that it was given, it adds as many tokens to it as
 it read, and `generate` ends with a cache that has seen every token but the last one.
@@ -115,7 +115,7 @@ def _rotation(module: nn.Module, kwargs: dict[str, Any], makers: list[nn.Module]
 
 
 def _attention(module: nn.Module, args: Any, kwargs: dict[str, Any], makers: list[nn.Module]) -> Any:
-    """Tell a layer that evicts of the pass of its attention module; return the arguments with a mask of its own."""
+    """Give a layer that evicts the pass of its attention module; return the arguments with a mask of its own."""
     cache, index = cache_of(kwargs), module.layer_idx
     layer = cache.layers[index] if cache is not None and isinstance(index, int) and index < len(cache.layers) else None
     hidden = kwargs.get("hidden_states", args[0] if args else None)

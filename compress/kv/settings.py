@@ -156,7 +156,7 @@ class CacheSettings:
     read: Reading | None = None  # which stored tokens attention reads, {method: ..., keep: ...}; null: all
 
     def of(self, kind: str) -> Coding:
-        """Return the coding of "keys" or "values" where no rule says otherwise."""
+        """Return the coding of "keys" or "values" where no rule of `layers` matches."""
         return self.keys if kind == "keys" else self.values
 
     def by_layer(self, count: int) -> Codings:
@@ -200,7 +200,7 @@ def _error(path: tuple[str | int, ...], message: str) -> RecipeError:
 
 
 def cache_settings(section: CacheSettings | Mapping[str, Any], error: ErrorAt = _error) -> CacheSettings:
-    """Return the settings that plain data stands for; `error` makes a RecipeError that says where the data came from.
+    """Return the settings that plain data stands for; `error` makes a RecipeError with the place of a key.
 
     Settings that were read before are returned as they are.
     """

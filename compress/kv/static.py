@@ -43,7 +43,7 @@ def check(settings: Coding | Reading, spec: Spec, own: Mapping[str, Tensor]) -> 
     """
     specs = _specs(settings, spec)
     read = {name: tensor for name, tensor in own.items() if name in specs}
-    checks.specified(read, specs)
+    checks.check_specs(read, specs)
     for name, tensor in read.items():
         if tensor.is_floating_point():
             checks.finite(name, tensor)
@@ -59,7 +59,7 @@ def check_names(
     is_certain: bool,
     reading: Reading | None = None,
 ) -> None:
-    """Check what a file says that it holds for the layers of a model, before any of it is read.
+    """Check the names, shapes and types that a file lists for the layers of a model, before any of it is read.
 
     heads: of queries, of keys, and the width of a head; unless these are certain, names are checked and nothing else.
     tensors: whatever has a `shape` and a `dtype`, by full name. Raises ValueError, which begins with such a name.
@@ -70,7 +70,7 @@ def check_names(
             full = _prefix(spec) + name
             held = tensors.get(full) if not is_certain else None
             expected[full] = (shape, dtype) if held is None else (tuple(held.shape), held.dtype)
-    checks.specified(tensors, expected)
+    checks.check_specs(tensors, expected)
 
 
 def check_all(
@@ -118,7 +118,7 @@ def head_shape(config: Any) -> tuple[int, int, int]:
 
 
 def states_heads(config: Any) -> bool:
-    """Return whether a configuration says of the heads of its keys what `head_shape` reads, and nothing more.
+    """Return whether `head_shape` reads all that a configuration has about the heads of its keys.
 
     Where it has further settings (latent keys, layers with heads of their own, all queries sharing a head), the first
     keys that come tell their shape.

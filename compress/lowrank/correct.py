@@ -1,7 +1,7 @@
 """Correct a quantized weight by two thin matrices beside it (EoRA, arXiv 2410.21271).
 
 For a weight W, what its method makes of it, Q, and the inputs x that the quantized prefix gives, H = sum x x^T, the
-best product of rank k is min tr[(W - Q - B^T A) H (W - Q - B^T A)^T]: `linalg.truncated` of W - Q. This is EoRA
+best product of rank k is min tr[(W - Q - B^T A) H (W - Q - B^T A)^T]: `linalg.truncate_rank` of W - Q. This is EoRA
 (arXiv 2410.21271) and the exact form of QERA (arXiv 2410.06040), which solve it through the eigenvectors and the root
 of H; here H may be singular. `metric: sizes` is QERA's approximation (the diagonal of H alone; LQER is near it),
 `metric: none` a plain SVD, as in LoftQ and ZeroQuant-V2. `metric: fisher` is that of LQ-LoRA (arXiv 2311.12023): rows
@@ -34,12 +34,12 @@ from torch import Tensor
 
 from compress import formats
 from compress.formats import lowrank
-from compress.numerics.linalg import truncated, truncation_workspace
+from compress.numerics.linalg import truncate_rank, truncation_workspace
 from compress.types import Correction, Fisher, LowRank, PackedWeight, Quantized, Stats
 
 MetricName = Literal["inputs", "sizes", "fisher", "none"]
 
-ITERATED_SIDE = 8192  # from a smaller side like this on the subspace is found by iteration
+MIN_ITERATED_SIDE = 8192  # the smaller side; the subspace of larger matrices is found by iteration
 
 
 class Metric(NamedTuple):
@@ -85,7 +85,7 @@ def split(matrix: Tensor, measure: Metric, wanted: LowRank, seed: int) -> LowRan
     shape = (matrix.shape[0], matrix.shape[1])
     weights = torch.ones(shape[0], device=matrix.device) if measure.rows is None else measure.rows
     weighted = matrix if measure.rows is None else matrix * weights[:, None]
-    solution = truncated(weighted, measure.hessian, wanted.rank, seed if min(shape) >= ITERATED_SIDE else None)
+    solution = truncate_rank(weighted, measure.hessian, wanted.rank, seed if min(shape) >= MIN_ITERATED_SIDE else None)
     left = solution.left.T / weights
     sizes = (solution.right.norm(dim=1, keepdim=True) / left.norm(dim=1, keepdim=True)).sqrt()
     sizes = torch.where(sizes > 0, sizes, 1.0)

@@ -14,15 +14,15 @@ from torch import Tensor
 Spec = tuple[tuple[int, ...], torch.dtype]
 
 
-def specified(tensors: Mapping[str, Any], specs: Mapping[str, Spec]) -> None:
+def check_specs(tensors: Mapping[str, Any], specs: Mapping[str, Spec]) -> None:
     """Check that there are the specified tensors and no others; anything with `shape` and `dtype` counts as one."""
     for name, (shape, dtype) in specs.items():
         if name not in tensors:
-            raise ValueError(f"{name} is missing, expected {_described(dtype, shape)}")
+            raise ValueError(f"{name} is missing, expected {_type_and_shape(dtype, shape)}")
         tensor = tensors[name]
         if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
-            held = _described(tensor.dtype, tuple(tensor.shape))
-            raise ValueError(f"{name} is {held}, expected {_described(dtype, shape)}")
+            held = _type_and_shape(tensor.dtype, tuple(tensor.shape))
+            raise ValueError(f"{name} is {held}, expected {_type_and_shape(dtype, shape)}")
     if extra := sorted(tensors.keys() - specs.keys()):
         raise ValueError(f"{extra[0]} is not expected here")
 
@@ -75,5 +75,5 @@ def distinct(name: str, indices: Tensor, count: int) -> None:
         raise ValueError(f"{name} holds {int(ordered[1:][again][0])} twice")
 
 
-def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+def _type_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

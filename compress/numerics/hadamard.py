@@ -60,12 +60,12 @@ def order(n: int) -> Order:
 
 def transform(x: Tensor) -> Tensor:
     """Return x H^T, each vector H x, for x [..., n] of any floating type; same type."""
-    return _chunked(x, _factors)
+    return _transform_chunks(x, _factors)
 
 
 def transpose(x: Tensor) -> Tensor:
     """Return x H, each vector H^T x, for x [..., n]: undoes `transform`."""
-    return _chunked(x, partial(_factors, transposed=True))
+    return _transform_chunks(x, partial(_factors, transposed=True))
 
 
 def table(order: Order) -> Tensor:
@@ -73,7 +73,7 @@ def table(order: Order) -> Tensor:
     return _TABLES[order.kind](order.K)
 
 
-def _chunked(x: Tensor, factors_of: Callable[[int, torch.dtype, torch.device], tuple[Tensor, ...]]) -> Tensor:
+def _transform_chunks(x: Tensor, factors_of: Callable[[int, torch.dtype, torch.device], tuple[Tensor, ...]]) -> Tensor:
     n = x.shape[-1]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     factors = factors_of(n, wide, x.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-LOGITS_NBYTES = 32 << 20  # of the float32 logits of one model at a time
+LOGITS_NBYTES = 32 << 20  # float32 logits of one model at a time
 
 
 def from_logits(original: Tensor, other: Tensor) -> Tensor:

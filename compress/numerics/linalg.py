@@ -3,7 +3,7 @@
 Hessians are damped by a fraction of their mean diagonal before they are factored; a failed factorization is repeated
 with twice the damping, and the number of retries is reported, never hidden. Matrices up to FLOAT64_COLUMNS columns
 are factored in float64 (a few seconds at most), larger ones in float32: three float64 copies of a 16k x 16k matrix
-are 6 GiB. `truncated` solves every low-rank problem of the project, in the same precision.
+are 6 GiB. `truncate_rank` solves every low-rank problem of the project, in the same precision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from compress.errors import NumericalError
 FLOAT64_COLUMNS = 4096
 RETRIES = 10
 OVERSAMPLING = 16  # vectors of a subspace beside those that are wanted
-ITERATIONS = 4  # of the subspace
+SUBSPACE_ITERATIONS = 4
 
 
 @contextmanager
@@ -100,7 +100,7 @@ class Truncation(NamedTuple):
     losses: Tensor  # [k + 1] float64: tr(R H R^T) that the first 0, 1, ... k of them leave
 
 
-def truncated(matrix: Tensor, hessian: Tensor | None, rank: int, seed: int | None = None) -> Truncation:
+def truncate_rank(matrix: Tensor, hessian: Tensor | None, rank: int, seed: int | None = None) -> Truncation:
     """Minimize tr((M - L) H (M - L)^T) over L of rank k; M [m, n], H [n, n] >= 0, maybe singular; None: the identity.
 
     L = V V^T M with V the first eigenvectors of M H M^T (LoRD, arXiv 2309.14021): no root and no inverse of H is
@@ -131,7 +131,7 @@ def truncated(matrix: Tensor, hessian: Tensor | None, rank: int, seed: int | Non
 
 
 def truncation_workspace(shape: tuple[int, int]) -> int:
-    """Return the bytes that `truncated` takes beside the matrix and the Hessian, an upper bound."""
+    """Return the bytes that `truncate_rank` takes beside the matrix and the Hessian, an upper bound."""
     rows, columns = shape
     least, item = min(shape), 8 if max(shape) <= FLOAT64_COLUMNS else 4
     return item * (3 * rows * columns + columns * columns + 3 * least * least)
@@ -162,7 +162,7 @@ def _subspace(matrix: Tensor, metric: Tensor | None, rank: int, seed: int) -> tu
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(matrix.shape[1], width, generator=generator).to(matrix)
     basis = torch.linalg.qr(matrix @ (start if metric is None else metric @ start)).Q
-    for _ in range(ITERATIONS):
+    for _ in range(SUBSPACE_ITERATIONS):
         basis = torch.linalg.qr(multiply(basis)).Q
     gram = basis.T @ multiply(basis)
     values, vectors = torch.linalg.eigh((gram + gram.T) / 2)

@@ -25,8 +25,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-BITS = 12  # of a frequency
-TOTAL = 1 << BITS
+FREQUENCY_BITS = 12
+TOTAL = 1 << FREQUENCY_BITS
 LANES = 32  # states of a stream
 SYMBOLS = 256
 LEAST = 1 << 16  # least state, and the first one
@@ -86,12 +86,12 @@ def encode(symbols: Tensor, contexts: Tensor, freqs: Tensor) -> list[Tensor]:
         context = contexts[torch.arange(start, stop) % columns]
         symbol = symbols[:, start:stop].long()
         freq, base, x = freqs[context, symbol], first[context, symbol], states[:, : stop - start]
-        full = x >= freq << (32 - BITS)
+        full = x >= freq << (32 - FREQUENCY_BITS)
         words[:, start:stop], emitted[:, start:stop] = x & 0xFFFF, full
         x = torch.where(full, x >> 16, x)
-        states[:, : stop - start] = ((x // freq) << BITS) + base + x % freq
+        states[:, : stop - start] = ((x // freq) << FREQUENCY_BITS) + base + x % freq
     head = torch.stack((states & 0xFFFF, states >> 16), -1).flatten(1)
-    return [_signed(torch.cat((h, w[e]))) for h, w, e in zip(head, words, emitted, strict=True)]
+    return [_to_int16(torch.cat((h, w[e]))) for h, w, e in zip(head, words, emitted, strict=True)]
 
 
 def decode(streams: Sequence[Tensor], contexts: Tensor, freqs: Tensor, count: int) -> Tensor:
@@ -113,8 +113,8 @@ def decode(streams: Sequence[Tensor], contexts: Tensor, freqs: Tensor, count: in
         stop = min(start + LANES, count)
         context = contexts[torch.arange(start, stop) % columns]
         x = states[:, : stop - start]
-        entry = table[(context << BITS) + (x & (TOTAL - 1))]
-        x = ((entry >> 20) + 1) * (x >> BITS) + ((entry >> 8) & (TOTAL - 1))
+        entry = table[(context << FREQUENCY_BITS) + (x & (TOTAL - 1))]
+        x = ((entry >> 20) + 1) * (x >> FREQUENCY_BITS) + ((entry >> 8) & (TOTAL - 1))
         empty = x < LEAST
         place = (used + empty.cumsum(1) - empty.long()).clamp(max=words.shape[1] - 1)
         states[:, : stop - start] = torch.where(empty, x << 16 | words.gather(1, place), x)
@@ -131,6 +131,6 @@ def check(streams: Sequence[Tensor]) -> None:
         raise ValueError(DAMAGED)
 
 
-def _signed(words: Tensor) -> Tensor:
+def _to_int16(words: Tensor) -> Tensor:
     """Return int64 numbers below 2^16 as int16 of the same bits."""
     return torch.where(words >= 1 << 15, words - (1 << 16), words).to(torch.int16)

@@ -79,7 +79,7 @@ def _headline(report: Report, scores: Mapping[str, Any]) -> str:
         figures.append((svg.number(row["kl_mean"]), f"KL to {base}{error}, nats a token{through}"))
         figures.append((f"{row['perplexity']:.2f}", f"perplexity ({row['base_perplexity']:.2f} of {base})"))
         figures.append((f"{row['same_top1']:.1%}", "same most likely token"))
-    how = "compress report DIR --base ORIGINAL --text FILE measures the loss and adds it here."
+    how = "compress inspect DIR --page --base ORIGINAL --text FILE measures the loss and adds it here."
     missing = "" if measured else html.paragraph(f"Not scored yet: {how}", "faint")
     return html.facts(figures) + missing + suite.alarm(scores.get("suites", ()))
 

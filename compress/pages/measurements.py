@@ -159,7 +159,8 @@ def _among_recipes_on(study: Row, nbytes: int, measured: Sequence[Row]) -> str:
         said += f"; this checkpoint in windows of {own['seq_len']}, {own['tokens']:,} tokens"
         said += f", through the cache {own['cache']}, beside {own['base']}" if own.get("cache") else ""
     else:
-        said += f"; this checkpoint was not scored on {text}: compress report DIR --base ORIGINAL --text FILE does"
+        said += f"; this checkpoint was not scored on {text}: "
+        said += "compress inspect DIR --page --base ORIGINAL --text FILE does"
     best = set(unbeaten(marks, lambda mark: mark.x, lambda mark: mark.y))
     axes = svg.Axis("whole file, MiB", is_log=True), svg.Axis("KL, nats a token", is_log=True)
     shown = [mark._replace(is_best=mark in best) for mark in marks]

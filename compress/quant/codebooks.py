@@ -21,9 +21,9 @@ from compress.quant.settings import check, check_damp
 
 CPU_SCORES = 1 << 19  # distances computed at a time: the table stays in the cache
 DEVICE_SCORES = 1 << 24
-VECTORS_TOGETHER = 1 << 22  # of whole groups that are learned from at a time
+VECTORS_TOGETHER = 1 << 22  # learned from at a time, in whole groups
 SAMPLES_PER_ENTRY = 256  # vectors that are enough to learn a codebook
-EM_TOLERANCE = 1e-4  # of the loss: a group stops when an iteration gains less
+EM_TOLERANCE = 1e-4  # relative: a group stops when an iteration lowers its loss by less
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from compress.kernels.loops import columns as column_loops
 from compress.quant.feedback import Objective, Rounder
 from compress.quant.grid import Grid, storable
 
-BLOCK_COLUMNS = 128  # that hear of each other's changes at once; the rest hears of them in one product
+BLOCK_COLUMNS = 128  # these hear of each other's changes at once; the rest hears of them in one product
 # Columns whose codes are updated one by one before the rest of a large group hears of it.
 GRID_COLUMNS = column_loops.MAX_COLUMNS
 
@@ -143,7 +143,7 @@ def improve_grid(
 
 
 class Descent(ABC):
-    """The codes, scales and values on the way, and H R: w = scale (code - zero), or what `decoded` says."""
+    """The codes, scales and values on the way, and H R: w = scale (code - zero), or what `write_values` writes."""
 
     def __init__(self, layer: Objective, codes: Tensor, values: Tensor, fitted: Grid, bits: int) -> None:
         self.hessian, self.damping, self.top = layer.hessian, layer.damping, 2**bits - 1
@@ -177,7 +177,7 @@ class Descent(ABC):
             if chunk.stop < len(units):
                 pull[chunk.stop :].addmm_(block[chunk.stop :, chunk], (old - units[chunk]) * scale)
         self.codes[part] = (units + zero).to(torch.uint8)
-        self.decoded(index, units, values)
+        self.write_values(index, units, values)
         change = before - values
         self.pull.addmm_(self.hessian[:, part], change)
         self.pull[part].add_(change, alpha=self.damping)
@@ -186,7 +186,7 @@ class Descent(ABC):
     def storable(self, index: int, scale: Tensor) -> Tensor:
         """Return scales [rows] of a group, each rounded to a near one that can be stored."""
 
-    def decoded(self, index: int, units: Tensor, out: Tensor) -> None:
+    def write_values(self, index: int, units: Tensor, out: Tensor) -> None:
         """Write the values of a group's codes less its zero points, [columns, rows]."""
         torch.mul(units, self.scale[index], out=out)
 

@@ -43,8 +43,9 @@ FORMAT = "e8p"
 NEEDS = frozenset({"hessian"})
 INCOHERENCE = True
 
-BEST_RMS = {2: 1.03, 3: 0.98, 4: 0.95}  # of Gaussian entries in units of the scale, least distortion
-STEP, STEPS = 1.06, 8  # of the search for the scale
+# Bits -> root mean square of Gaussian entries, in units of the scale, that are distorted least.
+GAUSSIAN_RMS = {2: 1.03, 3: 0.98, 4: 0.95}
+SCALE_STEP, MAX_SCALE_STEPS = 1.06, 8
 CANDIDATES = 2  # points of each of the two shifted lattices that are compared in the metric of the Hessian's block
 SEARCH_ROWS = 96  # rows on which scales are compared
 TINY = 1e-30  # instead of a scale of zero in divisions
@@ -114,16 +115,16 @@ def _search_scale(layer: Layer, rounder: E8PRounder, config: Config) -> None:
     start = rounder.scale
 
     def loss(power: int) -> float:
-        trial.scale = start * STEP**power
+        trial.scale = start * SCALE_STEP**power
         return feedback.run(sample.weight, sample.factor, trial).loss
 
     best, power = loss(0), 0
     for direction in (1, -1):
-        while abs(power) < STEPS and (tried := loss(power + direction)) < best:
+        while abs(power) < MAX_SCALE_STEPS and (tried := loss(power + direction)) < best:
             best, power = tried, power + direction
         if power:
             break
-    rounder.scale = start * STEP**power
+    rounder.scale = start * SCALE_STEP**power
 
 
 class E8PRounder(feedback.Rounder):
@@ -139,7 +140,7 @@ class E8PRounder(feedback.Rounder):
         self.search = Nearest(device)
         self.codes = torch.zeros(columns // DIM, rows, 1 if config.bits == 2 else 2, dtype=torch.int32, device=device)
         rms = layer.weight.square().mean().sqrt()
-        self.scale = (rms / BEST_RMS[config.bits]).view(1)
+        self.scale = (rms / GAUSSIAN_RMS[config.bits]).view(1)
         self.row_scales: Tensor | None = None  # [rows] float16
         if config.row_scales:
             self.row_scales = (layer.weight.square().mean(0).sqrt() / rms.clamp(min=TINY)).half()
@@ -151,7 +152,7 @@ class E8PRounder(feedback.Rounder):
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
         factors = self.factors()
         x = (target / factors.clamp(min=TINY)).clamp_(-FAR, FAR).T.contiguous()  # row, 8
-        codes = self.search.staged(x, self.bits, CANDIDATES)  # row, candidate, stage
+        codes = self.search.stage_candidates(x, self.bits, CANDIDATES)  # row, candidate, stage
         values = lookup(codes, self.bits)  # row, candidate, 8
         best = ((x[:, None] - values) @ metric).square().sum(-1).argmin(1)
         row = torch.arange(len(x), device=x.device)
@@ -206,7 +207,7 @@ class Nearest:
         codes, distances = self.candidates(x, 1)
         return codes.gather(1, distances.argmin(1, keepdim=True))[:, 0]
 
-    def staged(self, x: Tensor, bits: int, count: int) -> Tensor:
+    def stage_candidates(self, x: Tensor, bits: int, count: int) -> Tensor:
         """Return codes [n, 2 * count, stages] int32 of the `count` points of each shift nearest to x [n, 8].
 
         At 3 and 4 bits each has a second code, nearest to what the first leaves.

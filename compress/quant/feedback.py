@@ -25,9 +25,9 @@ from torch import Tensor
 from compress.numerics.linalg import squares, upper_factor
 from compress.types import Stats
 
-LEAF_COLUMNS = 32  # below which errors are propagated one block at a time
+LEAF_COLUMNS = 32  # fewer are not halved: errors are propagated one block at a time
 ROWS_PER_TILE = 4096  # the loop and the trellis search take 5 to 30% more a row with half as many
-MOST_WEIGHTS_PER_TILE = 1 << 25  # above it a tile has half the rows, so that eight processes find as much to do
+MAX_WEIGHTS_PER_TILE = 1 << 25  # a larger tile has half the rows, so that eight processes find as much to do
 
 
 class Leaf(NamedTuple):
@@ -121,7 +121,7 @@ def usable(stats: Stats) -> tuple[Tensor, list[str]]:
     return stats.hessian, notes
 
 
-def padded(weight: Tensor, hessian: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
+def pad_columns(weight: Tensor, hessian: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
     """Pad `in` of weight [in, out] and Hessian [in, in] to a multiple: zero weights, independent mean inputs."""
     columns = weight.shape[0]
     extra = -columns % multiple
@@ -132,7 +132,9 @@ def padded(weight: Tensor, hessian: Tensor, multiple: int) -> tuple[Tensor, Tens
     return torch.nn.functional.pad(weight, (0, 0, 0, extra)), grown
 
 
-def factored(weight: Tensor, hessian: Tensor, damp: float, notes: Sequence[str], order: Tensor | None = None) -> Layer:
+def factor_layer(
+    weight: Tensor, hessian: Tensor, damp: float, notes: Sequence[str], order: Tensor | None = None
+) -> Layer:
     """Return the layer of weight [in, out] and Hessian [in, in], its columns in `order` (None: as they are).
 
     `damp` is the fraction of the mean diagonal that is added to the Hessian, or more where that is not enough.
@@ -171,14 +173,14 @@ def prepare(weight: Tensor, stats: Stats, damp: float, width: int, group: int = 
     """
     hessian, notes = usable(stats)
     columns, group = weight.shape[1], group or width
-    target, hessian = padded(weight.T.float().contiguous(), hessian, group)
-    hessian.diagonal()[columns:] = 0  # of padding, which `padded` copied: it must not matter to what is fitted
+    target, hessian = pad_columns(weight.T.float().contiguous(), hessian, group)
+    hessian.diagonal()[columns:] = 0  # of padding, which `pad_columns` copied: it must not matter to what is fitted
     sizes = hessian.diagonal().view(-1, group // width, width).mean(2)  # group, block
     within = torch.argsort(sizes, dim=1, descending=True, stable=True)
     first = torch.argsort(sizes.mean(1), descending=True, stable=True)
     blocks = (within + torch.arange(len(sizes), device=within.device)[:, None] * sizes.shape[1])[first].flatten()
     order = (blocks[:, None] * width + torch.arange(width, device=blocks.device)).flatten()
-    return factored(target, hessian, damp, notes, order)
+    return factor_layer(target, hessian, damp, notes, order)
 
 
 def workspace(shape: tuple[int, int], beside: int, ordered: bool = True) -> int:
@@ -194,7 +196,7 @@ def workspace(shape: tuple[int, int], beside: int, ordered: bool = True) -> int:
 
 def row_tiles(shape: tuple[int, int], unit: int = 1) -> list[slice]:
     """Return the rows of each tile of a weight [out, in]; each but the last has a multiple of `unit` rows."""
-    rows = ROWS_PER_TILE if ROWS_PER_TILE * shape[1] <= MOST_WEIGHTS_PER_TILE else ROWS_PER_TILE // 2
+    rows = ROWS_PER_TILE if ROWS_PER_TILE * shape[1] <= MAX_WEIGHTS_PER_TILE else ROWS_PER_TILE // 2
     step = max(1, rows // unit) * unit
     return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 

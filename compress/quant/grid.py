@@ -22,9 +22,10 @@ from compress.formats import int as int_format
 from compress.kernels.loops import columns as column_loops
 from compress.types import PackedWeight, Stored
 
-CHUNK = 1 << 17  # weights searched at a time: temporaries stay in the cache
-COMPILED_CHUNK = 1 << 20  # where there are none
-SYMMETRIC_RATIOS = tuple(1.1 - 0.08 * i for i in range(10))  # of the min-max scale; > 1 uses the mirrored levels only
+WEIGHTS_AT_A_TIME = 1 << 17  # temporaries stay in the cache
+COMPILED_WEIGHTS_AT_A_TIME = 1 << 20  # compiled loops have no temporaries
+# Shares of the min-max scale that are tried; those above 1 use the mirrored levels only.
+SYMMETRIC_RATIOS = tuple(1.1 - 0.08 * i for i in range(10))
 ASYMMETRIC_RATIOS = tuple(1.0 - 0.09 * i for i in range(8))
 REFINEMENTS = 2  # halvings of the step between ratios, around the best
 
@@ -65,7 +66,9 @@ def params(config: GridConfig, shape: tuple[int, int], scale_dtype: str = "float
 
 def fit(target: Tensor, importance: Tensor | None, config: GridConfig, dtype: torch.dtype) -> Grid:
     """Fit the grid of one group, [rows], to target [columns, rows] float32; importance [columns] >= 0 or None."""
-    step = max(16, (COMPILED_CHUNK if column_loops.supports(target) else CHUNK) // target.shape[0])
+    step = max(
+        16, (COMPILED_WEIGHTS_AT_A_TIME if column_loops.supports(target) else WEIGHTS_AT_A_TIME) // target.shape[0]
+    )
     parts = [_fit(part.contiguous(), importance, config, dtype) for part in target.split(step, dim=1)]
     return Grid(torch.cat([p.scale for p in parts]), torch.cat([p.zero for p in parts]))
 

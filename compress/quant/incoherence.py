@@ -45,18 +45,19 @@ def draw(spec: LinearSpec, seed: int, around: WeightTransforms = OPS) -> dict[st
 def rotated_stats(stats: Stats, layer: LayerPlan, seed: int) -> Stats:
     """Return the statistics of the layer's shared input in its rotated basis: the same for all its readers."""
     return Stats(
-        transforms.rotate_hessian(stats.hessian, layer.stored.ops, drawn(layer, seed, stats.hessian)), stats.count
+        transforms.rotate_hessian(stats.hessian, layer.stored.ops, draw_on_device(layer, seed, stats.hessian)),
+        stats.count,
     )
 
 
 def rotated_weight(weight: Tensor, layer: LayerPlan, seed: int) -> Tensor:
     """Return weight [out, in] in the rotated basis, float32, as the layer's method is given it."""
-    return transforms.rotate(weight, layer.stored.ops, drawn(layer, seed, weight))
+    return transforms.rotate(weight, layer.stored.ops, draw_on_device(layer, seed, weight))
 
 
-def wrapped(packed: PackedWeight, layer: LayerPlan, seed: int) -> PackedWeight:
+def wrap(packed: PackedWeight, layer: LayerPlan, seed: int) -> PackedWeight:
     """Return the packed rotated weight with the operations that turn it back."""
-    added = drawn(layer, seed, next(iter(packed.tensors.values())))
+    added = draw_on_device(layer, seed, next(iter(packed.tensors.values())))
     stored = dataclasses.replace(packed.stored, ops=layer.stored.ops)
     return PackedWeight(stored, {**packed.tensors, **added}, packed.shape)
 
@@ -84,7 +85,7 @@ def turning(layer: LayerPlan, has_statistics: bool) -> int:
     return 4 * BUFFERS * min(CHUNK, workspace(layer, has_statistics) // 4)
 
 
-def drawn(layer: LayerPlan, seed: int, like: Tensor) -> dict[str, Tensor]:
+def draw_on_device(layer: LayerPlan, seed: int, like: Tensor) -> dict[str, Tensor]:
     """Draw the stored tensors of the layer's operations, on the device of `like`."""
     return {key: tensor.to(like.device) for key, tensor in draw(layer.spec, seed, layer.stored.ops).items()}
 

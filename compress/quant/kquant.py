@@ -44,13 +44,13 @@ FORMAT = "kquant"
 NEEDS = frozenset({"hessian"})
 INCOHERENCE = False
 CHUNK = 1 << 18  # weights searched at a time: temporaries stay in the cache
-MIN_FLOAT16_STEP = 2.0**-20  # below it float16 has fewer than five bits of a number
-MAX_FLOAT16_SCALE = 2.0**14  # of a group; a scale that is searched is up to twice what the largest weight needs
+MIN_FLOAT16_STEP = 2.0**-20  # a smaller float16 has fewer than five bits of a number
+MAX_FLOAT16_SCALE = 2.0**14  # a scale that is searched is up to twice what the largest weight needs
 MIN_STEPS = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126}  # no step is 0: every scale can be divided by
 MAX_STEPS = {torch.float16: 65504.0, torch.bfloat16: 2.0**127}
-RATIOS = tuple(1.08 - 0.06 * i for i in range(10))  # of the scale that covers the whole range of a group
+RANGE_SHARES = tuple(1.08 - 0.06 * i for i in range(10))  # a group's scale covers one of these shares of its range
 NEIGHBOURS = (-1, 0, 1)  # codes of a scale, and of a minimum, that are tried
-ROUNDS = 3  # of fitting steps and choosing codes again
+FITTING_ROUNDS = 3  # each fits the steps and chooses codes again
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,12 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
         state = _Descent(feedback.Objective(target, hessian, damping), codes, grid, params.layout)
         state.sweep(params.layout.group_size, config.sweeps)
         codes, grid = state.codes, state.grid
-    scales = grid.stored(params.layout, getattr(torch, params.step_dtype))
+    scales = grid.to_scales(params.layout, getattr(torch, params.step_dtype))
     tensors = kquant.pack(codes.T.contiguous(), scales, params)
     return Quantized(PackedWeight(Stored(FORMAT, params), tensors, (weight.shape[0], weight.shape[1])), tuple(notes))
 
 
-def _repeated(steps: Tensor, like: Tensor) -> Tensor:
+def _repeat_steps(steps: Tensor, like: Tensor) -> Tensor:
     """Return the step of each group; steps [rows] are those of all groups."""
     return steps if steps.dim() == 1 else steps.repeat_interleave(len(like) // len(steps), 0)
 
@@ -123,13 +123,13 @@ class SuperGrid(NamedTuple):
 
     def scale(self) -> Tensor:
         """Return the scales [groups, rows]."""
-        return self.scales * _repeated(self.steps, self.scales)
+        return self.scales * _repeat_steps(self.steps, self.scales)
 
     def minimum(self) -> Tensor:
         """Return what is subtracted [groups, rows]."""
-        return self.minima * _repeated(self.minimum_steps, self.minima)
+        return self.minima * _repeat_steps(self.minimum_steps, self.minima)
 
-    def stored(self, layout: Layout, dtype: torch.dtype) -> Scales:
+    def to_scales(self, layout: Layout, dtype: torch.dtype) -> Scales:
         """Return the scales in the order and types of the format; dtype: that of the steps."""
         codes = (self.scales.T + layout.scale_zero).to(torch.uint8)
         if not layout.has_minima:
@@ -166,7 +166,7 @@ def fit_super_block(
     grids, importance = [], importance / importance.mean()
     for part in target.split(CHUNK // SUPER_BLOCK, dim=1):
         search = _Search(part.unflatten(0, (layout.groups, -1)), importance.view(layout.groups, -1, 1), layout, dtype)
-        for _ in range(ROUNDS):
+        for _ in range(FITTING_ROUNDS):
             search.refit()
         best = search.best
         grids.append(SuperGrid(best.scales, best.steps[None], best.minima, best.minimum_steps[None]))
@@ -187,11 +187,11 @@ class _Search:
         minimum_steps = self._step(minimum.amax(0) / (2 * half - 1))
         minima = minimum_codes(minimum / minimum_steps, layout)
         start = SuperGrid(scale_codes(scale / steps, layout), steps, minima, minimum_steps)
-        self.best, self.loss = self._chosen(start)
+        self.best, self.loss = self._choose_scales(start)
 
     def refit(self) -> None:
         """Fit both steps to all codes, choose anew for them, and keep what has become better."""
-        grid, loss = self._chosen(self._with_steps(self.best))
+        grid, loss = self._choose_scales(self._with_steps(self.best))
         better = loss < self.loss
         self.best = SuperGrid(*(torch.where(better, new, old) for new, old in zip(grid, self.best, strict=True)))
         self.loss = torch.where(better, loss, self.loss)
@@ -200,14 +200,17 @@ class _Search:
         """Return the scale and the minimum [groups, rows] that each group would have by itself."""
         lowest, highest = self.x.amin(1).clamp_(max=0), self.x.amax(1)
         if self.layout.has_minima:
-            span, ratios = (torch.maximum(highest, lowest) - lowest) / self.high, RATIOS
+            span, ratios = (torch.maximum(highest, lowest) - lowest) / self.high, RANGE_SHARES
         else:
             span, lowest = torch.maximum(highest, -lowest) / -self.low, torch.zeros_like(lowest)
-            ratios = (*RATIOS, *(-ratio for ratio in RATIOS))  # the level that is not mirrored on either side
+            ratios = (
+                *RANGE_SHARES,
+                *(-ratio for ratio in RANGE_SHARES),
+            )  # the level that is not mirrored on either side
         least, best, best_minimum = torch.full_like(span, torch.inf), span, lowest
         for ratio in ratios:
             scale = self._step(span * ratio)
-            scale, minimum = self._fitted(self._codes(scale, lowest * -ratio), scale)
+            scale, minimum = self._fit_to_codes(self._codes(scale, lowest * -ratio), scale)
             codes = self._codes(scale, minimum)
             error = (codes * scale[:, None]).sub_(minimum[:, None]).sub_(self.x).square_().mul_(self.importance).sum(1)
             better = error < least
@@ -215,7 +218,7 @@ class _Search:
             best, best_minimum = torch.where(better, scale, best), torch.where(better, minimum, best_minimum)
         return best, best_minimum
 
-    def _fitted(self, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def _fit_to_codes(self, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scale and minimum [groups, rows] of least loss for codes; `scale` where they do not tell it."""
         weighted = codes * self.importance
         squares, product = (weighted * codes).sum(1), (weighted * self.x).sum(1)
@@ -231,7 +234,7 @@ class _Search:
         alone = torch.where(alone > 0, alone, scale)
         return torch.where(minimum > 0, both, alone), minimum.clamp_(min=0)
 
-    def _chosen(self, grid: SuperGrid) -> tuple[SuperGrid, Tensor]:
+    def _choose_scales(self, grid: SuperGrid) -> tuple[SuperGrid, Tensor]:
         """Return the grid with the best scales and minima for its steps, and its loss [rows]."""
         scales, minima, least = grid.scales, grid.minima, self._loss(grid)
         share = self.importance / self.importance.sum(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
@@ -344,8 +347,8 @@ class _Descent(descent.Descent):
         step = self.grid.steps[index // self.layout.groups]
         return scale_codes(scale / step, self.layout) * step
 
-    def decoded(self, index: int, units: Tensor, out: Tensor) -> None:
-        super().decoded(index, units, out)
+    def write_values(self, index: int, units: Tensor, out: Tensor) -> None:
+        super().write_values(index, units, out)
         out.sub_(self.minimum[index])
 
     def rescale(self, index: int, units: Tensor, block: Tensor, pull: Tensor) -> Tensor:

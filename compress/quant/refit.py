@@ -20,9 +20,9 @@ from compress.quant import descent, feedback
 from compress.quant.codebooks import StoredEntries
 from compress.quant.feedback import Layer, Objective
 
-REFIT_TOLERANCE = 1e-4  # of the loss: refits stop when a step gains less
-REFIT_STEPS = 20  # of conjugate gradients, at most
-ROUNDS = 1  # of the column loop after the first, each with refitted codebooks
+REFIT_TOLERANCE = 1e-4  # relative: a refit stops when a step lowers the loss by less
+MAX_REFIT_STEPS = 20
+MORE_LOOPS = 1  # column loops after the first, each with refitted codebooks
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class EntryLayout:
 def refit(layer: Objective, layout: EntryLayout, entries: Tensor) -> Tensor:
     """Return entries [total, d] that lower the layer's loss, codes fixed.
 
-    Preconditioned conjugate gradients from `entries`; ends after REFIT_STEPS or at REFIT_TOLERANCE. Entries without
+    Preconditioned conjugate gradients from `entries`; ends after MAX_REFIT_STEPS or at REFIT_TOLERANCE. Entries without
     members stay.
     """
 
@@ -70,7 +70,7 @@ def refit(layer: Objective, layout: EntryLayout, entries: Tensor) -> Tensor:
     gradient = layout.adjoint(pull, entries)
     direction = conditioned = gradient * scale
     power = (gradient * conditioned).sum(dtype=torch.float64).item()
-    for _ in range(REFIT_STEPS):
+    for _ in range(MAX_REFIT_STEPS):
         moved = layout.values(direction)
         pulled = product(moved)
         bend = (moved * pulled).sum(dtype=torch.float64).item()
@@ -115,7 +115,7 @@ def alternate(layer: Layer, rounder: Learner, sweeps: int) -> None:
     run_loop()
     rounder.group = 0  # codebooks are not learned again
     least = layer.loss(rounder.values())
-    for choose, count in ((run_loop, ROUNDS), (descend, sweeps), (None, 1)):
+    for choose, count in ((run_loop, MORE_LOOPS), (descend, sweeps), (None, 1)):
         for _ in range(count):
             codes, books = rounder.codes.clone(), rounder.books
             rounder.refit(layer)

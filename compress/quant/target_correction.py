@@ -6,9 +6,9 @@ x^T and the least-squares target V = W (sum y x^T) H^-1. So a method is given th
 change. The papers call this asymmetric calibration.
 
 Differences from the papers: the whole correction V - W is applied (GPTAQ keeps a strictly triangular part of it), for
-every method and before any change of basis; H is damped by DAMP of its mean diagonal, and the sum of y x^T by the same
-number, so that V = W + W D H^-1 with the drift D = sum (y - x) x^T (Qronos damps less). Where x and y agree, D is zero,
-and the weight stays as it is, to the bit.
+every method and before any change of basis; H is damped by DAMP_FRACTION of its mean diagonal, and the sum of y x^T by
+the same number, so that V = W + W D H^-1 with the drift D = sum (y - x) x^T (Qronos damps less). Where x and y agree, D
+is zero, and the weight stays as it is, to the bit.
 
 A fitted target follows the noise of a small sample. So only the share `alpha` of the correction is applied, and less
 where an input has fewer than TOKENS_PER_INPUT tokens for each of its dimensions. The best layers do not make the best
@@ -24,9 +24,9 @@ from torch import Tensor
 from compress.numerics.linalg import FLOAT64_COLUMNS
 from compress.types import LinearSpec, Stats
 
-DAMP = 0.01  # of the mean diagonal: the damping of the loop that rounds to the target
-TOKENS_PER_INPUT = 10  # with fewer, a least-squares target over-fits
-PANEL = 1024  # rows of a correction that are solved for at a time
+DAMP_FRACTION = 0.01  # mean diagonal's share, as in the loop that rounds to the target
+TOKENS_PER_INPUT = 10  # a least-squares target over-fits fewer
+ROWS_PER_SOLVE = 1024
 
 
 def correction(stats: Stats, alpha: float, tokens: int) -> tuple[Tensor | None, str | None]:
@@ -40,7 +40,7 @@ def correction(stats: Stats, alpha: float, tokens: int) -> tuple[Tensor | None, 
         return None, "other tokens reach this input in the full-precision model: calibrated on its own inputs alone"
     columns = stats.hessian.shape[0]
     share = min(1.0, stats.count / (TOKENS_PER_INPUT * columns))
-    solved = _solved(stats.drift, stats.hessian)
+    solved = _solve(stats.drift, stats.hessian)
     if solved is None:
         return None, "no target could be solved for from the full-precision inputs: calibrated on its own inputs alone"
     note = f"{stats.count} calibration tokens for {columns} inputs: only {share:.2f} of the target correction applies"
@@ -56,7 +56,7 @@ def target(weight: Tensor, matrix: Tensor) -> Tensor:
 def solve_workspace(columns: int) -> int:
     """Return an upper bound of the bytes that `correction` takes beside the statistics."""
     item = 8 if columns <= FLOAT64_COLUMNS else 4
-    return item * columns * (3 * columns + 3 * min(columns, PANEL))
+    return item * columns * (3 * columns + 3 * min(columns, ROWS_PER_SOLVE))
 
 
 def target_workspace(spec: LinearSpec) -> int:
@@ -64,17 +64,17 @@ def target_workspace(spec: LinearSpec) -> int:
     return 8 * spec.numel
 
 
-def _solved(drift: Tensor, hessian: Tensor) -> Tensor | None:
+def _solve(drift: Tensor, hessian: Tensor) -> Tensor | None:
     """Return drift (hessian + damping)^-1, in the place of `drift`; None if it cannot be had in finite numbers."""
     mean = hessian.diagonal().mean().item()
     if mean == 0:  # all inputs zero
         return drift.zero_()
     matrix = hessian.to(torch.float64 if hessian.shape[0] <= FLOAT64_COLUMNS else torch.float32, copy=True)
-    matrix.diagonal().add_(DAMP * mean)
+    matrix.diagonal().add_(DAMP_FRACTION * mean)
     lower, info = torch.linalg.cholesky_ex(matrix)
     del matrix
     if info or not torch.isfinite(lower.diagonal()).all():
         return None
-    for rows in drift.split(PANEL):
+    for rows in drift.split(ROWS_PER_SOLVE):
         rows.copy_(torch.cholesky_solve(rows.T.to(lower.dtype), lower).T)
     return drift if torch.isfinite(drift).all() else None

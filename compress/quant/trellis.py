@@ -160,7 +160,7 @@ def prepare(weight: Tensor, stats: Stats | None, config: Config) -> Rounding:
     levels = trellis_format.states_table(params, table).to(weight.device)
     search = Search(levels, params.state_bits, params.symbol_bits)
     scale = _scale(search, target[:, :rows], params.bits)
-    layer = feedback.factored(target, hessian, config.damp, notes, order)
+    layer = feedback.factor_layer(target, hessian, config.damp, notes, order)
     return Rounding(config, params, shape, search, scale, table, row_scales, layer, tuple(layer.notes))
 
 

@@ -151,7 +151,7 @@ class Search:
         window = torch.cat([batch[:, steps - half :], batch[:, :half]], 1)
         return self._search(window, None)[:, half - 1] & (self.nodes - 1)
 
-    def _added(self, values: Tensor) -> Tensor:
+    def _level_costs(self, values: Tensor) -> Tensor:
         """Return what a step adds to the cost where its state emits each level, [sequences, levels].
 
         Squared distances less the least that values [sequences, dim] allow, at most `most`.
@@ -180,7 +180,7 @@ class Search:
         total = cost.new_empty(count, n * self.nodes)
         decisions = cost.new_empty(steps, count, n, rest)
         for t in range(steps):
-            torch.index_select(self._added(batch[:, t]) << self.symbol_bits, 1, self.emitted, out=total)
+            torch.index_select(self._level_costs(batch[:, t]) << self.symbol_bits, 1, self.emitted, out=total)
             before = (cost << self.symbol_bits) + self.oldest
             total.view(count, n, self.nodes).add_(before[:, None])
             torch.amin(total.view(count, n, n, rest), 2, out=decisions[t])

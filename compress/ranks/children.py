@@ -67,7 +67,7 @@ def _begin(directory: str, initializer: Callable[..., None], *arguments: Any) ->
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Start processes that import nothing from the working directory and stay quiet about signals until `started`."""
+    """Start processes that import nothing of the working directory, and are deaf to signals until `prepare_worker`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         with _safe_path() if HAS_SAFE_PATH else _elsewhere():
@@ -102,7 +102,7 @@ def _elsewhere() -> Iterator[None]:
         os.close(before)
 
 
-def started() -> None:
+def prepare_worker() -> None:
     """Prepare a worker process: Ctrl-C is for the run alone, and the end of the run is the end of the worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -65,7 +65,7 @@ class InputRange:
 
     def add(self, inputs: Tensor) -> None:
         """Add inputs [..., in_features]."""
-        drawn = incoherence.drawn(self.layer, self.seed, inputs)
+        drawn = incoherence.draw_on_device(self.layer, self.seed, inputs)
         self.largest.add(transforms.apply_input(inputs, self.layer.stored.ops, drawn))
 
     def widen(self, top: Tensor | None) -> None:
@@ -200,7 +200,7 @@ def _finished(task: LinearTask, result: Quantized, seed: int) -> Quantized:
     """Return what is stored of a quantized linear, with what lies around it, and all notes."""
     layer, packed, notes = task.layer, result.weight, result.notes
     if layer.stored.ops and layer.scheme.config is not None:
-        packed, notes = incoherence.wrapped(packed, layer, seed), (*incoherence.notes(layer), *notes)
+        packed, notes = incoherence.wrap(packed, layer, seed), (*incoherence.notes(layer), *notes)
     if layer.stored.activations is not None:
         scale = {IN_SCALE: task.in_scale} if task.in_scale is not None else {}
         stored = dataclasses.replace(packed.stored, activations=layer.stored.activations)

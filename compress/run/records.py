@@ -74,7 +74,7 @@ In vLLM, with `pip install vllm` beside it: `vllm serve path/to/this/directory`.
 {base}{made}
 Not measured by the run that wrote this: divergence from the original, tasks, speed. `compress eval DIR --base ORIGINAL
 --text FILE` gives perplexity and KL divergence. `recipe.yaml` is the recipe with every default, `report.json` what
-happened (`compress report DIR` shows it as a page), `compress verify DIR` checks the files.
+happened (`compress inspect DIR --page` makes a page of it), `compress verify DIR` checks the files.
 """
 
 TRANSFORMED = """# {model}, transformed with compress (recipe {recipe})
@@ -104,7 +104,7 @@ model.generate(...)  # keeps its keys and values as described here
 
 Without the package, transformers loads the weights and keeps an exact cache.
 {base}{made}
-Not measured by the run that wrote this: divergence through the cache, memory, speed. `compress kv-bench DIR --text
+Not measured by the run that wrote this: divergence through the cache, memory, speed. `compress kv bench DIR --text
 FILE` compares it with the exact cache. `recipe.yaml` is the recipe with every default, `report.json` what happened,
 `compress verify DIR` checks the files.
 """
@@ -130,7 +130,7 @@ def _write_page(directory: Path, result: dict[str, Any], out: Path) -> None:
         write_text(page, pages.page(result, read_text(directory / RECIPE)))
     except Exception as error:  # noqa: BLE001  (whatever is wrong with a page, the checkpoint is finished)
         page.with_name(page.name + ".part").unlink(missing_ok=True)
-        note(f"no {PAGE} was written ({first_line(error)}); compress report {out} tries it again")
+        note(f"no {PAGE} was written ({first_line(error)}); compress inspect {out} --page tries it again")
 
 
 def text(run: RunState, report: Mapping[str, Any]) -> str:

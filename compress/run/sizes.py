@@ -82,6 +82,7 @@ def spans(layer: LayerPlan) -> list[slice]:
     return row_tiles(layer)
 
 
+TOWER_SHARD_NBYTES = 256 << 20  # packed weights of towers are written when they are so many
 MEASURING_NBYTES_PER_WEIGHT = (
     14  # bytes a weight that the errors in the report take: what is decoded, and while it is; measured: 6 to 13
 )

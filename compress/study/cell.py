@@ -20,7 +20,7 @@ import torch
 from compress import evaluate as evaluation
 from compress import process_memory, recipe
 from compress.errors import CompressError, first_line
-from compress.evaluate import cache, speed
+from compress.evaluate import cache_scores, speed
 from compress.run.source import resolve
 from compress.study import checkpoints, tasks
 from compress.study.folder import DONE, RECIPE, CellFolder, failure
@@ -104,8 +104,8 @@ def _scores(directory: Path, settings: Settings, text: str, has_cache: bool) -> 
     if not has_cache:
         scores = evaluation.evaluate(directory, text, base, settings.window, settings.max_tokens, execution)
         return dataclasses.asdict(scores)
-    asked = cache.Request({}, text, max_tokens=settings.max_tokens)
-    through, read = cache.evaluate([directory, base], asked, settings.window, execution)
+    lengths = settings.window, settings.max_tokens
+    through, read = cache_scores.evaluate([directory, base], text, {}, None, lengths, execution)
     return {**dataclasses.asdict(through), "cache_read": read.text}
 
 

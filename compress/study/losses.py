@@ -95,7 +95,7 @@ def points(path: Path) -> list[dict[str, Any]]:
         begun = next(scored, {}).get("begins_with", "")
         shared = {"model": study["model"], "text": text, "window": study["settings"]["window"]}
         rows.append({**shared, "begins_with": begun, "recipes": recipes})
-    if wrong := json_text.mismatch(rows, record.STUDIES):
+    if wrong := json_text.mismatch(rows, record.STUDIES_LAYOUT):
         raise OutputError(f"{path} is no study, or of another version ({wrong})")
     return rows
 

@@ -13,17 +13,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from compress.errors import RecipeError
-from compress.evaluate import answers, intervals, suite, task_scores
-from compress.evaluate.cache_candidates import with_cache
+from compress.evaluate import answers, intervals, suite, task_runs, task_scores
+from compress.evaluate.cache_candidates import open_reader
 from compress.evaluate.items import Material, Outcome, Task
-from compress.evaluate.scores import Execution, text_windows
+from compress.evaluate.reader import Execution, Reader
+from compress.evaluate.scores import text_windows
 from compress.model import load as lm
-from compress.progress import silent
 from compress.run.source import resolve
 from compress.study.folder import StudyFolder
 from compress.study.grid import Settings
@@ -33,7 +32,7 @@ def check(settings: Settings) -> None:
     """Raise CompressError for tasks that there are not, or that cannot be asked of this model; loads no weights."""
     if settings.suite is None and not settings.tasks:
         return
-    suite.check(suite.Asked(settings.suite, settings.texts, settings.tasks))
+    suite.check(suite.SuiteRequest(settings.suite, settings.texts, settings.tasks))
     names = [each.partition("=")[0] for each in settings.tasks]
     if doubled := sorted(name for name in set(names) if names.count(name) > 1):
         raise RecipeError(f"--task {doubled[0]} is given twice; make it one file, so that figures can be told apart")
@@ -57,19 +56,18 @@ def measure(
     if model is None:
         rows = [row(task, original[task.name]) for task in made]
     else:
-        execution, make_cache = Execution(settings.dtype, settings.device, bos=settings.bos), None
+        execution = Execution(settings.dtype, settings.device, bos=settings.bos)
         if has_cache:
-            loaded, candidate = with_cache(model, execution, {}, None, silent)
-            make_cache = partial(candidate.as_generated, loaded.config)
+            reader = open_reader(model, execution, {}, None)
         else:
-            loaded = lm.load_model(model, execution.dtype, execution.device)
-        rows = [row(task, answers.score(loaded, task, stuff, make_cache), original[task.name]) for task in made]
+            reader = Reader(lm.load_model(model, execution.dtype, execution.device))
+        rows = [row(task, answers.score(reader, task, stuff), original[task.name]) for task in made]
     return {settings.suite or "tasks": rows}, round(time.monotonic() - begun, 2)
 
 
-def _suite_request(settings: Settings) -> suite.Asked:
-    size = suite.size_of(suite.Asked(settings.suite))
-    return suite.Asked(settings.suite, settings.texts, settings.tasks, min(size.seq_len, settings.window))
+def _suite_request(settings: Settings) -> suite.SuiteRequest:
+    size = suite.size_of(suite.SuiteRequest(settings.suite))
+    return suite.SuiteRequest(settings.suite, settings.texts, settings.tasks, min(size.seq_len, settings.window))
 
 
 def _tasks_with_material(settings: Settings) -> tuple[list[Task], Material]:
@@ -77,8 +75,8 @@ def _tasks_with_material(settings: Settings) -> tuple[list[Task], Material]:
     base, asked = resolve(settings.model), _suite_request(settings)
     size = suite.size_of(asked)
     cut = text_windows([base], asked.texts[0], size.seq_len, size.max_tokens, settings.bos)
-    stuff = suite.material(lm.load_tokenizer(base), [lm.load_config(base)], cut.prefix, cut.tokens)
-    return list(suite.tasks_with_items(asked, stuff)), stuff
+    stuff = task_runs.material(lm.load_tokenizer(base), [lm.load_config(base)], cut.prefix, cut.tokens)
+    return list(task_runs.tasks_with_items(asked.suite, asked.tasks, stuff)), stuff
 
 
 def _of_original(
@@ -87,9 +85,9 @@ def _of_original(
     """Return the original's answers by task; those that the study does not have yet are made and kept."""
     with study.hold_lock_of_answers():
         if missing := [task for task in made if study.answers(task) is None]:
-            model = lm.load_model(resolve(settings.model), settings.dtype, settings.device)
+            reader = Reader(lm.load_model(resolve(settings.model), settings.dtype, settings.device))
             for task in missing:
-                study.keep_answers(task, answers.score(model, task, stuff))
+                study.keep_answers(task, answers.score(reader, task, stuff))
     return {task.name: study.answers(task) or [] for task in made}
 
 

@@ -158,8 +158,8 @@ def test_a_recipe_of_the_cache_alone(model: Path, tmp_path: Path) -> None:
     assert loaded.allocate is None and loaded.kv_cache is not None and loaded.kv_cache.layers
     result = cli("quantize", *asked, "--target", f"{SIZE + 20000}B", "--out", str(tmp_path / "small"))
     assert result.code == 1 and "raise the target, shorten the context" in one_line(result)
-    for command, said in (("measure", ()), ("allocate", ("--target", f"{target}B"))):
-        result = cli(command, *asked, *said) if said else cli(command, *asked[:-3], "--json")
+    for options in (("--measure", *asked[:-3], "--json"), (*asked, "--target", f"{target}B")):
+        result = cli("allocate", *options)
         assert result.code == 1 and "leaves the weights as they are" in one_line(result)
     none = ("--set", "kv_cache.skip_layers=[0,1]")
     result = cli("plan", *asked, "--target", f"{target}B", *none)

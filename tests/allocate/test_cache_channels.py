@@ -12,7 +12,7 @@ from compress.allocate.cache_units import CacheOffer
 from compress.allocate.problem import Problem
 from compress.calib.kv import calibrate
 from compress.errors import RecipeError
-from compress.evaluate.cache_scores import Candidate
+from compress.evaluate.reader import Candidate
 from compress.kv import generation, hooks
 from compress.kv.cache import coded_layers
 from compress.kv.settings import KINDS, cache_settings

@@ -20,7 +20,7 @@ from compress.allocate.cache_units import CacheCosts, CacheOffer, LayerCosts, Te
 from compress.allocate.problem import Problem
 from compress.cli import tables
 from compress.errors import RecipeError
-from compress.evaluate.cache_scores import Candidate
+from compress.evaluate.reader import Candidate
 from compress.kv import generation, hooks
 from compress.kv.evict import kept_tokens
 from compress.kv.settings import KINDS, CacheSettings, cache_settings

@@ -18,8 +18,8 @@ from compress.allocate.cache_units import TensorCosts
 from compress.allocate.problem import Problem
 from compress.allocate.solver import damages_of, solve
 from compress.errors import BudgetError, CalibrationError
-from compress.evaluate import cache_error, cache_scores
-from compress.evaluate.cache_scores import Candidate
+from compress.evaluate import cache_layers, cache_scores
+from compress.evaluate.reader import Candidate
 from compress.kernels import kv_contract
 from compress.kv import generation, hooks
 from compress.kv.settings import KINDS, CacheSettings, cache_settings
@@ -190,7 +190,7 @@ def _alone(model: torch.nn.Module, windows: Tensor, layer: int, kind: str) -> fl
     """The same error from keys and values decoded by hand and put into transformers' cache."""
     config = model.config
     candidate = Candidate("", cache_settings({**RECIPE, "bits": 2}), {})
-    first, last = windows[:, : -cache_error.QUERIES], windows[:, -cache_error.QUERIES :]
+    first, last = windows[:, : -cache_layers.QUERIES_PER_WINDOW], windows[:, -cache_layers.QUERIES_PER_WINDOW :]
     outputs = []
 
     def keep(module: torch.nn.Module, args: object, output: tuple[Tensor, ...]) -> None:
@@ -205,7 +205,7 @@ def _alone(model: torch.nn.Module, windows: Tensor, layer: int, kind: str) -> fl
                 store = candidate.cache(config).layers[layer]
                 store.update(exact.layers[layer].keys, exact.layers[layer].values)
                 setattr(exact.layers[layer], kind, store.stores[kind].read())
-            handle = cache_error.attentions(model)[layer].register_forward_hook(keep)
+            handle = cache_layers.attentions(model)[layer].register_forward_hook(keep)
             model(last, past_key_values=exact)
             handle.remove()
     plain, changed = outputs

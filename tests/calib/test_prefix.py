@@ -16,7 +16,7 @@ from pico import EOS_ID, VOCAB_SIZE, beginning, pico_tokenizer, save_pico
 from runs import TEXT
 
 ROOT = Path(__file__).parents[2]
-TOKENIZING = {"calib/data.py", "calib/prefix.py", "compress/evaluate/generation.py", "compress/evaluate/tokenizers.py"}
+TOKENIZING = {"calib/data.py", "calib/prefix.py", "compress/evaluate/generation.py", "compress/evaluate/items.py"}
 BOS_ID = EOS_ID + 1
 SAID = "each window begins with <bos>, as the tokenizer does"
 

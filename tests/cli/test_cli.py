@@ -16,7 +16,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from compress import api, recipe
-from compress.cli.app import app
+from compress.cli.app import FORMER_WORDS, PANELS, app
 from compress.errors import CheckpointError
 from compress.run import verify
 from runs import GPTQ, RTN, TEXT, cli, command, contents, job, one_line, report_of, stored_tensors, untouched
@@ -46,9 +46,40 @@ def succeeded(*words: object, cwd: Path | None = None) -> str:
 
 def test_the_commands() -> None:
     assert (
-        " ".join(COMMANDS) == "allocate bench eval export exports generate inspect kv kv-bench measure merge methods "
-        "plan push quantize recipes recommend report sampling study transform verify"
+        " ".join(COMMANDS) == "allocate bench eval export generate inspect kv merge methods plan push quantize recipes "
+        "recommend sampling study transform verify"
     )
+
+
+def test_help_groups_the_commands_by_what_people_want() -> None:
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
+    places = [shown.index(f"─ {panel} ─") for panel in PANELS]
+    assert places == sorted(places) and sum(map(len, PANELS.values())) == len(COMMANDS) <= 18
+
+
+@pytest.mark.parametrize("word", FORMER_WORDS)
+def test_former_words_do_what_the_new_ones_do(word: str, tmp_path: Path) -> None:
+    new = FORMER_WORDS[word]
+    former, now = cli(word, "--help", cwd=tmp_path), cli(*new, "--help", cwd=tmp_path)
+    assert (former.code, former.out) == (0, now.out)
+    assert former.err == f"compress: {word} is now called {' '.join(new)}\n" and now.err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["inspect", "DIR", "--base", "x"], "--base: has no effect without --page"),
+        (["inspect", "DIR", "--seq-len", "512"], "--seq-len: has no effect without --page"),
+        (["inspect", "DIR", "--page", "--all"], "--all: has no effect with --page"),
+        (["allocate", "MODEL", "--measure", "--text", "x"], "ends before a text or a report is of use"),
+        (["export"], "DIR: it is missing"),
+        (["export", "DIR"], "--to: it is missing"),
+        (["export", "DIR", "--to", "gguf"], "--out: it is missing"),
+    ],
+)
+def test_options_that_do_not_go_together(words: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and says in result.stderr
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -325,25 +356,25 @@ def test_report(packed: Path, pico_dir: Callable[..., Path], tmp_path: Path) -> 
     page = copy / "report.html"
     first = page.read_bytes()  # as the run that made the checkpoint has written it
     page.unlink()
-    assert succeeded("report", copy) == f"{page}\n" and page.read_bytes() == first
+    assert succeeded("inspect", copy, "--page") == f"{page}\n" and page.read_bytes() == first
     assert "Not scored yet" in page.read_text() and not (copy / "scores.json").exists()
     asked = ("--base", pico_dir("mixtral"), "--text", TEXT, "--seq-len", 32, "--max-tokens", 64, "--prompt", "Once")
-    succeeded("report", copy, *asked, "--max-new-tokens", 4)
+    succeeded("inspect", copy, "--page", *asked, "--max-new-tokens", 4)
     kept = json.loads((copy / "scores.json").read_text())
     assert [row["tokens"] for row in kept["texts"]] == [62] and [x["prompt"] for x in kept["generations"]] == ["Once"]
     assert "Not scored yet" not in page.read_text() and "What both write" in page.read_text()
-    succeeded("report", copy, *asked[:-2])  # the same text again replaces its row, the prompt stays
+    succeeded("inspect", copy, "--page", *asked[:-2])  # the same text again replaces its row, the prompt stays
     again = json.loads((copy / "scores.json").read_text())
     assert again == kept
     succeeded("verify", copy)  # both files are no part of the checkpoint
 
 
 def test_report_wants_a_base(packed: Path, tmp_path: Path) -> None:
-    result = cli("report", str(packed), "--prompt", "x")
+    result = cli("inspect", str(packed), "--page", "--prompt", "x")
     assert result.code == 1 and one_line(result).endswith("name it with --base")
     copy = Path(shutil.copytree(packed, tmp_path / "copy"))
     (copy / "scores.json").write_text('{"texts": [{"text": 3}]}')
     before = (copy / "report.html").read_bytes()
-    result = cli("report", str(copy))
+    result = cli("inspect", str(copy), "--page")
     assert result.code == 1 and one_line(result).endswith("delete it and measure again")
     assert (copy / "report.html").read_bytes() == before

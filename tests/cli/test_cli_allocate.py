@@ -25,7 +25,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     model, path = save_pico("llama", folder / "llama"), folder / "mine.yaml"
     path.write_text(RECIPE)
     common = [str(model), "--recipe", str(path), "--calib", str(TEXT)]
-    result = cli("measure", *common, "--measurements", str(folder / "measured"), "--json")
+    result = cli("allocate", "--measure", *common, "--measurements", str(folder / "measured"), "--json")
     assert result.code == 0, result.err
     facts = json.loads(result.out)
     assert facts["units"] == 8 and facts["options"] == 3 and "kl_one_at_a_time" in facts["damages"]
@@ -94,7 +94,7 @@ def test_without_a_recipe(words: list[str], tmp_path: Path) -> None:
     """What is measured by default has something to allocate."""
     small = ["calibration.num_samples=4", "calibration.seq_len=24", "quantize.group_size=32", "allocate.samples=2"]
     common = [words[0], "--calib", str(TEXT), *(word for text in small for word in ("--set", text)), "--json"]
-    result = cli("measure", *common, cwd=tmp_path)
+    result = cli("allocate", "--measure", *common, cwd=tmp_path)
     assert result.code == 0, result.err
     assert json.loads(result.out)["options"] == 5
     result = cli("allocate", *common, "--points", "2", "--target", "5bpw", cwd=tmp_path)
@@ -106,21 +106,20 @@ def test_without_a_recipe(words: list[str], tmp_path: Path) -> None:
 
 def test_the_former_names_of_options(words: list[str], tmp_path: Path) -> None:
     old, new = words[:-2], words[-1]
-    result = cli("measure", *old, "--out", new)
+    result = cli("allocate", "--measure", *old, "--out", new)
     assert (result.code, result.err) == (0, "compress: --out is for checkpoints; here it is called --measurements\n")
     result = cli("allocate", *words, "--points", "2", "-o", str(tmp_path / "plots"))
     assert (result.code, result.err) == (0, "compress: --out is for checkpoints; here it is called --report\n")
     assert (tmp_path / "plots" / "report.html").is_file()
-    result = cli("measure", *words, "--out", new)
+    result = cli("allocate", "--measure", *words, "--out", new)
     assert result.code == 2 and "former name" in result.err
-    for command in ("measure", "allocate"):
-        assert "--out" not in cli(command, "--help").out
+    assert "--out" not in cli("allocate", "--help").out
 
 
 def test_a_folder_that_cannot_be_written(words: list[str], tmp_path: Path) -> None:
     """The advice names the option that the folder was given by."""
     (tmp_path / "file").write_text("")
-    result = cli("measure", *words[:-1], str(tmp_path / "file"))
+    result = cli("allocate", "--measure", *words[:-1], str(tmp_path / "file"))
     assert result.code == 1 and one_line(result).endswith("give another --measurements")
     result = cli("allocate", *words, "--points", "2", "--report", str(tmp_path / "file"))
     assert result.code == 1 and one_line(result).endswith("give another --report")

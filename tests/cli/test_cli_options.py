@@ -11,9 +11,9 @@ import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from compress.cli import options
+from compress.cli import run_options
 from compress.cli.app import app
-from compress.cli.options import GOAL, OUTPUT, RunOptions
+from compress.cli.run_options import GOAL, OUTPUT, RunOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,6 @@ WITHOUT = {
     "quantize": (),
     "plan": ("overwrite", "restart", "base_model", "work"),
     "transform": (*GOAL, "measurements", "processes", "budget", "allow_partial"),
-    "measure": (*GOAL, *OUTPUT),
     "allocate": OUTPUT,
 }
 
@@ -46,20 +45,21 @@ def test_a_new_field_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command gets one object with what was said and the defaults of all else, those it does not offer included."""
 
     got: list[tuple[Wider, bool]] = []
-    monkeypatch.setattr(options, "RunOptions", Wider)
-    monkeypatch.setattr(options, "app", typer.Typer())
+    monkeypatch.setattr(run_options, "RunOptions", Wider)
+    app = typer.Typer()
 
-    @options.command("try", epilog="", without=OUTPUT, recipe="other")
+    @app.command("try")
+    @run_options.takes_run_options(without=OUTPUT, recipe="other")
     def attempt(given: Wider, own: bool = False) -> None:
         """Try."""
         got.append((given, own))
 
     words = ["model", "--rank", "7", "--set", "a=1", "--set", "b=2", "--own"]
-    result = CliRunner().invoke(options.app, words)
+    result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert got == [(Wider(model="model", recipe="other", overrides=["a=1", "b=2"], rank=7), True)]
-    assert CliRunner().invoke(options.app, ["model", "--out", "x"]).exit_code == 2
-    assert CliRunner().invoke(options.app, ["model", "--rank", "0"]).exit_code == 2
+    assert CliRunner().invoke(app, ["model", "--out", "x"]).exit_code == 2
+    assert CliRunner().invoke(app, ["model", "--rank", "0"]).exit_code == 2
 
 
 def test_what_is_not_there_stops_before_the_recipe_is_read(tmp_path: Path) -> None:

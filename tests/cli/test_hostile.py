@@ -89,7 +89,6 @@ NEEDED: dict[str, list[str]] = {  # what a command must be given beside the chec
     "quantize": [*DATA_FREE, "--out", "out"],
     "plan": DATA_FREE,
     "transform": ["--recipe", "w4a8", "--out", "out", "--calib", str(TEXT), "--set", "calibration.num_samples=2"],
-    "measure": [*ALLOCATION, "--measurements", "measured"],
     "allocate": [*ALLOCATION, "--measurements", "measured", "--text", str(TEXT), "--points", "2"],
     "eval": ["--text", str(TEXT), "--seq-len", "32", "--max-tokens", "64"],
     "generate": ["--prompt", "a", "--max-new-tokens", "2"],
@@ -100,7 +99,7 @@ NEEDED: dict[str, list[str]] = {  # what a command must be given beside the chec
     "recommend": ["--fits", "1GiB", "--no-timing"],
     "sampling": ["--text", str(TEXT), "--seq-len", "32", "--max-tokens", "64", "--prompts", "2", "--new-tokens", "2"],
     "study": ["--recipes", "int8", "--text", str(TEXT), "--window", "32", "--max-tokens", "64", "--out", "study"],
-    "kv-bench": ["--text", str(TEXT), "--kv", "kv8", "--context", "64", "--max-tokens", "128", "--no-speed"],
+    "kv bench": ["--text", str(TEXT), "--kv", "kv8", "--context", "64", "--max-tokens", "128", "--no-speed"],
 }
 
 
@@ -109,14 +108,19 @@ def commands() -> dict[str, Any]:
     """The commands that are given a checkpoint, by name, as the command line has them."""
     group = typer.main.get_command(app)
     assert isinstance(group, typer.core.TyperGroup)
+    inner = {f"kv {name}": command for name, command in group.commands["kv"].commands.items()}  # type: ignore[attr-defined]
     names = {"model", "directory"}
-    return {name: c for name, c in group.commands.items() if names & {parameter.name for parameter in c.params}}
+    return {
+        name: command
+        for name, command in {**group.commands, **inner}.items()
+        if names & {parameter.name for parameter in command.params}
+    }
 
 
 def words(name: str, directory: Path) -> list[str]:
     """A command line on this checkpoint, which is given wherever one can be."""
     options = ["--base", str(directory)] if "base" in {p.name for p in commands()[name].params} else []
-    return [name, str(directory), *NEEDED.get(name, []), *options]
+    return [*name.split(), str(directory), *NEEDED.get(name, []), *options]
 
 
 def lora(folder: Path) -> None:
@@ -162,12 +166,12 @@ def test_no_command_runs_code_of_a_checkpoint(name: str, hostile: Callable[[Path
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("hostile")
-    source = save_pico("llama", directory / "source", changes={"head_dim": 32})  # a group of kv-bench's recipe
+    source = save_pico("llama", directory / "source", changes={"head_dim": 32})  # a group of kv bench's recipe
     api.quantize(job(source, RTN, directory / "out"))
     return directory / "out"
 
 
-@pytest.mark.parametrize("name", ["bench", "eval", "generate", "inspect", "kv-bench", "verify"])
+@pytest.mark.parametrize("name", ["bench", "eval", "generate", "inspect", "kv bench", "verify"])
 def test_packed_checkpoints_that_bring_code(name: str, packed: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(packed, tmp_path / "model"))
     known_model(directory)

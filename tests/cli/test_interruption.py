@@ -75,7 +75,7 @@ def test_every_command(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     for words, says in {
         ("quantize", model): RESUME,
         ("transform", model, "--recipe", "quarot4bit"): RESUME,
-        ("measure", model): RESUME,
+        ("allocate", "--measure", model): RESUME,
         ("allocate", model): "interrupted; run the same command again to go on",
         ("plan", model): "interrupted",
         ("inspect", model): "interrupted",
@@ -83,7 +83,7 @@ def test_every_command(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
         ("bench", model): "interrupted",
         ("eval", model, "--text", str(TEXT)): "interrupted",
         ("generate", model, "--prompt", "x"): "interrupted",
-        ("kv-bench", model, "--text", str(TEXT)): "interrupted",
+        ("kv", "bench", model, "--text", str(TEXT)): "interrupted",
     }.items():
         source = interrupt("compress.storage.paths", "check_checkpoint", 1, "SIGTERM")
         result = cli(*words, prepare=source, cwd=tmp_path)
@@ -112,7 +112,7 @@ def test_child_processes_end_with_the_run(pico_dir: Callable[..., Path], tmp_pat
     A process that was told to end prints nothing: there is one line.
     """
     sets = ["num_samples=4", "seq_len=24"]
-    words = ["measure", str(pico_dir("llama")), "--calib", str(TEXT)]
+    words = ["allocate", "--measure", str(pico_dir("llama")), "--calib", str(TEXT)]
     words += ["--measurements", str(tmp_path / "m"), "--set", "quantize.group_size=32", "--set", "allocate.samples=2"]
     words += [word for each in sets for word in ("--set", f"calibration.{each}")]
     for how, seconds in {"SIGTERM": 4, "SIGKILL": 0}.items():

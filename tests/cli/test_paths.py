@@ -33,10 +33,10 @@ print(json.dumps(done))
 
 
 RUNS = ("quantize MODEL", "plan MODEL", "transform MODEL -r quarot4bit", "measure MODEL", "allocate MODEL")
-SCORERS = ("eval MODEL --text good.txt", "kv-bench MODEL --text good.txt", "generate MODEL --prompt x")
+SCORERS = ("eval MODEL --text good.txt", "kv bench MODEL --text good.txt", "generate MODEL --prompt x")
 READERS = ("bench MODEL", "inspect MODEL", "verify MODEL")
 WRITERS, BY_RECIPE, SIZED = (RUNS[0], RUNS[2]), (RUNS[0], RUNS[1], *RUNS[3:]), (*RUNS[:2], RUNS[4])
-TEXTS = ("eval MODEL", "kv-bench MODEL", "allocate MODEL")
+TEXTS = ("eval MODEL", "kv bench MODEL", "allocate MODEL")
 
 NO_CONFIG = "bare has no config.json; is it a Hugging Face checkpoint directory?"
 NO_DIRECTORY = "good.txt is not a directory; give a Hugging Face checkpoint directory or a hub id"

@@ -18,7 +18,7 @@ import yaml
 
 from compress import recipe
 from compress.cli.app import app
-from compress.cli.kv import cache_recipes
+from compress.cli.options import cache_recipes
 from compress.errors import RecipeError
 from docs_lines.pages import LANGUAGES, ROOT, Sample
 from docs_lines.table import Rule, Table

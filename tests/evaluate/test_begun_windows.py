@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compress import api
-from compress.cli import kv
+from compress.cli import options
 from compress.errors import OutputError
-from compress.evaluate import Execution, cache, evaluate, record, sampling, suite
+from compress.evaluate import Execution, cache_scores, evaluate, record, sampling, suite, task_runs
 from compress.evaluate.generation import prompt_ids
 from compress.evaluate.scores import text_windows
 from compress.model.load import load_config, load_tokenizer
@@ -59,7 +59,7 @@ def test_of_a_longer_beginning_no_token_is_scored(tmp_path: Path) -> None:
     found = evaluate(two, HELD_OUT, base=two, seq_len=32, max_tokens=256)
     assert found.tokens == 8 * 30
     assert found.nll == pytest.approx(slow_nll(two, text_windows([two], HELD_OUT, 32, 256).tokens, 2), rel=1e-5)
-    asked = suite.Asked("quick", (str(HELD_OUT),), seq_len=32, max_tokens=256)
+    asked = suite.SuiteRequest("quick", (str(HELD_OUT),), seq_len=32, max_tokens=256)
     of_suite = suite.run(two, two, asked, Execution())
     assert of_suite.texts[0].nll == pytest.approx(found.nll) and of_suite.floor["tokens"] == 4 * 30
 
@@ -67,7 +67,7 @@ def test_of_a_longer_beginning_no_token_is_scored(tmp_path: Path) -> None:
 def test_prompts_and_tasks_begin_alike(model: Path) -> None:
     assert prompt_ids(model, "ab")[0] == BOS_ID and len(prompt_ids(model, "ab")) == 3
     assert len(prompt_ids(model, "ab", is_first=False)) == 2
-    asked = suite.Asked("quick", (str(HELD_OUT),), seq_len=64, max_tokens=512)
+    asked = suite.SuiteRequest("quick", (str(HELD_OUT),), seq_len=64, max_tokens=512)
     found = suite.run(model, model, asked, Execution())
     assert found.begins_with == "<bos>" and {row.begins_with for row in found.texts} == {"<bos>"}
     bare = suite.run(model, model, asked, Execution(bos="never"))
@@ -76,18 +76,17 @@ def test_prompts_and_tasks_begin_alike(model: Path) -> None:
 
 def test_what_tasks_are_made_of_has_no_bos_inside(model: Path) -> None:
     cut = text_windows([model], HELD_OUT, 64, 512)
-    made = suite.material(load_tokenizer(model), [load_config(model)], cut.prefix, cut.tokens)
+    made = task_runs.material(load_tokenizer(model), [load_config(model)], cut.prefix, cut.tokens)
     assert made.begin == (BOS_ID,) and made.windows.shape == (8, 63) and BOS_ID not in made.windows
 
 
 def test_sampling_and_caches_begin_alike(model: Path, tmp_path: Path) -> None:
     settings = sampling.default_settings([1.0], [0], [1.0], [0.0])
-    request = sampling.Request(HELD_OUT, settings, seq_len=32, max_tokens=128, prompts=0, prompt_tokens=8)
+    request = sampling.SamplingRequest(HELD_OUT, settings, seq_len=32, max_tokens=128, prompts=0, prompt_tokens=8)
     assert sampling.measure(model, model, request).begins_with == "<bos>"
     (tmp_path / "exact.yaml").write_text("kv_cache: {method: identity, sink: 1, residual_length: 4}")
-    caches = kv.cache_recipes([str(tmp_path / "exact.yaml")])
-    asked = cache.Request(caches, HELD_OUT, max_tokens=256)
-    scores, _ = cache.evaluate([model], asked, 64, Execution())
+    caches = options.cache_recipes([str(tmp_path / "exact.yaml")])
+    scores, _ = cache_scores.evaluate([model], HELD_OUT, caches, None, (64, 256), Execution())
     alone = evaluate(model, HELD_OUT, seq_len=64, max_tokens=256)
     assert scores.begins_with == "<bos>" and scores.base_perplexity == pytest.approx(alone.perplexity, rel=1e-4)
 
@@ -107,7 +106,7 @@ def test_plans_reports_and_scores_say_it(model: Path, tmp_path: Path) -> None:
     for more, said in (([], SAID), (["--bos", "never"], NEVER)):
         scored = cli("eval", str(out), *shared, *more)
         assert scored.code == 0 and said in scored.out + scored.err
-        assert cli("report", str(out), *shared, *more).code == 0
+        assert cli("inspect", str(out), "--page", *shared, *more).code == 0
     kept = record.load(out)["texts"]
     assert [row["begins_with"] for row in kept] == ["<bos>", ""] and kept[0]["kl_mean"] != kept[1]["kl_mean"]
 

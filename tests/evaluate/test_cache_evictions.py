@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from compress.evaluate import cache_evictions
+from compress.evaluate import cache_layers
 from compress.kv import generation, hooks
 from compress.kv.cache import coded_layers, make_cache
 from compress.kv.settings import cache_settings
@@ -56,7 +56,7 @@ def tail(model: PreTrainedModel, tokens: Tensor, cache: Any) -> Tensor:
 def test_a_layer_alone_is_a_cache_in_which_it_alone_evicts(model: PreTrainedModel, name: str) -> None:
     asked, ids = [settings(EVICTIONS[name], keep) for keep in (0.3, 0.6)], windows()
     said: list[int] = []
-    found = cache_evictions.by_layer(model, ids, asked[0], [each.evict for each in asked], said.append)
+    found = cache_layers.eviction_costs(model, ids, asked[0], [each.evict for each in asked], said.append)
     assert sum(said) == 6
     exact = tail(model, ids, DynamicCache(config=model.config))
     layers = [i for i, kind in enumerate(getattr(model.config, "layer_types", None) or ["full_attention"] * 2)
@@ -78,12 +78,12 @@ def test_a_layer_alone_is_a_cache_in_which_it_alone_evicts(model: PreTrainedMode
 def test_batches_and_the_order_of_windows_do_not_matter(model: PreTrainedModel) -> None:
     asked = settings(EVICTIONS["snapkv"], 0.4)
     ids, says = windows(), []
-    one = cache_evictions.by_layer(model, ids, asked, [asked.evict], says.append)[0]
-    both = cache_evictions.by_layer(model, ids.flip(0), asked, [asked.evict], says.append, batch=2)[0]
+    one = cache_layers.eviction_costs(model, ids, asked, [asked.evict], says.append)[0]
+    both = cache_layers.eviction_costs(model, ids.flip(0), asked, [asked.evict], says.append, batch=2)[0]
     assert says == [1, 1, 1, 2, 1]
     for name in ("kls", "errors"):
         assert getattr(one, name) == pytest.approx(getattr(both, name), rel=1e-4)
-    again = cache_evictions.by_layer(model, ids, asked, [asked.evict], says.append)[0]
+    again = cache_layers.eviction_costs(model, ids, asked, [asked.evict], says.append)[0]
     assert again == one  # nothing is left behind
 
 
@@ -94,5 +94,5 @@ def test_skipped_layers_keep_all() -> None:
                             "evict": {**EVICTIONS["snapkv"], "keep": 0.3}})  # fmt: skip
     assert coded_layers(made.config, asked)[0]["keys"].method == "identity"
     assert asked.evict is not None
-    found = cache_evictions.by_layer(made, windows(), asked, [asked.evict], lambda n: None)[0]
+    found = cache_layers.eviction_costs(made, windows(), asked, [asked.evict], lambda n: None)[0]
     assert list(found.kls) == [1] and found.together == pytest.approx(found.kls[1], rel=1e-6)

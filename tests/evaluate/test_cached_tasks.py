@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ import torch
 from transformers import DynamicCache
 
 from compress import api
-from compress.evaluate import Execution, answers, cache, suite
-from compress.evaluate.cache_candidates import with_cache
+from compress.evaluate import Execution, answers, cache_scores, suite
+from compress.evaluate.cache_candidates import open_reader
 from compress.evaluate.items import Item, Material, Outcome, Task
-from compress.evaluate.suite import Asked
+from compress.evaluate.reader import Reader
+from compress.evaluate.suite import SuiteRequest
 from compress.kv.settings import cache_settings
+from compress.progress import silent
 from runs import TEXT, Setup, cli, job
 
 HELD_OUT = TEXT.with_name("books_heldout.txt")
@@ -34,10 +37,9 @@ def base(pico_dir: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module", params=[COARSE, INEXACT], ids=["exact prefill", "inexact prefill"])
-def opened(base: Path, request: pytest.FixtureRequest) -> Any:
-    """A model with a coarse cache attached, and what makes such caches."""
-    model, found = with_cache(base, Execution(), {"coarse": request.param}, None, lambda *said: None)
-    return model, lambda: found.as_generated(model.config)
+def opened(base: Path, request: pytest.FixtureRequest) -> Reader:
+    """A model that reads and writes through a coarse cache."""
+    return open_reader(base, Execution(), {"coarse": request.param}, None, silent)
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +60,12 @@ def task(way: Any) -> Task:
 
 
 @torch.no_grad()
-def log_likelihoods(model: Any, item: Item, held: Callable[[], Any]) -> list[float]:
+def log_likelihoods(reader: Reader, item: Item) -> list[float]:
     """Float64 log-likelihood of each answer: the context less its last token in one pass, then token by token."""
-    found = []
+    assert reader.cache is not None
+    model, found = reader.model, []
     for answer in item.answers:
-        whole, own, total = [*item.context, *answer], held(), 0.0
+        whole, own, total = [*item.context, *answer], reader.cache.as_generated(model.config), 0.0
         first = len(item.context) - 1
         if first:
             model(input_ids=torch.tensor([whole[:first]]), past_key_values=own, use_cache=True)
@@ -77,13 +80,12 @@ def figures(outcomes: list[Outcome]) -> list[tuple[Any, ...]]:
     return [(o.name, o.right, o.chosen, pytest.approx(o.nll, rel=1e-4)) for o in outcomes]
 
 
-def test_answers_are_those_of_decoding_token_by_token(opened: Any, material: Material) -> None:
-    model, make_cache = opened
+def test_answers_are_those_of_decoding_token_by_token(opened: Reader, material: Material) -> None:
     asked = task("likelihood")
     assert max(len(answer) for item in asked.items for answer in item.answers) <= STAYS
-    plain = answers.score(model, asked, material)
-    for item, outcome, exact in zip(asked.items, answers.score(model, asked, material, make_cache), plain, strict=True):
-        expected = log_likelihoods(model, item, make_cache)
+    plain = answers.score(Reader(opened.model), asked, material)
+    for item, outcome, exact in zip(asked.items, answers.score(opened, asked, material), plain, strict=True):
+        expected = log_likelihoods(opened, item)
         assert outcome.chosen == str(expected.index(max(expected)))
         assert outcome.nll == pytest.approx(-expected[2] / len(item.answers[2]), rel=1e-4)
         if len(item.context) > STAYS:
@@ -91,22 +93,21 @@ def test_answers_are_those_of_decoding_token_by_token(opened: Any, material: Mat
 
 
 @pytest.mark.parametrize("way", ["likelihood", "greedy"])
-def test_an_exact_cache_and_batches_change_nothing(opened: Any, material: Material, way: str) -> None:
-    model, make_cache = opened
-    plain = answers.score(model, task(way), material)
-    through = answers.score(model, task(way), material, lambda: DynamicCache(config=model.config))
+def test_an_exact_cache_and_batches_change_nothing(opened: Reader, material: Material, way: str) -> None:
+    plain = answers.score(Reader(opened.model), task(way), material)
+    exact: Any = SimpleNamespace(as_generated=lambda config: DynamicCache(config=config))
+    through = answers.score(Reader(opened.model, exact), task(way), material)
     assert figures(through) == figures(plain)
-    coded = answers.score(model, task(way), material, make_cache)
-    assert figures(answers.score(model, task(way), material, make_cache, batch_tokens=1)) == figures(coded)
+    coded = answers.score(opened, task(way), material)
+    assert figures(answers.score(opened, task(way), material, batch_tokens=1)) == figures(coded)
 
 
 def test_a_suite_through_a_cache(base: Path) -> None:
     """Texts are scored as `compress eval --kv` scores them, tasks as here, and both say which cache it was."""
     caches = {"coarse": COARSE}
-    asked = Asked("quick", (str(HELD_OUT),), seq_len=128, max_tokens=256, kv=caches)
-    found, plain = (suite.run(base, base, each, Execution()) for each in (asked, Asked("quick", *rest(asked))))
-    request = cache.Request(caches, str(HELD_OUT), max_tokens=256)
-    scored, read = cache.evaluate([base], request, 128, Execution())
+    asked = SuiteRequest("quick", (str(HELD_OUT),), seq_len=128, max_tokens=256, kv=caches)
+    found, plain = (suite.run(base, base, each, Execution()) for each in (asked, SuiteRequest("quick", *rest(asked))))
+    scored, read = cache_scores.evaluate([base], str(HELD_OUT), caches, None, (128, 256), Execution())
     assert found.texts == (scored,) and scored.kl_mean > 0 and plain.texts[0].kl_mean == 0
     assert (found.cache, found.cache_read, plain.cache) == ("coarse", read.text, "")
     assert [each.task for each in found.tasks] == [each.task for each in plain.tasks]
@@ -114,14 +115,14 @@ def test_a_suite_through_a_cache(base: Path) -> None:
     assert any(each.paired and each.paired.nll_difference for each in found.tasks)
 
 
-def rest(asked: Asked) -> tuple[Any, ...]:
+def rest(asked: SuiteRequest) -> tuple[Any, ...]:
     return asked.texts, asked.tasks, asked.seq_len, asked.max_tokens
 
 
 def test_the_original_reads_an_exact_cache(base: Path, tmp_path: Path) -> None:
     """Also where the checkpoint is its own original, and stores the compressed cache that is measured."""
     api.quantize(dataclasses.replace(job(base, Setup(str(coarse(tmp_path))), tmp_path / "own"), pack=False))
-    asked = Asked("quick", (str(HELD_OUT),), seq_len=128, max_tokens=256, kv={})
+    asked = SuiteRequest("quick", (str(HELD_OUT),), seq_len=128, max_tokens=256, kv={})
     own, beside = (suite.run(tmp_path / "own", each, asked, Execution()) for each in (tmp_path / "own", base))
     assert own.texts == beside.texts and own.texts[0].kl_mean > 0
     assert own.written == beside.written and any(row["base"] != row["model"] for row in own.written)
@@ -140,7 +141,7 @@ def test_tasks_that_a_cache_keeps_exact_are_named(base: Path) -> None:
     name, contexts = "arithmetic", {}
     for residual in (8, 64):
         settings = cache_settings({**PLAIN, "residual_length": residual})
-        found = suite.run(base, base, Asked(None, (), (name,), kv={"held": settings}), Execution())
+        found = suite.run(base, base, SuiteRequest(None, (), (name,), kv={"held": settings}), Execution())
         contexts[residual] = found.remarks, found.tasks[0].paired
     assert contexts[8][0] == () and contexts[8][1].nll_difference != 0
     (said,) = contexts[64][0]

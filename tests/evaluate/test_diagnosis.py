@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from compress import api
 from compress.errors import UnsupportedModelError
 from compress.evaluate import diagnosis, findings
-from compress.evaluate.diagnosis import Block, Facts, Linear
+from compress.evaluate.diagnosis import BlockFacts, Facts, LinearFacts
 from compress.model import load
 from pico import build, save
 from runs import KEEP_TABLES, SMALL, Setup, job
@@ -194,8 +194,8 @@ def test_models_of_another_depth_are_refused(base: Any) -> None:
 @pytest.mark.parametrize(("count", "far"), [(4, 2), (2, 0), (2, 1)])
 def test_a_block_without_a_culprit_is_named(count: int, far: int) -> None:
     """What is usual is what the other blocks have, of two blocks, too."""
-    linear = Linear("a.0.q", "q", 0, 1.0, 1.0, 0.01, 0.0, "")
-    blocks = [Block(f"a.{i}", 0.9 if i == far else 0.01, (linear,)) for i in range(count)]
+    linear = LinearFacts("a.0.q", "q", 0, 1.0, 1.0, 0.01, 0.0, "")
+    blocks = [BlockFacts(f"a.{i}", 0.9 if i == far else 0.01, (linear,)) for i in range(count)]
     (sentence,) = findings.sentences(Facts(0.0, False, tuple(blocks)))
     assert sentence.startswith(
         f"a.{far} adds to the hidden states what the original does not: relative squared error 0.9, 0.01 in other"
@@ -203,8 +203,8 @@ def test_a_block_without_a_culprit_is_named(count: int, far: int) -> None:
 
 
 def test_a_model_of_one_block_has_no_other_to_compare_with() -> None:
-    linear = Linear("a.0.q", "q", 0, 1.0, 1.0, 0.01, 0.0, "")
-    assert findings.sentences(Facts(0.0, False, (Block("a.0", 0.9, (linear,)),))) == []
+    linear = LinearFacts("a.0.q", "q", 0, 1.0, 1.0, 0.01, 0.0, "")
+    assert findings.sentences(Facts(0.0, False, (BlockFacts("a.0", 0.9, (linear,)),))) == []
 
 
 def test_doubled_scales_of_one_of_two_blocks() -> None:
@@ -214,10 +214,10 @@ def test_doubled_scales_of_one_of_two_blocks() -> None:
     for number in range(2):
         is_far = number == 1
         linears = [
-            Linear(f"a.{number}.{path}", path, number, *(values if is_far else (1.0, 1.0)), 0.01, 0.0, "")
+            LinearFacts(f"a.{number}.{path}", path, number, *(values if is_far else (1.0, 1.0)), 0.01, 0.0, "")
             for path, values in names.items()
         ]
-        blocks.append(Block(f"a.{number}", 0.4 if is_far else 0.009, tuple(linears)))
+        blocks.append(BlockFacts(f"a.{number}", 0.4 if is_far else 0.009, tuple(linears)))
     assert findings.sentences(Facts(0.0, False, tuple(blocks))) == [
         f"a.1.{path} puts out 2.0 times what the original does" for path in names
     ]

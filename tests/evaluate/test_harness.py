@@ -14,7 +14,7 @@ import pytest
 
 from compress.errors import CalibrationError, MissingPackageError, RecipeError
 from compress.evaluate import harness
-from compress.evaluate.scores import Execution
+from compress.evaluate.reader import Execution
 from pico import beginning, pico_tokenizer
 
 

@@ -1,4 +1,4 @@
-"""The protocol of kv-bench: chunks against single tokens, exact caches, equal bytes, recall, and the command lines."""
+"""The protocol of kv bench: chunks against single tokens, exact caches, equal bytes, recall, and the command lines."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from compress.cli.app import app
 from compress.errors import CalibrationError, RecipeError
 from compress.evaluate import cache as bench
-from compress.evaluate import cache_candidates, cache_error, cache_scores, cache_speed, intervals
-from compress.evaluate.cache_scores import Candidate
-from compress.evaluate.cache_speed import CacheBytes
-from compress.evaluate.scores import Execution
+from compress.evaluate import cache_candidates, cache_layers, cache_scores, cache_speed, intervals
+from compress.evaluate.cache_speed import MeasuredCacheBytes
+from compress.evaluate.reader import Candidate, Execution, Reader
 from compress.kv.cache import make_cache
 from compress.kv.settings import cache_settings
 from kv_cases import ready, windows
@@ -50,11 +49,11 @@ def test_chunks_read_what_single_tokens_would(model: PreTrainedModel, path: Any)
     chunks = cache_scores.spans([candidate.codings(model.config)], 100)
     assert chunks[:3] == [(0, 36), (36, 52), (52, 68)] and chunks[-1][1] == 100
     tokens = windows(1, 100)
-    found = torch.cat(list(cache_scores.through(model, tokens, candidate.cache(model.config), chunks)), 1)
+    found = torch.cat(list(Reader(model, candidate).through(tokens, chunks)), 1)
     single = [(i, i + 1) for i in range(100)]
-    expected = torch.cat(list(cache_scores.through(model, tokens, candidate.cache(model.config), single)), 1)
+    expected = torch.cat(list(Reader(model, candidate).through(tokens, single)), 1)
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
-    exact = torch.cat(list(cache_scores.through(model, tokens, DynamicCache(config=model.config), chunks)), 1)
+    exact = torch.cat(list(Reader(model).through(tokens, chunks)), 1)
     assert (found - exact).abs().amax() > 100 * (found - expected).abs().amax()
 
 
@@ -79,14 +78,14 @@ def test_an_exact_cache_changes_nothing(model: PreTrainedModel) -> None:
     assert positions[0, 2].abs().max() < 1e-5
     assert positions[1, 2, :, 60:].mean() > 1e-3
     assert positions[1, 2, :, :36].abs().max() < 1e-5  # nothing is coded yet
-    errors = cache_error.output_errors(model, windows(), [lambda c=c: c.cache(model.config) for c in candidates])
+    errors = cache_layers.output_errors(model, windows(), [lambda c=c: c.cache(model.config) for c in candidates])
     assert errors[0].p95.max() < 1e-9 and errors[1].p50.min() > 1e-4
     parts = [
-        cache_error.output_errors(model, windows(), [lambda k=k: replace(candidates[1], only=k).cache(model.config)])
+        cache_layers.output_errors(model, windows(), [lambda k=k: replace(candidates[1], only=k).cache(model.config)])
         for k in ("keys", "values")
     ]
     assert all(part[0].mean.max() < errors[1].mean.sum() and part[0].mean.min() > 1e-5 for part in parts)
-    scored = cache_error.output_errors(model, windows(), [lambda: candidate_of("", KIVI, "fused").cache(model.config)])
+    scored = cache_layers.output_errors(model, windows(), [lambda: candidate_of("", KIVI, "fused").cache(model.config)])
     torch.testing.assert_close(scored[0].mean, errors[1].mean, rtol=1e-3, atol=0)
 
 
@@ -126,10 +125,10 @@ def test_bytes_are_those_of_the_formula(model: PreTrainedModel) -> None:
 
 def test_no_more_than_the_context_becomes_exact(model: PreTrainedModel) -> None:
     found = [candidate_of("kv4", {"method": "kivi", "bits": 4, "residual_length": 32, "group_size": 32})] * 2
-    size = CacheBytes(100.0, 64, 50.0, 100.0, 4.0, {}, 0)
+    size = MeasuredCacheBytes(100.0, 64, 50.0, 100.0, 4.0, {}, 0)
     far = [replace(size, bytes_per_token=1e6), size]
-    assert [candidate.extra for candidate in bench._equalized(model, found, far, 64)] == [64]
-    assert bench._equalized(model, found, [far[0], replace(size, slope=100.0)], 64) == []  # all is exact already
+    assert [candidate.extra for candidate in bench._lengthen(model, found, far, 64)] == [64]
+    assert bench._lengthen(model, found, [far[0], replace(size, slope=100.0)], 64) == []  # all is exact already
 
 
 def test_speed_of_both_paths(model: PreTrainedModel) -> None:
@@ -170,7 +169,7 @@ def test_the_command(pico_dir: Callable[..., Path], recipes: Callable[[int], str
     directory = str(pico_dir("llama"))
     kv = ["--kv", recipes(2), "--kv", recipes(8)]
     options = ["--text", str(TEXT), "--context", "128", "--max-tokens", "400", "--device", "cpu"]
-    code, out = lines("kv-bench", directory, *kv, *options, "--json")
+    code, out = lines("kv", "bench", directory, *kv, *options, "--json")
     assert code == 0, out
     rows = json.loads(out)["rows"]
     assert [(row["recipe"], row["extra"]) for row in rows] == [("kv2", 0), ("kv8", 0), ("kv2", 16)]
@@ -181,7 +180,7 @@ def test_the_command(pico_dir: Callable[..., Path], recipes: Callable[[int], str
     target = large["size"]["bytes_per_token"]
     assert target - step < longer["size"]["bytes_per_token"] <= target
     options[5] = "256"
-    code, out = lines("kv-bench", directory, *kv[:2], *options, "--no-speed")
+    code, out = lines("kv", "bench", directory, *kv[:2], *options, "--no-speed")
     assert code == 0 and "128 tokens: 126 scored" in out and "kv2" in out
 
 
@@ -220,7 +219,7 @@ def test_generate_with_a_cache_that_is_read_fused_only(pico_dir: Callable[..., P
     ],
 )
 def test_errors_are_one_line(pico_dir: Callable[..., Path], words: list[str], message: str) -> None:
-    code, err = lines("kv-bench", str(pico_dir("llama")), *words, "--text", str(TEXT), "--max-tokens", "600")
+    code, err = lines("kv", "bench", str(pico_dir("llama")), *words, "--text", str(TEXT), "--max-tokens", "600")
     assert code == 1 and err.count("\n") == 1
     with pytest.raises(RecipeError, match=message):
         raise RecipeError(err)
@@ -240,7 +239,7 @@ def test_recipes_that_do_not_fit_are_left_out_unless_they_are_named(
         "does not": cache_settings({"method": "rotatekv", "group_size": 128}),
     }
     execution = Execution("float32", "cpu")
-    asked = bench.Request(recipes, TEXT, str(TEXT), (128,), 400, speed=False)
+    asked = bench.BenchRequest(recipes, TEXT, str(TEXT), (128,), 400, speed=False)
     with pytest.raises(RecipeError, match="recipe does not: kv_cache: layer 0, keys: group_size 128 does not divide"):
         bench.bench(directory, asked, execution)
     assert not said
@@ -256,7 +255,7 @@ def test_recipes_that_do_not_fit_are_left_out_unless_they_are_named(
 def test_without_names_all_recipes_that_fit_are_compared(pico_dir: Callable[..., Path]) -> None:
     words = ["--text", str(TEXT), "--calib", str(TEXT), "--context", "256", "--max-tokens", "600", "--device", "cpu"]
     quick = ["--no-speed", "--no-equal-bytes", "--json"]
-    result = CliRunner().invoke(app, ["kv-bench", str(pico_dir("llama")), *words, *quick])
+    result = CliRunner().invoke(app, ["kv", "bench", str(pico_dir("llama")), *words, *quick])
     assert result.exit_code == 0, result.stderr
     fitting = [
         "gear4",
@@ -285,9 +284,9 @@ def test_calibrated_recipes_need_a_text(
     directory = pico_dir("llama")
     recipes = {"r": cache_settings({"method": "kvquant", "residual_length": 32})}
     with pytest.raises(CalibrationError, match="the cache recipe r is calibrated: give a text with --calib"):
-        cache_candidates.candidates(model, directory, recipes, None, lambda *a: None)
-    (found,) = cache_candidates.candidates(model, directory, recipes, str(TEXT), lambda *a: None)
+        cache_candidates.candidates_of(model, directory, recipes, None, lambda *a: None)
+    (found,) = cache_candidates.candidates_of(model, directory, recipes, str(TEXT), lambda *a: None)
     assert found.static
     execution = Execution("float32", "cpu")
-    result = bench.bench(directory, bench.Request(recipes, TEXT, str(TEXT), (128,), 400, speed=False), execution)
+    result = bench.bench(directory, bench.BenchRequest(recipes, TEXT, str(TEXT), (128,), 400, speed=False), execution)
     assert result.rows[0].size.static > 0

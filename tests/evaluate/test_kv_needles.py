@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 from compress.cli.app import app
 from compress.evaluate import cache_needles as needles
-from compress.evaluate.cache_scores import Candidate
-from compress.evaluate.feed import fed
+from compress.evaluate.reader import Candidate, fill
 from compress.kv.settings import cache_settings
 from kv_cases import ready, windows
 from pico import build
@@ -43,7 +42,7 @@ def model() -> PreTrainedModel:
     return ready(build("llama"))
 
 
-def planted(model: PreTrainedModel, count: int = 3, length: int = 220) -> list[needles.Context]:
+def planted(model: PreTrainedModel, count: int = 3, length: int = 220) -> list[needles.NeedleContext]:
     return needles.contexts(windows(2, length), encode, count, [candidate(KIVI)], model.config)
 
 
@@ -141,7 +140,7 @@ def test_only_the_last_logits_are_asked_for(model: PreTrainedModel, monkeypatch:
     tokens, sizes = windows(1, 64), []
     head = model.lm_head.register_forward_hook(lambda module, args, out: sizes.append(out.shape[1]))
     caches = [DynamicCache(config=model.config) for _ in range(2)]
-    last = fed(model, tokens, caches[0])
+    last = fill(model, tokens, caches[0])
     with torch.no_grad():
         whole = model(input_ids=tokens, past_key_values=caches[1], use_cache=True).logits
     head.remove()
@@ -155,7 +154,7 @@ def test_the_command_shows_them(pico_dir: Callable[..., Path], tmp_path: Path) -
     path = tmp_path / "one.yaml"
     path.write_text("description: d\nkv_cache: {method: kivi, bits: 2, residual_length: 0, flush: 4, sink: 0}\n")
     fixed = {"keys": "{axis: token}"}
-    words = ["kv-bench", str(pico_dir("llama")), "--kv", str(path), "--set", f"keys={fixed['keys']}"]
+    words = ["kv", "bench", str(pico_dir("llama")), "--kv", str(path), "--set", f"keys={fixed['keys']}"]
     # a token of the pico model is a byte, so that five needles of about 50 tokens and as many questions hardly fit
     words += ["--text", str(TEXT), "--context", "256", "--max-tokens", "600", "--no-speed", "--device", "cpu"]
     result = CliRunner().invoke(app, [*words, "--needles", "2", "--json"])

@@ -14,12 +14,11 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from compress.cli.app import app
-from compress.cli.kv import cache_recipes
+from compress.cli.options import cache_recipes
 from compress.errors import RecipeError
 from compress.evaluate import cache_speed
-from compress.evaluate.cache_candidates import candidates
-from compress.evaluate.cache_reading import readings
-from compress.evaluate.cache_scores import Candidate, readable
+from compress.evaluate.cache_candidates import candidates_of
+from compress.evaluate.reader import Candidate, readable, readings
 from compress.kernels import llvm
 from compress.kv import fused
 from compress.kv.settings import cache_settings
@@ -136,7 +135,7 @@ def test_bytes_a_token_include_what_is_calibrated(
     model: PreTrainedModel, pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = cache_settings({"method": "pca", "residual_length": 32})
-    (made,) = candidates(model, pico_dir("llama"), {"c": settings}, str(TEXT), lambda *a: None)
+    (made,) = candidates_of(model, pico_dir("llama"), {"c": settings}, str(TEXT), lambda *a: None)
     tokens = torch.arange(200)[None] % 250
     found, longer = (cache_speed.sizes(model, tokens[:, :n], [made], lambda n: None)[0] for n in (128, 200))
     for size in (found, longer):
@@ -166,8 +165,8 @@ def test_the_commands_take_overrides_and_say_how_the_cache_is_read(pico_dir: Cal
     assert "compress: cache: fused attention, " in run(*words, *given).stderr
     assert "cache" not in json.loads(run(*words, "--json").stdout)
     bench = ["--context", "128", "--max-tokens", "400", "--text", str(TEXT), "--no-speed", "--needles", "0"]
-    found = json.loads(run("kv-bench", directory, *given, *bench, "--json").stdout)
+    found = json.loads(run("kv", "bench", directory, *given, *bench, "--json").stdout)
     (name,) = {row["recipe"] for row in found["rows"]}
     assert name == "kv8, residual_length=32, group_size=16" and found["readings"][name]["generated"]["path"] == "fused"
-    shown = run("kv-bench", directory, *given, *bench).stdout
+    shown = run("kv", "bench", directory, *given, *bench).stdout
     assert f"{name}, scored: decoded before attention" in shown and "static included" in shown

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from compress.evaluate import lost_tokens
+from compress.evaluate import pair
+from compress.evaluate.reader import Reader
 from compress.model import load
 from compress.pages import suite as page
 from pico import build, save
@@ -39,13 +40,13 @@ def test_the_worst_tokens_are_those_of_a_slow_search(models: list[Any]) -> None:
     windows = torch.randint(0, 256, (WINDOWS, LENGTH), generator=torch.Generator().manual_seed(3))
     model, base = laws(models, windows)
     kl = (base * (base.log() - model.log())).sum(-1)
-    found = lost_tokens.find(models, ["model", "base"], windows, kl, "a.txt", spelled)
+    found = pair.find_lost_tokens([Reader(each) for each in models], windows, kl, "a.txt", spelled)
     places = sorted(((float(kl[i, j]), i, j) for i in range(WINDOWS) for j in range(LENGTH - 1)), reverse=True)
-    assert len(found.worst) == lost_tokens.WORST
+    assert len(found.worst) == pair.WORST_TOKENS
     for each, (value, i, j) in zip(found.worst, places, strict=False):
         own = int(windows[i, j + 1])
         assert each.kl == value and each.token == f"<{own}>"
-        assert each.before == spelled(windows[i, max(0, j + 1 - lost_tokens.BEFORE) : j + 1].tolist())
+        assert each.before == spelled(windows[i, max(0, j + 1 - pair.TOKENS_BEFORE) : j + 1].tolist())
         assert each.probability == pytest.approx(float(model[i, j, own]), rel=1e-4)
         assert each.base_probability == pytest.approx(float(base[i, j, own]), rel=1e-4)
         for law, token, share in (
@@ -57,14 +58,16 @@ def test_the_worst_tokens_are_those_of_a_slow_search(models: list[Any]) -> None:
 
 def test_equal_models_have_lost_nothing(models: list[Any]) -> None:
     windows = torch.zeros(1, 4, dtype=torch.long)
-    found = lost_tokens.find(models, ["a", "b"], windows, torch.zeros(1, 3, dtype=torch.float64), "a.txt", spelled)
+    found = pair.find_lost_tokens(
+        [Reader(each) for each in models], windows, torch.zeros(1, 3, dtype=torch.float64), "a.txt", spelled
+    )
     assert (found.half, found.worst) == (0.0, ()) and found.classes[0]["tokens"] == 1.0 and len(found.classes) == 1
     assert "largest KL" not in page.lost_tokens([found.plain()])
 
 
 def test_classes_hold_every_token_once() -> None:
     values = torch.tensor([0.0, 1e-9, 1e-6, 0.02, 0.02, 0.5, 1.0, 3.0, 70.0], dtype=torch.float64)
-    found = lost_tokens.classes(values)
+    found = pair.kl_classes(values)
     for each in found[1:-1]:  # the outermost ones hold what lies beyond them, too
         inside = (values >= each["low"]) & (values < each["high"])
         assert each["tokens"] == pytest.approx(float(inside.double().mean()))
@@ -75,9 +78,9 @@ def test_classes_hold_every_token_once() -> None:
 
 
 def test_half_of_the_sum() -> None:
-    assert lost_tokens.half(torch.tensor([1.0, 1.0, 1.0, 1.0])) == 0.5
-    assert lost_tokens.half(torch.tensor([0.0, 9.0, 1.0, 0.0])) == 0.25
-    assert lost_tokens.half(torch.tensor([1.0, 1.0, 1.1])) == pytest.approx(2 / 3)
+    assert pair.half_share(torch.tensor([1.0, 1.0, 1.0, 1.0])) == 0.5
+    assert pair.half_share(torch.tensor([0.0, 9.0, 1.0, 0.0])) == 0.25
+    assert pair.half_share(torch.tensor([1.0, 1.0, 1.1])) == pytest.approx(2 / 3)
 
 
 def test_a_letter_of_two_tokens_is_shown_whole_where_it_ends() -> None:
@@ -85,9 +88,9 @@ def test_a_letter_of_two_tokens_is_shown_whole_where_it_ends() -> None:
         return bytes(tokens).decode("utf-8", errors="replace")
 
     letter = list("é".encode())
-    assert lost_tokens._piece(decode, [97], 98) == "b"
-    assert lost_tokens._piece(decode, [97], letter[0]) == "\ufffd"
-    assert lost_tokens._piece(decode, [97, letter[0]], letter[1]) == "é"
+    assert pair._piece(decode, [97], 98) == "b"
+    assert pair._piece(decode, [97], letter[0]) == "\ufffd"
+    assert pair._piece(decode, [97, letter[0]], letter[1]) == "é"
 
 
 def test_what_is_not_printable_is_seen() -> None:

@@ -16,7 +16,7 @@ from compress.errors import CheckpointError
 from compress.evaluate import record
 from compress.evaluate.scores import Comparison
 from compress.evaluate.speed import LayerSpeed, Speed
-from compress.evaluate.suite import Result
+from compress.evaluate.suite import SuiteResult
 from compress.pages import measurements
 
 SAID = {"prompt": "Once\nupon", "base": " a time,\n\tthere", "model": "\x00\u2028"}
@@ -56,7 +56,7 @@ def test_scores_with_and_without_bos_stand_beside_each_other(tmp_path: Path) -> 
 
 def test_older_files_are_read(tmp_path: Path) -> None:
     """Suites and rates without what came later have nothing there; the rest is kept."""
-    suite = Result("quick", "base", (), {}, (), ("odd",), (), 1.0).plain()
+    suite = SuiteResult("quick", "base", (), {}, (), ("odd",), (), 1.0).plain()
     older = {key: value for key, value in suite.items() if key not in record.LATER["suites"]}
     (tmp_path / record.FILE).write_text(json.dumps({"suites": [older]}))
     assert record.load(tmp_path)["suites"] == [suite]
@@ -69,7 +69,7 @@ def test_older_files_are_read(tmp_path: Path) -> None:
 
 
 def test_whatever_is_changed_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
-    suite = Result("quick", "base", (), {}, (), ("odd",), (), 1.0).plain()
+    suite = SuiteResult("quick", "base", (), {}, (), ("odd",), (), 1.0).plain()
     record.add(tmp_path, [scores("a.txt", 1.0)], [SAID], [suite])
     path, refused = tmp_path / record.FILE, 0
     for where, damaged in mutations(json.loads(path.read_text())):

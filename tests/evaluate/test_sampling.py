@@ -16,9 +16,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from compress.evaluate import sampling, sampling_distances, sampling_filters
+from compress.evaluate import sampling
+from compress.evaluate import sampling_distributions as distributions
 from compress.evaluate import sampling_temperature as best
-from compress.evaluate.sampling_filters import Setting, dense, first_kept, grid, kept, ordered
+from compress.evaluate.sampling_distributions import SamplingSetting, dense, filtered_law, first_kept, grid, order
 
 VOCAB = 40
 SETTINGS = grid((0.4, 1.0, 1.3), (0, 1, 4, 17, 99), (1.0, 0.9, 0.5), (0.0, 0.1, 1.0))
@@ -32,7 +33,7 @@ def tied(rows: int = 12, seed: int = 0) -> Tensor:
     return torch.randint(-2, 2, (rows, VOCAB), generator=torch.Generator().manual_seed(seed)).double()
 
 
-def as_transformers(logits: Tensor, setting: Setting) -> Tensor:
+def as_transformers(logits: Tensor, setting: SamplingSetting) -> Tensor:
     """The probabilities that `generate` of transformers draws from."""
     chain: Any = LogitsProcessorList([TemperatureLogitsWarper(setting.temperature)])
     chain += [TopKLogitsWarper(setting.top_k)] if setting.top_k else []
@@ -44,16 +45,16 @@ def as_transformers(logits: Tensor, setting: Setting) -> Tensor:
 @pytest.mark.parametrize("sparse", [0.001, 1, 8])  # held in lists, or over the whole vocabulary
 @pytest.mark.parametrize("make", [drawn, tied])
 def test_filters_are_those_of_transformers(make: Any, sparse: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_filters, "SPARSE", sparse)
+    monkeypatch.setattr(distributions, "SPARSE", sparse)
     logits = make()
     for setting in SETTINGS:
         expected = as_transformers(logits, setting)
-        found = dense(kept(ordered(logits), setting), VOCAB).log_probs.exp()
+        found = dense(filtered_law(order(logits), setting), VOCAB).log_probs.exp()
         if make is tied:  # which of equally likely tokens top-p removes is left to the sorting
             found, expected = found.sort(-1).values, expected.sort(-1).values
         assert torch.equal(found > 0, expected > 0), setting
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-        assert torch.equal((expected > 0).sum(-1), VOCAB - first_kept(ordered(logits).values, setting))
+        assert torch.equal((expected > 0).sum(-1), VOCAB - first_kept(order(logits).values, setting))
 
 
 def reference(p: list[float], q: list[float], q_all: list[float]) -> dict[str, float]:
@@ -84,32 +85,34 @@ def reference(p: list[float], q: list[float], q_all: list[float]) -> dict[str, f
 
 @pytest.mark.parametrize("sparse", [0.001, 4])
 def test_distances_against_loops(sparse: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_filters, "SPARSE", sparse)
+    monkeypatch.setattr(distributions, "SPARSE", sparse)
     base, model = torch.cat([drawn(4), tied(2)]), torch.cat([drawn(4) + drawn(4, 1, 0.7), tied(2, 1)])
-    sorted_base, sorted_model = ordered(base), ordered(model)
-    ratios = sampling_distances.by_ratio(sorted_base, sorted_model)
+    sorted_base, sorted_model = order(base), order(model)
+    ratios = distributions.by_ratio(sorted_base, sorted_model)
     for setting in SETTINGS:
-        found = sampling_distances.compared(sorted_base, sorted_model, setting, ratios)
-        laws = [dense(kept(each, setting), VOCAB).log_probs.exp().tolist() for each in (sorted_base, sorted_model)]
-        plain = as_transformers(model, Setting(setting.temperature)).tolist()
+        found = distributions.compare(sorted_base, sorted_model, setting, ratios)
+        laws = [
+            dense(filtered_law(each, setting), VOCAB).log_probs.exp().tolist() for each in (sorted_base, sorted_model)
+        ]
+        plain = as_transformers(model, SamplingSetting(setting.temperature)).tolist()
         for row in range(len(base)):
             expected = reference(laws[0][row], laws[1][row], plain[row])
-            values = dict(zip(sampling_distances.NAMES, found[:, row].tolist(), strict=True))
+            values = dict(zip(distributions.NAMES, found[:, row].tolist(), strict=True))
             assert values == pytest.approx(expected, rel=1e-9, abs=1e-12), (setting, row)
             assert max(values["same_cdf"], values["same_gumbel"]) <= values["acceptance"] + 1e-12
 
 
 def test_of_equally_likely_tokens_the_higher_ids_stay() -> None:
     logits = torch.zeros(1, VOCAB, dtype=torch.float64)
-    found = dense(kept(ordered(logits), Setting(0.8, top_p=0.51)), VOCAB).log_probs.isfinite()[0]
+    found = dense(filtered_law(order(logits), SamplingSetting(0.8, top_p=0.51)), VOCAB).log_probs.isfinite()[0]
     assert found.nonzero()[:, 0].tolist() == list(range(VOCAB - int(found.sum()), VOCAB)) and int(found.sum()) == 21
 
 
 def test_equal_models_agree_in_all() -> None:
-    logits = ordered(drawn())
+    logits = order(drawn())
     for setting in SETTINGS:
-        found = sampling_distances.compared(logits, logits, setting, sampling_distances.by_ratio(logits, logits))
-        values = dict(zip(sampling_distances.NAMES, found, strict=True))
+        found = distributions.compare(logits, logits, setting, distributions.by_ratio(logits, logits))
+        values = dict(zip(distributions.NAMES, found, strict=True))
         for name in ("acceptance", "jaccard", "kl_defined", "same_cdf", "same_gumbel"):
             torch.testing.assert_close(values[name], torch.ones(12, dtype=torch.float64), rtol=1e-12, atol=0)
         assert float(values["kl_kept"].abs().max()) < 1e-12 and float(values["outside"].max()) == 0
@@ -118,9 +121,9 @@ def test_equal_models_agree_in_all() -> None:
 def test_extreme_logits_stay_finite() -> None:
     base, model = drawn(6, 0, 400.0), drawn(6, 1, 400.0)
     model[0, :5] = -1e4
-    pair = ordered(base), ordered(model)
+    pair = order(base), order(model)
     for setting in SETTINGS:
-        found = sampling_distances.compared(*pair, setting, sampling_distances.by_ratio(*pair))
+        found = distributions.compare(*pair, setting, distributions.by_ratio(*pair))
         assert bool(torch.isfinite(found).all()), setting
 
 
@@ -137,11 +140,11 @@ def test_sums_do_not_depend_on_how_positions_are_split(monkeypatch: pytest.Monke
 
 
 def test_rows_average_over_windows() -> None:
-    settings = [Setting(1.0), Setting(1.0, top_k=3)]
-    count = len(sampling_distances.NAMES)
+    settings = [SamplingSetting(1.0), SamplingSetting(1.0, top_k=3)]
+    count = len(distributions.NAMES)
     means = torch.rand(2 * count, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     row = sampling.rows(settings, means)[1]
-    own = dict(zip(sampling_distances.NAMES, means[count:], strict=True))
+    own = dict(zip(distributions.NAMES, means[count:], strict=True))
     assert row["filters"] == "top-k 3" and row["top_k"] == 3
     assert row["kl"] == pytest.approx(float(own["kl"].sum() / own["kl_defined"].sum()))
     gap = own["entropy"] - own["base_entropy"]
@@ -155,7 +158,9 @@ def curves(base: Tensor, model: Tensor, temperatures: tuple[float, ...], windows
     return found.view(len(found), windows, -1).mean(-1), betas
 
 
-def found_of(base: Tensor, model: Tensor, temperatures: tuple[float, ...], windows: int) -> list[best.Recommendation]:
+def found_of(
+    base: Tensor, model: Tensor, temperatures: tuple[float, ...], windows: int
+) -> list[best.TemperatureAdvice]:
     means, betas = curves(base, model, temperatures, windows)
     return best.recommend(means, temperatures, betas)
 
@@ -195,7 +200,7 @@ def test_scaled_logits_want_the_scale_back_and_noise_nothing() -> None:
 
 def test_interval_covers_the_true_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of a model whose best temperature is 1.1 on all of them together."""
-    monkeypatch.setattr(best, "RESAMPLED", 400)
+    monkeypatch.setattr(best, "RESAMPLINGS", 400)
     generator = torch.Generator().manual_seed(0)
     base = 2.0 * torch.randn(4000, 12, dtype=torch.float64, generator=generator)
     model = 1.1 * base + 0.6 * torch.randn(4000, 12, dtype=torch.float64, generator=generator)
@@ -213,13 +218,13 @@ def test_interval_covers_the_true_temperature(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        (Setting(0.0), "temperature 0 is not positive"),
-        (Setting(1.0, -1), "top_k -1"),
-        (Setting(1.0, 0, 0.0), "top_p 0"),
-        (Setting(1.0, 0, 1.0, 1.5), "min_p 1.5"),
-        (Setting(math.nan), "temperature nan"),
+        (SamplingSetting(0.0), "temperature 0 is not positive"),
+        (SamplingSetting(1.0, -1), "top_k -1"),
+        (SamplingSetting(1.0, 0, 0.0), "top_p 0"),
+        (SamplingSetting(1.0, 0, 1.0, 1.5), "min_p 1.5"),
+        (SamplingSetting(math.nan), "temperature nan"),
     ],
 )
-def test_impossible_settings(setting: Setting, said: str) -> None:
+def test_impossible_settings(setting: SamplingSetting, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        sampling_filters.check(setting)
+        distributions.check(setting)

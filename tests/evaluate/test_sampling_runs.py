@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from compress.cli.app import app
-from compress.evaluate import record, sampling, sampling_advice, sampling_runs, sampling_text
-from compress.evaluate.sampling_filters import Setting, dense, kept, ordered
-from compress.evaluate.sampling_runs import Named
-from compress.evaluate.sampling_temperature import Recommendation
+from compress.evaluate import record, sampling, sampling_runs, sampling_temperature
+from compress.evaluate.reader import Reader
+from compress.evaluate.sampling_distributions import SamplingSetting, dense, filtered_law, order
+from compress.evaluate.sampling_temperature import TemperatureAdvice
 from compress.pages import measurements as page
 from pico import pico_tokenizer
 
@@ -42,24 +42,24 @@ def bleu(own: list[int], others: list[list[int]]) -> float:
 def test_figures_of_texts() -> None:
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(4, (int(length),), generator=generator).tolist() for length in (9, 12, 3, 1, 9)]
-    found = sampling_text.self_bleu(texts)
+    found = sampling_runs.self_bleu(texts)
     assert found == pytest.approx(sum(bleu(t, texts[:i] + texts[i + 1 :]) for i, t in enumerate(texts)) / 5, rel=1e-12)
     for n in (1, 2, 3):
         grams = [[tuple(t[i : i + n]) for i in range(len(t) - n + 1)] for t in texts]
         every = [g for each in grams for g in each]
-        assert sampling_text.distinct(texts, n) == pytest.approx(len(set(every)) / len(every))
+        assert sampling_runs.distinct(texts, n) == pytest.approx(len(set(every)) / len(every))
         shares = [1 - len(set(each)) / len(each) for each in grams if each]
-        assert sampling_text.repetition(texts, n) == pytest.approx(sum(shares) / len(shares))
-    assert sampling_text.self_bleu([[1, 2, 3, 4], [1, 2, 3, 4]]) == pytest.approx(1)
+        assert sampling_runs.repetition(texts, n) == pytest.approx(sum(shares) / len(shares))
+    assert sampling_runs.self_bleu([[1, 2, 3, 4], [1, 2, 3, 4]]) == pytest.approx(1)
     assert (
-        sampling_text.self_bleu([[1, 2]]) == sampling_text.distinct([[]], 1) == sampling_text.repetition([[1]], 2) == 0
+        sampling_runs.self_bleu([[1, 2]]) == sampling_runs.distinct([[]], 1) == sampling_runs.repetition([[1]], 2) == 0
     )
 
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_draws_follow_the_filtered_law(half: int) -> None:
     """Both couplings draw from the same law; the rows have the same logits."""
-    rows, setting = 3000, Setting(0.8, top_k=3)
+    rows, setting = 3000, SamplingSetting(0.8, top_k=3)
     logits = torch.tensor([0.3, 1.0, -0.5, 0.9, 0.1]).expand(2 * rows, 5)
     drawn = sampling_runs.CoupledDraw("m", [setting], 2 * rows, 7)(torch.zeros(2 * rows, 1), logits).argmax(-1)
     counts = torch.bincount(drawn[half * rows : (half + 1) * rows], minlength=5).double() / rows
@@ -70,10 +70,10 @@ def test_draws_follow_the_filtered_law(half: int) -> None:
 def test_draws_do_not_depend_on_the_number_of_rows_or_on_filters() -> None:
     """A row has its own numbers; a filter that keeps everything changes none of them."""
     logits = torch.randn(4, 11, generator=torch.Generator().manual_seed(1))
-    draws = [sampling_runs.CoupledDraw("m", [Setting(1.0, top_k=k)], 4, 3) for k in (0, 11)]
+    draws = [sampling_runs.CoupledDraw("m", [SamplingSetting(1.0, top_k=k)], 4, 3) for k in (0, 11)]
     for _ in range(5):
         assert torch.equal(*(draw(torch.zeros(4, 1), logits) for draw in draws))
-    again = sampling_runs.CoupledDraw("m", [Setting(1.0)], 4, 4)
+    again = sampling_runs.CoupledDraw("m", [SamplingSetting(1.0)], 4, 4)
     assert again.generators[0].initial_seed() != draws[0].generators[0].initial_seed()
 
 
@@ -93,36 +93,43 @@ def models(pico_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def loaded(models: tuple[Path, Path]) -> list[Named]:
-    return [Named(each.name, AutoModelForCausalLM.from_pretrained(each).eval()) for each in models]
+def loaded(models: tuple[Path, Path]) -> list[Reader]:
+    return [Reader(AutoModelForCausalLM.from_pretrained(each).eval(), name=each.name) for each in models]
 
 
-def test_reverse_kl_is_the_mean_of_its_samples(loaded: list[Named]) -> None:
+def test_reverse_kl_is_the_mean_of_its_samples(loaded: list[Reader]) -> None:
     prompts = torch.arange(6).view(3, 2)
-    (found,) = sampling_runs.sampled(loaded, prompts, 30, (256,), [Setting(0.9, top_p=0.8)], 0)
+    (found,) = sampling_runs.continue_prompts(loaded, prompts, 30, (256,), [SamplingSetting(0.9, top_p=0.8)], 0)
     own = found.model
     assert own.reverse_kl_se is not None
     assert abs(own.base_nll - own.entropy - own.reverse_kl) < 0.15 * own.base_nll  # the estimate from 180 tokens
     assert own.reverse_kl > 0 and found.base.reverse_kl > 0  # of the base: what the filter cuts off
-    (same,) = sampling_runs.sampled([loaded[1], loaded[1]], prompts, 12, (), [Setting(1.0)], 0)
+    (same,) = sampling_runs.continue_prompts([loaded[1], loaded[1]], prompts, 12, (), [SamplingSetting(1.0)], 0)
     assert same.same_cdf == same.same_gumbel == same.model.length == 12
     assert same.model.reverse_kl == pytest.approx(0, abs=1e-9) and same.model == same.base
 
 
-SOME = [Setting(0.7), Setting(1.1, top_k=5), Setting(1.0, top_p=0.9), Setting(1.3, min_p=0.05)]
+SOME = [
+    SamplingSetting(0.7),
+    SamplingSetting(1.1, top_k=5),
+    SamplingSetting(1.0, top_p=0.9),
+    SamplingSetting(1.3, min_p=0.05),
+]
 
 
-def one_by_one(models: list[Named], prompts: torch.Tensor, stop: int, setting: Setting) -> list[list[list[int]]]:
+def one_by_one(
+    models: list[Reader], prompts: torch.Tensor, stop: int, setting: SamplingSetting
+) -> list[list[list[int]]]:
     """What each model writes, a row and a token at a time, without a cache; rows of uniform numbers first."""
     texts = []
-    for _, model in models:
+    for model in (reader.model for reader in models):
         rows = []
         for row, prompt in enumerate(prompts.repeat(2, 1)):
             numbers, ids = sampling_runs._generator(3, row), prompt.tolist()
             while len(ids) < len(prompt) + 14 and ids[-1] != stop:
                 with torch.no_grad():
                     logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1:]
-                log_probs = dense(kept(ordered(logits), setting), logits.shape[1]).log_probs[0]
+                log_probs = dense(filtered_law(order(logits), setting), logits.shape[1]).log_probs[0]
                 if row < len(prompts):
                     uniform = float(torch.rand(1, dtype=torch.float64, generator=numbers))
                     ids.append(int((log_probs.exp().cumsum(0) <= uniform).sum()))
@@ -134,13 +141,13 @@ def one_by_one(models: list[Named], prompts: torch.Tensor, stop: int, setting: S
     return texts
 
 
-def sums(own: Any, base: Any, prompt: list[int], tokens: list[int], setting: Setting) -> list[float]:
+def sums(own: Any, base: Any, prompt: list[int], tokens: list[int], setting: SamplingSetting) -> list[float]:
     """Entropy, negative log-likelihood by the base, and reverse KL of a continuation, position by position."""
     found = [0.0, 0.0, 0.0]
     for i, token in enumerate(tokens):
         with torch.no_grad():
             each = [model(input_ids=torch.tensor([prompt + tokens[:i]])).logits[0, -1:] for model in (own, base)]
-        q = dense(kept(ordered(each[0]), setting), each[0].shape[1]).log_probs[0].exp().tolist()
+        q = dense(filtered_law(order(each[0]), setting), each[0].shape[1]).log_probs[0].exp().tolist()
         p = (each[1][0].double() / setting.temperature).softmax(-1).tolist()
         found[0] -= sum(x * math.log(x) for x in q if x)
         found[1] -= math.log(p[token])
@@ -148,23 +155,25 @@ def sums(own: Any, base: Any, prompt: list[int], tokens: list[int], setting: Set
     return found
 
 
-def test_rows_of_all_settings_are_written_as_one_by_one(loaded: list[Named], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_all_settings_are_written_as_one_by_one(loaded: list[Reader], monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings together, one after the other, and token by token write the same and read the same."""
     prompts, stop = torch.arange(9).view(3, 3), 198
     seen: list[Any] = []
-    compared = sampling_runs._compared
-    monkeypatch.setattr(sampling_runs, "_compared", lambda *given: (seen.append(given[2]), compared(*given))[1])
-    together = sampling_runs.sampled(loaded, prompts, 14, (stop,), SOME, 3)
+    compared = sampling_runs._compare
+    monkeypatch.setattr(sampling_runs, "_compare", lambda *given: (seen.append(given[2]), compared(*given))[1])
+    together = sampling_runs.continue_prompts(loaded, prompts, 14, (stop,), SOME, 3)
     expected = [one_by_one(loaded, prompts, stop, setting) for setting in SOME]
     assert seen == expected and any(len(row) < 14 for each in expected for row in each[0])
     for found, setting, (texts, _) in zip(together, SOME, expected, strict=True):
         start = prompts.repeat(2, 1).tolist()
-        rows = [sums(*(m for _, m in loaded), *each, setting) for each in zip(start, texts, strict=True)]
+        rows = [sums(*(reader.model for reader in loaded), *each, setting) for each in zip(start, texts, strict=True)]
         means = [sum(column) / sum(map(len, texts)) for column in zip(*rows, strict=True)]
         own = found.model
         assert [own.entropy, own.base_nll, own.reverse_kl] == pytest.approx(means, rel=1e-4, abs=1e-6)
     monkeypatch.setattr(sampling_runs, "WRITING_NBYTES", 1)
-    for found, alone in zip(together, sampling_runs.sampled(loaded, prompts, 14, (stop,), SOME, 3), strict=True):
+    for found, alone in zip(
+        together, sampling_runs.continue_prompts(loaded, prompts, 14, (stop,), SOME, 3), strict=True
+    ):
         assert (found.same_cdf, found.same_gumbel, found.filters) == (alone.same_cdf, alone.same_gumbel, alone.filters)
         for a, b in ((found.model, alone.model), (found.base, alone.base)):
             assert dataclasses.astuple(a)[:5] == dataclasses.astuple(b)[:5]
@@ -178,7 +187,7 @@ def run(*words: object) -> Any:
 def test_command_keeps_writes_and_shows(models: tuple[Path, Path], tmp_path: Path) -> None:
     directory = tmp_path / "model"
     shutil.copytree(models[0], directory)
-    own = sampling_advice.FILE
+    own = sampling_temperature.GENERATION_CONFIG
     settings = json.loads((directory / own).read_text())
     (directory / record.REPORT).write_text("{}")
     (directory / "compress_manifest.json").write_text(json.dumps({"files": {own: "0" * 64}, "sizes": {own: 1}}))
@@ -230,9 +239,9 @@ def test_settings_that_are_sampled() -> None:
 
 
 def test_a_gain_of_less_than_a_percent_is_not_written(tmp_path: Path) -> None:
-    file = tmp_path / sampling_advice.FILE
+    file = tmp_path / sampling_temperature.GENERATION_CONFIG
     file.write_text('{"do_sample": true}')
     for kl_best, changed in ((0.0995, False), (0.098, True)):
-        found = Recommendation(1.0, 0.97, 0.96, 0.98, 0.1, kl_best, at_limit=False, change=True)
-        said = sampling_advice.write(tmp_path, [found], 1.0)
+        found = TemperatureAdvice(1.0, 0.97, 0.96, 0.98, 0.1, kl_best, at_limit=False, change=True)
+        said = sampling_temperature.write(tmp_path, [found], 1.0)
         assert ("stays as it is" in said) is not changed and ("temperature" in json.loads(file.read_text())) is changed

@@ -27,9 +27,9 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_measure(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "LEAST_S", 0.0)
-    monkeypatch.setitem(speed.COPY_BYTES, "cpu", 1 << 20)
-    monkeypatch.setitem(speed.ROTATED_BYTES, "cpu", 1 << 16)
+    monkeypatch.setattr(speed, "MIN_SECONDS_PER_KIND", 0.0)
+    monkeypatch.setitem(speed.COPY_NBYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(speed.ROTATED_NBYTES, "cpu", 1 << 16)
     found = speed.measure(packed, "cpu", 2, 5, 3, packed)
     assert found.base == packed.name
     assert min(found.base_prefill_tokens_per_s or 0, found.base_decode_tokens_per_s or 0) > 0
@@ -71,7 +71,7 @@ def test_the_original_takes_turns(packed: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_calls_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call of every kind is made, kinds in turn."""
-    monkeypatch.setattr(speed, "LEAST_S", 0.0)
+    monkeypatch.setattr(speed, "MIN_SECONDS_PER_KIND", 0.0)
     made: list[str] = []
     kinds = [[lambda name=name: made.append(name) for name in names] for names in ("ab", "cde")]
     seconds = speed.in_turns(kinds, "cpu")
@@ -81,7 +81,7 @@ def test_calls_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_copies_exceed_the_caches() -> None:
     weights = speed.bfloat16_weights((256, 256), "cpu")
-    assert sum(w.nbytes for w in weights) >= speed.ROTATED_BYTES["cpu"]
+    assert sum(w.nbytes for w in weights) >= speed.ROTATED_NBYTES["cpu"]
     assert weights[0].dtype == torch.bfloat16 and not torch.equal(weights[0], weights[1])
 
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from compress import api
 from compress.errors import CalibrationError, CheckpointError, RecipeError
-from compress.evaluate import Execution, evaluate, generate, record, side_by_side, suite
-from compress.evaluate.suite import Asked
+from compress.evaluate import Execution, evaluate, generate, generation, record, suite, task_runs
+from compress.evaluate.suite import SuiteRequest
 from compress.pages import checkpoint
 from compress.run import report
 from pico import build, save
@@ -44,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def run(models: tuple[Path, Path], texts: tuple[str, ...], name: str | None = "quick", **more: Any) -> suite.Result:
-    return suite.run(models[1], models[0], Asked(name, texts, **{**ASKED, **more}), Execution())
+    return suite.run(models[1], models[0], SuiteRequest(name, texts, **{**ASKED, **more}), Execution())
 
 
 def changed(packed: Path, out: Path, name: str, change: Any) -> Path:
@@ -65,7 +65,7 @@ def test_a_sound_model(models: tuple[Path, Path], texts: tuple[str, str], tmp_pa
     packed = tmp_path / "packed"
     shutil.copytree(models[1], packed)
     found = run((models[0], packed), texts)
-    assert found.findings == () and {task.task for task in found.tasks} == set(suite.tasks_of("quick"))
+    assert found.findings == () and {task.task for task in found.tasks} == set(task_runs.tasks_of("quick"))
     for text, row in zip(texts, found.texts, strict=True):
         alone = evaluate(packed, text, models[0], 64, 512)
         numbers = [key for key, value in vars(row).items() if not isinstance(value, str)]
@@ -94,9 +94,9 @@ def test_what_both_write_is_what_each_writes_alone(models: tuple[Path, Path], te
     assert len(found.written) == 3
     first, second = (Path(text).read_text(encoding="utf-8") for text in texts)
     for row, text in zip(found.written, (first, second, first), strict=True):
-        assert row["prompt"] in text and len(row["prompt"]) == side_by_side.PROMPT  # a token is a byte here
+        assert row["prompt"] in text and len(row["prompt"]) == generation.SHOWN_PROMPT_TOKENS  # a token is a byte here
         for key, directory in (("base", models[0]), ("model", models[1])):
-            assert row[key] == generate(directory, row["prompt"], side_by_side.NEW, dtype="float32")
+            assert row[key] == generate(directory, row["prompt"], generation.SHOWN_NEW_TOKENS, dtype="float32")
     assert any(row["base"] != row["model"] for row in found.written)
 
 
@@ -119,7 +119,7 @@ def test_doubled_scales_are_named_on_the_page(
     assert result.code == 0, result
     assert "retrieval by depth" in result.out and "arithmetic by sign" in result.out
     assert f"looks broken: {name} puts out 2.0 times what the original does" in result.err
-    assert cli("report", str(broken)).code == 0
+    assert cli("inspect", str(broken), "--page").code == 0
     page = (broken / "report.html").read_text(encoding="utf-8")
     assert f"<strong>Looks broken:</strong> {name} puts out 2.0 times what the original does" in page
 
@@ -172,8 +172,11 @@ def test_a_result_that_cannot_be_kept_is_shown(models: tuple[Path, Path], tmp_pa
 
 def test_what_cannot_be_run(models: tuple[Path, Path], texts: tuple[str, str], tmp_path: Path) -> None:
     for asked, said in (
-        (Asked("quick"), "a suite scores text; give --text FILE"),
-        (Asked(None, (), ("aritmetic",)), "unknown task plugin 'aritmetic'; known: .* did you mean 'arithmetic'"),
+        (SuiteRequest("quick"), "a suite scores text; give --text FILE"),
+        (
+            SuiteRequest(None, (), ("aritmetic",)),
+            "unknown task plugin 'aritmetic'; known: .* did you mean 'arithmetic'",
+        ),
     ):
         with pytest.raises(RecipeError, match=said):
             suite.run(models[1], models[0], asked, Execution())

@@ -12,8 +12,9 @@ import torch
 
 from compress import plugins
 from compress.errors import CalibrationError, RecipeError
-from compress.evaluate import answers, suite, task_scores
+from compress.evaluate import answers, task_runs, task_scores
 from compress.evaluate.items import Item, Material, Outcome, Task
+from compress.evaluate.reader import Reader
 from pico import build, pico_tokenizer
 
 TEXT = (Path(__file__).parents[1] / "data" / "books_heldout.txt").read_text(encoding="utf-8")[:6000]
@@ -39,10 +40,10 @@ def material() -> Material:
 @pytest.mark.parametrize("name", DRAWN)
 def test_items(name: str, material: Material) -> None:
     """Names are unique, items fit the model, settings are obeyed, and the same settings give the same items."""
-    made = suite.task(name, material, "quick")
-    assert made == suite.task(name, material, "quick") and len(made.items) >= 8
+    made = task_runs.task(name, material, "quick")
+    assert made == task_runs.task(name, material, "quick") and len(made.items) >= 8
     assert len({item.name for item in made.items}) == len(made.items)
-    assert suite.task(name, material, "quick", seed=1).items != made.items
+    assert task_runs.task(name, material, "quick", seed=1).items != made.items
     for item in made.items:
         assert 0 <= item.right < len(item.answers) and len(set(item.answers)) == len(item.answers)
         for law in item.law or ():
@@ -51,11 +52,11 @@ def test_items(name: str, material: Material) -> None:
 
 def test_a_setting_that_there_is_not(material: Material) -> None:
     with pytest.raises(RecipeError, match="unknown setting of task copying 'cuont'; known: .*; did you mean 'count'"):
-        suite.task("copying", material, cuont=3)
+        task_runs.task("copying", material, cuont=3)
     with pytest.raises(RecipeError, match="task copying: length 4 is less than cue and answer, 12"):
-        suite.task("copying", material, length=4)
+        task_runs.task("copying", material, length=4)
     with pytest.raises(RecipeError, match="unknown suite 'quik'; known: quick, full; did you mean 'quick'"):
-        suite.tasks_of("quik")
+        task_runs.tasks_of("quik")
 
 
 def reference(model: Any, context: list[int], answer: list[int]) -> torch.Tensor:
@@ -69,7 +70,7 @@ def test_choices_by_likelihood(model: Any, material: Material) -> None:
     contexts = ["The capital is", "Once upon a time there was a very small house, and in it"]
     said = (" Rome", " Paris, the city", " Oslo")
     task = Task("t", "likelihood", [Item(c, c, said, 1) for c in contexts])
-    for outcome in answers.score(model, task, material):
+    for outcome in answers.score(Reader(model), task, material):
         context = material.encode(outcome.name)
         sums = []
         for text in said:
@@ -92,7 +93,7 @@ def test_greedy_is_what_greedy_decoding_writes(model: Any, material: Material) -
     other = (*likeliest[:2], (likeliest[2] + 1) % 256)
     law = ({1: 0.7, 2: 0.3},)
     items = [Item("a", context, (likeliest,)), Item("b", context, (other,)), Item("c", context, ((5,),), law=law)]
-    found = answers.score(model, Task("t", "greedy", items), material)
+    found = answers.score(Reader(model), Task("t", "greedy", items), material)
     assert [o.right for o in found] == [True, False, likeliest[0] == 5]
     assert found[1].tokens_right == pytest.approx(2 / 3)
     row = reference(model, list(context), [5])[0]
@@ -101,10 +102,10 @@ def test_greedy_is_what_greedy_decoding_writes(model: Any, material: Material) -
 
 
 def test_batches_change_nothing(model: Any, material: Material) -> None:
-    task = suite.task("continuation", material, "quick", count=6)
-    all_at_once = answers.score(model, task, material)
+    task = task_runs.task("continuation", material, "quick", count=6)
+    all_at_once = answers.score(Reader(model), task, material)
     for tokens in (1, 100):
-        for a, b in zip(all_at_once, answers.score(model, task, material, batch_tokens=tokens), strict=True):
+        for a, b in zip(all_at_once, answers.score(Reader(model), task, material, batch_tokens=tokens), strict=True):
             assert (a.name, a.right, a.chosen) == (b.name, b.right, b.chosen) and a.nll == pytest.approx(
                 b.nll, rel=1e-5
             )
@@ -114,8 +115,8 @@ def test_what_is_written_is_judged_by_the_task(model: Any, material: Material) -
     seen: list[str] = []
     items = [Item("a", "Once upon", new_tokens=5), Item("b", tuple(material.encode("Twice")), new_tokens=5)]
     task = Task("t", "written", items, lambda item, text: bool(seen.append(text)) or item.name == "b")
-    assert [o.right for o in answers.score(model, task, material)] == [False, True]
-    assert [o.chosen for o in answers.score(model, task, material)] == seen[:2] and all(seen)
+    assert [o.right for o in answers.score(Reader(model), task, material)] == [False, True]
+    assert [o.chosen for o in answers.score(Reader(model), task, material)] == seen[:2] and all(seen)
 
 
 def test_items_that_cannot_be_read(model: Any, material: Material) -> None:
@@ -125,7 +126,7 @@ def test_items_that_cannot_be_read(model: Any, material: Material) -> None:
         (Item("a", (1,) * 2048, ((1, 2),)), "2049 tokens, the model reads 2048"),
     ):
         with pytest.raises(CalibrationError, match=said):
-            answers.score(model, Task("t", "greedy", [item]), material)
+            answers.score(Reader(model), Task("t", "greedy", [item]), material)
 
 
 def test_questions_of_a_file(tmp_path: Path, material: Material) -> None:
@@ -136,7 +137,7 @@ def test_questions_of_a_file(tmp_path: Path, material: Material) -> None:
         {"question": "Grass is", "choices": ["green", "red"], "answer": "green"},
     ]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    made = suite.task("choices", material, file=str(path))
+    made = task_runs.task("choices", material, file=str(path))
     assert [(item.name, item.right) for item in made.items] == [("1", 1), ("sky", 1), ("3", 0)]
     assert made.items[0].answers == (" three", " four") and made.items[1].answers == (" red", " blue")
     for line, said in (
@@ -150,9 +151,9 @@ def test_questions_of_a_file(tmp_path: Path, material: Material) -> None:
     ):
         path.write_text(json.dumps(rows[0]) + "\n" + line)
         with pytest.raises(CalibrationError, match=f"q.jsonl, line 2: .*{said}"):
-            suite.task("choices", material, file=str(path))
+            task_runs.task("choices", material, file=str(path))
     with pytest.raises(RecipeError, match="task choices: file: name one"):
-        suite.task("choices", material)
+        task_runs.task("choices", material)
 
 
 def test_figures_of_a_task() -> None:

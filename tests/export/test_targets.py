@@ -190,7 +190,7 @@ def test_the_command(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="delete it yourself"):
         convert.export(directory, "gptq", tmp_path / "other", overwrite=True)
     assert [*(tmp_path / "other").iterdir()] == [tmp_path / "other" / "file"]
-    assert {"gptq", "dense"} <= json.loads(cli("exports", "--json").out).keys()
+    assert {"gptq", "dense"} <= json.loads(cli("export", "--list", "--json").out).keys()
 
 
 @pytest.mark.parametrize("target", ["mlx", "gptq", "awq", "compressed-tensors", "torchao"])

@@ -47,7 +47,7 @@ class Kind:
         words += [word for text in self.sets for word in ("--set", text)]
         words += [] if self.own_text else ["--calib", str(TEXT)]
         words += [word.replace("{place}", str(place)) for word in self.options]
-        return words if self.command in ("measure", "allocate") else [*words, "--out", str(place / "out")]
+        return words if self.command == "allocate" else [*words, "--out", str(place / "out")]
 
 
 MEASUREMENTS = ("--measurements", "{place}/measured")
@@ -71,7 +71,7 @@ KINDS: dict[str, Kind] = {
     "target correction": Kind("llama", "int4", (*GPTQ, "calibration.target_correction=0.25")),
     "importance": Kind("llama", "rsq3bit", GPTQ),
     "experts": Kind("mixtral", "moe2.5bit", (*GPTQ, "allocate.target=5bpw")),
-    "measure": Kind("llama", "mixed3bit", ALLOCATED, MEASUREMENTS, "measure"),
+    "measure": Kind("llama", "mixed3bit", ALLOCATED, (*MEASUREMENTS, "--measure"), "allocate"),
     "allocate": Kind("llama", "mixed3bit", ALLOCATED, (*MEASUREMENTS, "--points", "2", "--json"), "allocate"),
     "target": Kind("llama", "mixed3bit", ALLOCATED, ("--target", "5bpw", *MEASUREMENTS)),
     "search": Kind("llama", "evo3bit", SEARCHED, MEASUREMENTS),

@@ -21,7 +21,20 @@ NAMES = ("t.txt", "t.jsonl", "t.json", "t.parquet", "t.TXT", "t", "t.md", "t.csv
 COMMANDS: tuple[list[str], ...] = (
     ["eval", "{model}", "--text", "{file}", "--seq-len", "16", "--max-tokens", "64"],
     ["quantize", "{model}", "--recipe", "int4", *directories.SMALL, "--set", "group_size=32", "--calib", "{file}"],
-    ["kv-bench", "{model}", "--kv", "kv4", "--text", "{file}", "--context", "64", "--max-tokens", "128", "--no-speed"],
+    [
+        "kv",
+        "bench",
+        "{model}",
+        "--kv",
+        "kv4",
+        "--text",
+        "{file}",
+        "--context",
+        "64",
+        "--max-tokens",
+        "128",
+        "--no-speed",
+    ],
     ["plan", "{model}", "--recipe", "int4", "--calib", "{file}"],
 )
 CELLS: list[Any] = [LINE, LINE * 40, "", "a", None, "\x00", "é" * 99, 1, 2.5, True, b"\xff\xfe", [LINE], {"a": LINE}]

@@ -97,7 +97,7 @@ def test_costs_are_squared_distances(bits: int, state_bits: int, code: str) -> N
     """Up to a shift for each input, rounding, and what is so far away that a path will not take it."""
     search = search_of(bits, state_bits, code)
     values = problems.random(6, search.dim, seed=1) * search.table.square().mean().sqrt()
-    added = search._added(search.integers(values.view(6, -1))[:, 0])[:, search.index].double()
+    added = search._level_costs(search.integers(values.view(6, -1))[:, 0])[:, search.index].double()
     exact = (search.table.double() - values[:, None].double()).square().sum(2)
     size = search.unit**2 / 2**search.costs.shift
     outside = (values.abs() - search.table.abs().amax(0)).clamp_min(0).double().square().sum(1, keepdim=True)

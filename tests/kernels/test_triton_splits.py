@@ -23,11 +23,11 @@ class Streams:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
-    found, allocated = Streams(), products._allocated
+    found, allocated = Streams(), products._allocate
     now = lambda _: SimpleNamespace(cuda_stream=found.current, synchronize=found.synchronize)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "current_stream", now)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
-    monkeypatch.setattr(products, "_allocated", lambda _: allocated(torch.device("cpu")))
+    monkeypatch.setattr(products, "_allocate", lambda _: allocated(torch.device("cpu")))
     products.forget()
     yield found
     products.forget()

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 import pico
 from compress.errors import UnreadCacheError
 from compress.evaluate import saved_cache
-from compress.evaluate.cache_scores import Candidate, through
+from compress.evaluate.reader import Candidate, Reader
 from compress.kv import generation, hooks
 from compress.kv.cache import make_cache
 from compress.kv.layer import KVCache
@@ -119,12 +119,12 @@ def test_scores_and_generation_read_the_same_cache(model: Any) -> None:
     """Behind the line all keys have the long factors, as in one pass over the whole text."""
     hooks.attach(model)
     ids, chunks = prompt(96), [(0, 40), (40, 56), (56, 72), (72, 96)]
-    exact = torch.cat(list(through(model, ids, DynamicCache(config=model.config), chunks)), 1)
+    exact = torch.cat(list(Reader(model).through(ids, chunks)), 1)
     whole = model(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(exact[:, 56:], whole[:, 56:], atol=1e-4, rtol=1e-4)
     assert (exact[:, :56] - whole[:, :56]).abs().max() > 1e-3  # the short factors
     cache = Candidate("exact", cache_settings(EXACT), {}).cache(model.config)
-    coded = torch.cat(list(through(model, ids, cache, chunks)), 1)
+    coded = torch.cat(list(Reader(model).through(ids, chunks, cache)), 1)
     torch.testing.assert_close(coded, exact, atol=1e-4, rtol=1e-4)
     assert cache.get_seq_length() == 96
 
@@ -175,7 +175,7 @@ def test_a_forward_pass_that_replaces_its_cache(is_hidden: bool, what: str) -> N
     with pytest.raises(UnreadCacheError, match=f"LlamaForCausalLM .*{what}.*remove kv_cache"):
         generated(model, prompt(20))
     with pytest.raises(UnreadCacheError, match=what):
-        next(through(model, prompt(20), make_cache(model.config, EXACT), [(0, 20)]))
+        next(Reader(model).through(prompt(20), [(0, 20)], make_cache(model.config, EXACT)))
 
 
 def test_inputs_that_are_prepared_with_another_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from compress.errors import RecipeError
-from compress.evaluate.feed import fed
+from compress.evaluate.reader import fill
 from compress.kv import generation, hooks
 from compress.kv.cache import make_cache
 from compress.kv.evict import kept_tokens
@@ -47,9 +47,9 @@ def filled(model: PreTrainedModel, recipe: dict[str, Any], context: int = CONTEX
     cache = make_cache(model.config, recipe, {}, "fused")
     tokens = torch.arange(context)[None] % 250
     prompt = kept_tokens.prompt_of(context)
-    fed(model, tokens[:, :prompt], cache)
+    fill(model, tokens[:, :prompt], cache)
     for start in range(prompt, context, 16):
-        fed(model, tokens[:, start : start + 16], cache)
+        fill(model, tokens[:, start : start + 16], cache)
     cache.nbytes()  # stores what is pending
     return cache
 

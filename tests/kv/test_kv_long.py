@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compress import plugins
-from compress.evaluate.cache_scores import through
+from compress.evaluate.reader import Reader
 from compress.kv import attention, hooks
 from compress.kv.buffer import Buffer
 from compress.kv.cache import make_cache
@@ -175,7 +175,8 @@ def test_a_model_reads_tokens_one_by_one_as_in_chunks(case: Case) -> None:
         chunks = [(0, first), *((i, min(i + 32, count)) for i in range(first, count, 32))]
         single = [(0, first), *((i, i + 1) for i in range(first, count))]
         one, other = (
-            torch.cat(list(through(model, ids, *how)), 1) for how in zip(caches, (single, chunks), strict=True)
+            torch.cat(list(Reader(model).through(ids, spans, cache)), 1)
+            for cache, spans in zip(caches, (single, chunks), strict=True)
         )
         torch.testing.assert_close(one, other, atol=1e-3, rtol=0)
         assert caches[0].nbytes()[:-1] == caches[1].nbytes()[:-1]

@@ -15,7 +15,7 @@ from compress import api, formats, plugins, recipe
 from compress.errors import RecipeError
 from compress.formats import lowrank
 from compress.lowrank import correct
-from compress.numerics.linalg import truncated
+from compress.numerics.linalg import truncate_rank
 from compress.quant import gptq, rtn, trellis
 from compress.run import plan, sizes, verify, write
 from compress.types import (
@@ -64,7 +64,7 @@ def test_after_the_rounding_the_best_of_that_rank_is_added(rank: int, tokens: in
     found = correct.quantize_with_part(weight, stats, Correction(rank, start="rounding"), rounder(2, stats), 0).weight
     assert {key: found.tensors[key] for key in base.tensors}.keys() == base.tensors.keys()
     assert all(torch.equal(found.tensors[key], tensor) for key, tensor in base.tensors.items())
-    best = truncated(weight - problems.decoded(base).float(), stats.hessian, rank).losses
+    best = truncate_rank(weight - problems.decoded(base).float(), stats.hessian, rank).losses
     assert loss(weight, found, stats) == pytest.approx(best[rank].item(), rel=1e-3, abs=1e-5 * best[0].item())
     assert found.stored.lowrank == LowRank(rank) and found.nbytes == base.nbytes + 2 * rank * sum(SHAPE)
 
@@ -99,7 +99,7 @@ def test_a_is_solved_for_again_when_b_is_rounded() -> None:
     weight, _ = problem()  # in the plain metric the rounding of A costs the same either way
     stored = LowRank(6, 4)
     part = correct.split(weight, correct.Metric(), stored, 0)
-    found = truncated(weight, None, 6)
+    found = truncate_rank(weight, None, 6)
     size = found.right.norm(dim=1, keepdim=True).sqrt()
     apart = lowrank.decode(lowrank.pack(found.right / size, found.left.T * size, stored), stored, SHAPE, torch.float32)
     assert (weight - part.product).norm() < (weight - apart).norm()

@@ -19,7 +19,7 @@ from compress.calib.stats import CHUNK, HessianSum, adding_nbytes, nbytes
 from compress.model import blockwise
 from compress.model.skeleton import Skeleton
 from compress.quant import gptq, target_correction
-from compress.quant.target_correction import DAMP, TOKENS_PER_INPUT, correction, target
+from compress.quant.target_correction import DAMP_FRACTION, TOKENS_PER_INPUT, correction, target
 from compress.run import calibration_stream, calibration_text, memory_plan, pipeline, predict, prepare, quantize_linear
 from compress.run.plan import make
 from compress.storage.checkpoint import open_checkpoint
@@ -63,7 +63,7 @@ def corrected(stats: Stats, alpha: float = 1.0) -> Tensor:
 
 def test_the_target_is_the_least_squares_solution(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of W y ~ V x, and the loss of any weight Q is its distance from V in the metric of the inputs, and a constant."""
-    monkeypatch.setattr(target_correction, "DAMP", 0.0)
+    monkeypatch.setattr(target_correction, "DAMP_FRACTION", 0.0)
     (y, x), weight = streams(), problems.random(10, COLUMNS, seed=3)
     found = target(weight, corrected(paired(y, x)))
     y, x, weight = y.double(), x.double(), weight.double()
@@ -80,14 +80,14 @@ def test_damping_is_that_of_both_moments(monkeypatch: pytest.MonkeyPatch) -> Non
     (y, x), weight = streams(), problems.random(10, COLUMNS, seed=3)
     stats = paired(y, x)
     h, g = x.double().T @ x.double(), y.double().T @ x.double()
-    added = DAMP * h.diagonal().mean() * torch.eye(COLUMNS)
+    added = DAMP_FRACTION * h.diagonal().mean() * torch.eye(COLUMNS)
     expected = weight.double() @ (g + added) @ torch.linalg.inv(h + added)
     shift = (expected - weight).abs().max()
     assert shift > 0.1 and (target(weight, corrected(paired(y, x))) - expected).abs().max() < 1e-4 * shift
     for alpha in (0.25, 0.5):
         part = weight + alpha * (expected - weight)
         assert (target(weight, corrected(paired(y, x), alpha)) - part).abs().max() < 1e-4 * shift
-    monkeypatch.setattr(target_correction, "PANEL", 7)  # rows at a time
+    monkeypatch.setattr(target_correction, "ROWS_PER_SOLVE", 7)  # rows at a time
     assert (target(weight, corrected(stats)) - expected).abs().max() < 1e-4 * shift
 
 
@@ -105,7 +105,7 @@ def test_dead_inputs_keep_their_weights() -> None:
     found = target(weight, corrected(paired(y, x)))
     assert torch.isfinite(found).all() and torch.equal(found[:, [0, 5]], weight[:, [0, 5]])
     h, g = x.double().T @ x.double(), y.double().T @ x.double()
-    damping = DAMP * h.diagonal().mean() * torch.eye(COLUMNS)
+    damping = DAMP_FRACTION * h.diagonal().mean() * torch.eye(COLUMNS)
     expected = weight.double() @ (g + damping) @ torch.linalg.inv(h + damping)
     assert (found - expected).abs().max() < 1e-4 * (expected - weight).abs().max()
     nothing = target(weight, corrected(paired(y, torch.zeros_like(x))))
@@ -119,7 +119,7 @@ def test_less_is_applied_where_tokens_are_few() -> None:
         matrix, note = correction(paired(y, x), 0.5, tokens)
         stats = paired(y, x)
         assert stats.drift is not None and matrix is not None
-        whole = stats.drift.double() @ torch.linalg.inv(problems.damped(stats.hessian, DAMP))
+        whole = stats.drift.double() @ torch.linalg.inv(problems.damped(stats.hessian, DAMP_FRACTION))
         assert (matrix - 0.5 * share * whole).abs().max() < 1e-4 * whole.abs().max() * share
         assert (note is None) == (share == 1)
         if note is not None:
@@ -236,7 +236,7 @@ def test_methods_are_given_the_target(
             else:
                 assert (stats.hessian - x.T @ x).norm() < 1e-5 * (x.T @ x).norm()
             share = min(1.0, len(x) / (TOKENS_PER_INPUT * x.shape[1])) * asked.recipe.calibration.target_correction
-            shift = share * weight.double() @ (y - x).T @ x @ torch.linalg.inv(problems.damped(x.T @ x, DAMP))
+            shift = share * weight.double() @ (y - x).T @ x @ torch.linalg.inv(problems.damped(x.T @ x, DAMP_FRACTION))
             assert (found - weight - shift).norm() < 1e-3 * shift.norm() and shift.norm() > 1e-3 * weight.norm()
             few = len(x) < TOKENS_PER_INPUT * x.shape[1]
             assert few == any("of the target correction applies" in note for note in notes[name])

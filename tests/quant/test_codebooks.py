@@ -157,7 +157,7 @@ def test_values_and_adjoint(along_rows: bool) -> None:
 @pytest.mark.parametrize("along_rows", [False, True])
 def test_refit_is_least_squares(along_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refit, "REFIT_TOLERANCE", 1e-7)
-    monkeypatch.setattr(refit, "REFIT_STEPS", 200)
+    monkeypatch.setattr(refit, "MAX_REFIT_STEPS", 200)
     layout, entries, shape = layout_case(along_rows)
     weight = problems.random(*shape, seed=7)
     hessian = problems.stats(problems.inputs(60, shape[0])).hessian
@@ -180,7 +180,7 @@ def test_every_step_of_a_refit_lowers_the_loss(monkeypatch: pytest.MonkeyPatch) 
     hessian = problems.stats(problems.inputs(60, shape[0])).hessian
     fitted = []
     for steps in range(5):
-        monkeypatch.setattr(refit, "REFIT_STEPS", steps)
+        monkeypatch.setattr(refit, "MAX_REFIT_STEPS", steps)
         fitted.append(refit.refit(Objective(weight, hessian, 0.1), layout, entries))
     losses = [
         problems.loss(weight.T, layout.values(e).T, hessian.double() + 0.1 * torch.eye(shape[0], dtype=torch.float64))

@@ -116,7 +116,7 @@ def losses_of_steps(weight: Tensor, stats: Stats, monkeypatch: pytest.MonkeyPatc
     """Relative losses after the first loop and a refit, after another loop, after the sweeps."""
     losses = []
     for rounds, sweeps in ((0, 0), (2, 0), (1, 4)):
-        monkeypatch.setattr(refit, "ROUNDS", rounds)
+        monkeypatch.setattr(refit, "MORE_LOOPS", rounds)
         losses.append(relative_loss(weight, quantize(weight, stats, **settings, sweeps=sweeps).weight, stats))
     return losses
 

@@ -121,7 +121,7 @@ def test_rounds_lower_the_loss_and_rounding_scales_costs_little(type: str, monke
     target, importance = problems.random(256, 40, seed=6), 0.1 + problems.random(256, seed=7).abs()
     target[3] *= 8  # one group of much larger weights
     for rounds in (0, 1, 2):
-        monkeypatch.setattr(kquant, "ROUNDS", rounds)
+        monkeypatch.setattr(kquant, "FITTING_ROUNDS", rounds)
         grid = kquant.fit_super_block(target, importance, layout)
         losses.append(weighted_loss(target.double(), importance, grid, layout))
     assert (losses[1] <= losses[0] * (1 + 1e-5)).all() and (losses[2] <= losses[1] * (1 + 1e-5)).all()

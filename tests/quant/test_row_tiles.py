@@ -94,5 +94,5 @@ def test_spans_are_whole_units_of_all_rows(shape: tuple[int, int], unit: int) ->
     spans = feedback.row_tiles(shape, unit)
     assert [row for rows in spans for row in range(rows.start, rows.stop)] == list(range(shape[0]))
     assert all(rows.start % unit == 0 for rows in spans)
-    most = 64 if 128 * shape[1] > feedback.MOST_WEIGHTS_PER_TILE else 128
+    most = 64 if 128 * shape[1] > feedback.MAX_WEIGHTS_PER_TILE else 128
     assert all(rows.stop - rows.start <= max(unit, most) for rows in spans)

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from compress.calib.kv import calibrate
-from compress.evaluate.feed import fed
+from compress.evaluate.reader import fill
 from compress.kv.cache import coded_layers, make_cache
 from compress.kv.settings import cache_settings
 from compress.model import load
@@ -47,7 +47,7 @@ def test_the_bytes_are_those_of_a_cache_of_that_length(model: PreTrainedModel, r
     tokens = torch.arange(CONTEXT)[None] % 250
     with torch.no_grad():
         for start in (0, 1, *range(101, CONTEXT, 100)):
-            fed(model, tokens[:, start : {0: 1, 1: 101}.get(start, min(start + 100, CONTEXT))], cache)
+            fill(model, tokens[:, start : {0: 1, 1: 101}.get(start, min(start + 100, CONTEXT))], cache)
     held = cache.nbytes()
     shared = cache.rope.nbytes
     rows = 32 * 4 + 4 if shared else 0  # the cache of such few tokens need not hold rows beside positions

@@ -151,7 +151,7 @@ def test_a_resumed_run_measures_nothing_twice(model: Path, made: Made, tmp_path:
 )
 def test_resumed_measurements_are_the_same(where: str, model: Path, made: Made, tmp_path: Path) -> None:
     folder = tmp_path / "measured"
-    words = ["measure", *command(model, MOE, folder)[1:]]
+    words = ["allocate", "--measure", *command(model, MOE, folder)[1:]]
     assert cli(*words, prepare=where).code == -signal.SIGKILL
     assert (folder / "levels/00000.json").exists() and not (folder / "levels/00001.json").exists()
     result = cli(*words)

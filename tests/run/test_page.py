@@ -96,7 +96,7 @@ def test_a_page_that_fails_fails_no_run(
     with caplog.at_level(logging.WARNING):
         api.quantize(job(pico_dir("llama"), GPTQ, tmp_path / "out"))
     (said,) = [text for text in caplog.messages if PAGE in text]
-    assert "\n" not in said and f"compress report {tmp_path / 'out'}" in said
+    assert "\n" not in said and f"compress inspect {tmp_path / 'out'} --page" in said
     assert not {PAGE, PAGE + ".part"} & {path.name for path in (tmp_path / "out").iterdir()}
     assert contents(tmp_path / "out") == contents(made)
     verify.verify(tmp_path / "out")

@@ -33,7 +33,17 @@ def mine(tmp_path: Path) -> Setup:
 
 
 def measure(model: Path, setup: Setup, folder: Path, *more: str) -> list[str]:
-    return ["measure", str(model), *setup.options(), "--calib", str(TEXT), "--measurements", str(folder), *more]
+    return [
+        "allocate",
+        "--measure",
+        str(model),
+        *setup.options(),
+        "--calib",
+        str(TEXT),
+        "--measurements",
+        str(folder),
+        *more,
+    ]
 
 
 def spoil(model: Path) -> None:

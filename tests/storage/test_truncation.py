@@ -9,7 +9,7 @@ from torch import Tensor
 import problems
 from compress.errors import NumericalError
 from compress.numerics import linalg
-from compress.numerics.linalg import truncated
+from compress.numerics.linalg import truncate_rank
 
 SHAPES = pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32), (1, 7), (7, 1)])
 
@@ -50,7 +50,7 @@ def product(found: linalg.Truncation) -> Tensor:
 def test_the_published_forms_are_the_same_matrix(shape: tuple[int, int]) -> None:
     matrix, hessian = problem(shape)
     rank = max(1, min(shape) // 3)
-    found = product(truncated(matrix, hessian, rank))
+    found = product(truncate_rank(matrix, hessian, rank))
     for name, other in published(matrix, hessian, rank).items():
         torch.testing.assert_close(found, other, rtol=0, atol=3e-6, msg=name)
 
@@ -60,10 +60,10 @@ def test_the_published_forms_are_the_same_matrix(shape: tuple[int, int]) -> None
 def test_the_loss_is_the_tail_of_the_eigenvalues(shape: tuple[int, int], tokens: int) -> None:
     matrix, hessian = problem(shape, tokens)
     values = torch.linalg.eigvalsh(matrix.double() @ hessian.double() @ matrix.double().T).flip(0).clamp(min=0)
-    full = truncated(matrix, hessian, min(shape))
+    full = truncate_rank(matrix, hessian, min(shape))
     whole = values.sum()
     for rank in range(min(shape) + 1):
-        found = truncated(matrix, hessian, rank)
+        found = truncate_rank(matrix, hessian, rank)
         assert found.left.shape == (shape[0], rank) and found.right.shape == (rank, shape[1])
         assert abs(found.losses[rank] - values[rank:].sum()) <= 1e-12 * whole
         real = problems.loss(matrix, product(found), hessian)  # singular in float32: eigenvalues a little below zero
@@ -75,7 +75,7 @@ def test_the_loss_is_the_tail_of_the_eigenvalues(shape: tuple[int, int], tokens:
 @SHAPES
 def test_the_left_factor_is_orthonormal_and_the_right_its_image(shape: tuple[int, int]) -> None:
     matrix, hessian = problem(shape, 6)  # singular: eigenvalues of zero have eigenvectors, too
-    found = truncated(matrix, hessian, min(shape))
+    found = truncate_rank(matrix, hessian, min(shape))
     eye = torch.eye(min(shape))
     torch.testing.assert_close(found.left.T @ found.left, eye, rtol=0, atol=1e-5)
     torch.testing.assert_close(found.left.T @ matrix, found.right, rtol=1e-4, atol=1e-5)
@@ -85,17 +85,17 @@ def test_the_left_factor_is_orthonormal_and_the_right_its_image(shape: tuple[int
 def test_full_rank_is_the_matrix_itself(shape: tuple[int, int]) -> None:
     matrix, hessian = problem(shape, 9)
     if shape[0] <= shape[1]:
-        torch.testing.assert_close(product(truncated(matrix, hessian, min(shape))).float(), matrix)
+        torch.testing.assert_close(product(truncate_rank(matrix, hessian, min(shape))).float(), matrix)
     else:
-        torch.testing.assert_close(product(truncated(matrix, hessian, min(shape))).float(), matrix)
-        assert truncated(matrix, torch.zeros_like(hessian), 3).losses.tolist() == [0, 0, 0, 0]
+        torch.testing.assert_close(product(truncate_rank(matrix, hessian, min(shape))).float(), matrix)
+        assert truncate_rank(matrix, torch.zeros_like(hessian), 3).losses.tolist() == [0, 0, 0, 0]
 
 
 @SHAPES
 def test_without_a_metric_it_is_the_plain_svd(shape: tuple[int, int]) -> None:
     matrix, _ = problem(shape)
     rank = (min(shape) + 1) // 2
-    found = truncated(matrix, None, rank)
+    found = truncate_rank(matrix, None, rank)
     torch.testing.assert_close(product(found), cut(matrix.double(), rank), rtol=0, atol=3e-6)
     tail = torch.linalg.svdvals(matrix.double())[rank:].square().sum()
     torch.testing.assert_close(found.losses[-1], tail, rtol=1e-9, atol=1e-9)
@@ -103,9 +103,9 @@ def test_without_a_metric_it_is_the_plain_svd(shape: tuple[int, int]) -> None:
 
 def test_the_inputs_matter() -> None:
     matrix, hessian = problem((48, 48))
-    aware = truncated(matrix, hessian, 8)
-    scaled = truncated(matrix, hessian.diagonal().diag(), 8)
-    plain = truncated(matrix, None, 8)
+    aware = truncate_rank(matrix, hessian, 8)
+    scaled = truncate_rank(matrix, hessian.diagonal().diag(), 8)
+    plain = truncate_rank(matrix, None, 8)
     losses = [problems.loss(matrix, product(found), hessian) for found in (aware, scaled, plain)]
     assert losses[0] < 0.8 * losses[1] < losses[2], losses
 
@@ -115,8 +115,8 @@ def test_the_inputs_matter() -> None:
 def test_the_randomized_form_comes_as_near(shape: tuple[int, int], metric: bool) -> None:
     matrix, hessian = problem(shape)
     h = hessian if metric else None
-    exact, found = truncated(matrix, h, 6), truncated(matrix, h, 6, seed=3)
-    assert torch.equal(truncated(matrix, h, 6, seed=3).left, found.left)
+    exact, found = truncate_rank(matrix, h, 6), truncate_rank(matrix, h, 6, seed=3)
+    assert torch.equal(truncate_rank(matrix, h, 6, seed=3).left, found.left)
     real = problems.loss(matrix, product(found), hessian if metric else torch.eye(shape[1]))
     assert abs(found.losses[6] - real) < 1e-6 * found.losses[0], "the loss is that of what was found"
     assert (found.losses >= exact.losses * (1 - 1e-9)).all()
@@ -125,9 +125,9 @@ def test_the_randomized_form_comes_as_near(shape: tuple[int, int], metric: bool)
 
 def test_wide_matrices_are_solved_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, hessian = problem((24, 40))
-    exact = truncated(matrix, hessian, 9)
+    exact = truncate_rank(matrix, hessian, 9)
     monkeypatch.setattr(linalg, "FLOAT64_COLUMNS", 16)
-    narrow = truncated(matrix, hessian, 9)
+    narrow = truncate_rank(matrix, hessian, 9)
     assert problems.loss(matrix, product(narrow), hessian) <= exact.losses[9] * (1 + 1e-5)
     assert linalg.truncation_workspace((24, 40)) == 4 * (3 * 24 * 40 + 40 * 40 + 3 * 24 * 24)
 
@@ -136,11 +136,11 @@ def test_wide_matrices_are_solved_in_float32(monkeypatch: pytest.MonkeyPatch) ->
 def test_ranks_that_cannot_be(rank: int) -> None:
     matrix, hessian = problem((24, 40))
     with pytest.raises(ValueError, match=f"rank {rank} is not between 0 and 24"):
-        truncated(matrix, hessian, rank)
+        truncate_rank(matrix, hessian, rank)
 
 
 def test_numbers_that_are_none() -> None:
     matrix, hessian = problem((24, 40))
     hessian[3, 3] = torch.inf
     with pytest.raises(NumericalError, match="not finite|no eigenvectors"):
-        truncated(matrix, hessian, 3)
+        truncate_rank(matrix, hessian, 3)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from compress import api, recipe
 from compress.cli.app import app
-from compress.cli.kv import with_cache
+from compress.cli.options import recipes_with_cache
 from compress.errors import OutputError
 from compress.kv.settings import cache_settings
 from compress.run.job import Job
@@ -101,11 +101,11 @@ def test_recipes_of_a_study_come_onto_the_page_of_a_checkpoint(pico_dir: Callabl
     packed = tmp_path / "packed"
     api.quantize(job(pico_dir("llama"), RTN, packed))
     broken = study(tmp_path / "broken.json", {**CELLS[0], "texts": [{"text": "held", "kl_mean": "x", "tokens": 1}]})
-    assert "is no study" in one_line(cli("report", str(packed), "--study", str(broken)))
+    assert "is no study" in one_line(cli("inspect", str(packed), "--page", "--study", str(broken)))
     assert not (packed / "scores.json").exists()
     good = study(tmp_path / "s.json", *CELLS)
     for options in (["--study", str(good)], []):
-        assert cli("report", str(packed), *options).code == 0
+        assert cli("inspect", str(packed), "--page", *options).code == 0
         page = (packed / "report.html").read_text(encoding="utf-8")
         assert "Among other recipes" in page and "Beaten by no other: int4, int8" in page and "kv4" not in page
         assert "this checkpoint was not scored on held" in page
@@ -157,7 +157,7 @@ def test_sizes_are_what_is_written(pico_dir: Callable[..., Path], tmp_path: Path
 
 
 def test_the_cache_of_a_command_is_short_and_means_the_same() -> None:
-    for name in with_cache():
+    for name in recipes_with_cache():
         said = recommend.shortest(name)
         assert cache_settings(said) == recipe.load(name).kv_cache
         written = yaml.safe_load(recipe.text(name))["kv_cache"]

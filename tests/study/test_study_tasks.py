@@ -34,9 +34,9 @@ def test_figures_are_those_of_eval(settings: Settings, tmp_path: Path, monkeypat
     asked = list[str]()
     scored = answers.score
 
-    def counted(model: Any, *more: Any) -> list[Outcome]:
-        asked.append(Path(model.name_or_path).name)
-        return scored(model, *more)
+    def counted(reader: Any, *more: Any) -> list[Outcome]:
+        asked.append(Path(reader.model.name_or_path).name)
+        return scored(reader, *more)
 
     monkeypatch.setattr(answers, "score", counted)
     study = StudyFolder(tmp_path / "study")
@@ -50,7 +50,7 @@ def test_figures_are_those_of_eval(settings: Settings, tmp_path: Path, monkeypat
     packed, original, cached = (results[name] for name in ("int8", grid.ORIGINAL, "kv4"))
     assert packed and original and cached
     before_all = original["suites"]["quick"]
-    asked_directly = partial(suite.Asked, "quick", settings.texts, seq_len=64)
+    asked_directly = partial(suite.SuiteRequest, "quick", settings.texts, seq_len=64)
     compared = [
         (row, before, task)
         for name, result, kv in (("int8", packed, None), ("kv4", cached, {}))

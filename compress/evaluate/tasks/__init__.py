@@ -16,6 +16,9 @@ and may define
 
     figures(item, text)      more figures of what was written, by name
     BY                       the name of a fact of its items; the result has a table over its values
+    remark(scores)           a sentence on the scores (`TaskScore`) of all tasks of a run together, or ""
+
+Tasks of papers are files of `compress/papers/tasks` with the same contract.
 
 The first line of its docstring says what it asks. A task knows no other task and no model.
 """

@@ -36,15 +36,15 @@ class Config:
 
 def items(config: Config, material: Material) -> list[Item]:
     """Return the items; the three signs take turns."""
-    found = []
+    made = []
     for i in range(config.count):
         draw = random.Random(f"{config.seed} arithmetic {i}")
         sign = list(SIGNS)[i % len(SIGNS)]
         lines = [_line(draw, sign, config.largest) for _ in range(config.examples + 1)]
         solved = "".join(f"{question}{answer}\n" for question, answer in lines[:-1])
         question, answer = lines[-1]
-        found.append(Item(f"{i}", solved + question, (answer,), facts={"sign": sign}))
-    return found
+        made.append(Item(f"{i}", solved + question, (answer,), facts={"sign": sign}))
+    return made
 
 
 def _line(draw: random.Random, sign: str, largest: int) -> tuple[str, str]:

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compress.errors import shown
-from compress.evaluate import question_files
-from compress.evaluate.items import Item, Material
+from compress.evaluate.items import Item, Material, check_file, read_lines
 
 WAY = "likelihood"
 SUITES: Mapping[str, Mapping[str, Any]] = {}
@@ -34,12 +33,12 @@ class Config:
     count: int = 0  # questions from the start of the file; 0: all
 
     def __post_init__(self) -> None:
-        question_files.check(self.file, "choices", self.count)
+        check_file(self.file, "choices", self.count)
 
 
 def items(config: Config, material: Material) -> list[Item]:
     """Return the questions; CalibrationError, with the line, for one that cannot be used."""
-    return question_files.read_lines(config.file, config.count, _item, FORM)
+    return read_lines(config.file, config.count, _item, FORM)
 
 
 def _item(row: Mapping[str, Any], name: str) -> Item:

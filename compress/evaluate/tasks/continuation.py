@@ -37,7 +37,7 @@ def items(config: Config, material: Material) -> list[Item]:
     words, size = material.windows.flatten().tolist(), config.context + config.answer
     if len(material.begin) + size > material.positions or len(words) < 4 * config.choices * size:
         return []
-    found = []
+    made = []
     for i in range(config.count):
         draw = random.Random(f"{config.seed} continuation {i}")
         start = draw.randrange(len(words) - size + 1)
@@ -51,5 +51,5 @@ def items(config: Config, material: Material) -> list[Item]:
             return []
         answers = draw.sample(sorted(passages), config.choices)
         context = (*material.begin, *words[start : start + config.context])
-        found.append(Item(f"{i}", context, tuple(answers), answers.index(true)))
-    return found
+        made.append(Item(f"{i}", context, tuple(answers), answers.index(true)))
+    return made

@@ -40,7 +40,7 @@ def items(config: Config, material: Material) -> list[Item]:
     """Return the items; none where the model has no room for a passage with what is asked of it."""
     if len(material.begin) + config.length + config.cue + config.answer > material.positions:
         return []
-    found = []
+    made = []
     tokens, words = material.frequent(FREQUENT), material.windows.flatten().tolist()
     for i in range(config.count):
         draw = random.Random(f"{config.seed} copying {i}")
@@ -51,5 +51,5 @@ def items(config: Config, material: Material) -> list[Item]:
             passage = draw.choices(tokens, k=config.length)
         end = config.cue + config.answer
         context = (*material.begin, *passage, *passage[: config.cue])
-        found.append(Item(f"{i}", context, (tuple(passage[config.cue : end]),)))
-    return found
+        made.append(Item(f"{i}", context, (tuple(passage[config.cue : end]),)))
+    return made

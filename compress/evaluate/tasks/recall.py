@@ -35,11 +35,11 @@ def items(config: Config, material: Material) -> list[Item]:
     """Return the items; none where the model or its vocabulary is too small."""
     if len(material.begin) + 2 * config.pairs + 1 > material.positions or 2 * config.pairs > material.vocab_size:
         return []
-    found, frequent = [], material.frequent(max(FREQUENT, 2 * config.pairs))
+    made, frequent = [], material.frequent(max(FREQUENT, 2 * config.pairs))
     for i in range(config.count):
         draw = random.Random(f"{config.seed} recall {i}")
         tokens = draw.sample(frequent, 2 * config.pairs)
         asked = 2 * (i % config.pairs)
         context = (*material.begin, *tokens, tokens[asked])
-        found.append(Item(f"{i}", context, ((tokens[asked + 1],),)))
-    return found
+        made.append(Item(f"{i}", context, ((tokens[asked + 1],),)))
+    return made

@@ -18,7 +18,7 @@ from compress.evaluate.items import Item, Material
 WAY = "greedy"
 BY = "depth"
 SUITES: Mapping[str, Mapping[str, Any]] = {"quick": {"count": 10, "lengths": (160,)}, "full": {}}
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the text
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the text
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Config:
 def items(config: Config, material: Material) -> list[Item]:
     """Return the items; none without text, or where no length fits the model."""
     words = material.windows.flatten().tolist()
-    found = []
+    made = []
     for length in config.lengths:
         if length > min(material.positions, len(words)):
             continue
         for i in range(config.count):
-            found.append(_item(config.seed, length, i, words, material))
-    return found
+            made.append(_item(config.seed, length, i, words, material))
+    return made
 
 
 def _item(seed: int, length: int, number: int, words: list[int], material: Material) -> Item:

@@ -19,7 +19,7 @@ from compress.evaluate.items import Item, Material
 WAY = "greedy"
 FREQUENT = 64  # tokens that symbols are drawn from, at least
 SUITES: Mapping[str, Mapping[str, Any]] = {"quick": {"count": 24, "length": 96}, "full": {}}
-PROBABILITIES = (0.7, 0.2, 0.1)  # of the symbols that may follow another
+PROBABILITIES = (0.7, 0.2, 0.1)  # the symbols that may follow another have these
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def items(config: Config, material: Material) -> list[Item]:
     """Return the items; none where the model or its vocabulary is too small."""
     if len(material.begin) + config.length > material.positions or config.symbols > material.vocab_size:
         return []
-    found, frequent = [], material.frequent(max(FREQUENT, config.symbols))
+    made, frequent = [], material.frequent(max(FREQUENT, config.symbols))
     for i in range(config.count):
         draw = random.Random(f"{config.seed} rules {i}")
         symbols = draw.sample(frequent, config.symbols)
@@ -51,5 +51,5 @@ def items(config: Config, material: Material) -> list[Item]:
         while len(written) < config.length:
             written += draw.choices(follows[written[-1]], PROBABILITIES)
         law = dict(zip(follows[written[-1]], PROBABILITIES, strict=True))
-        found.append(Item(f"{i}", (*material.begin, *written), ((follows[written[-1]][0],),), law=(law,)))
-    return found
+        made.append(Item(f"{i}", (*material.begin, *written), ((follows[written[-1]][0],),), law=(law,)))
+    return made

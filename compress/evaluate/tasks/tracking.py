@@ -36,7 +36,7 @@ class Config:
 
 def items(config: Config, material: Material) -> list[Item]:
     """Return the items."""
-    found = []
+    made = []
     for i in range(config.count):
         draw = random.Random(f"{config.seed} tracking {i}")
         names = draw.sample(string.ascii_uppercase, config.chains * (config.steps + 1))
@@ -47,8 +47,8 @@ def items(config: Config, material: Material) -> list[Item]:
         while any(left):  # each chain in its order, the chains mixed
             lines.append(draw.choice([chain for chain in left if chain]).pop(0))
         context = " ".join(lines) + f" The value of {chains[0][-1]} is"
-        found.append(Item(f"{i}", context, (f" {values[0]}",)))
-    return found
+        made.append(Item(f"{i}", context, (f" {values[0]}",)))
+    return made
 
 
 def _lines(chain: list[str], value: int) -> list[str]:

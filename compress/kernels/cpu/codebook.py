@@ -21,7 +21,7 @@ from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import codebook_decode, emitter, small_matmul
 from compress.kernels.cpu.codebook_decode import GROUPS, word_names
 from compress.kernels.cpu.emitter import LANES, PRODUCT
-from compress.kernels.cpu.small_matmul import Layout, Product
+from compress.kernels.cpu.small_matmul import Product, ProductSizes
 from compress.kernels.cpu.unpack import Planar, lanes
 from compress.numerics.packing import plane_fields, plane_widths
 
@@ -38,7 +38,7 @@ def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Prod
     rows_fit = params.group_rows == -1 or params.group_rows % ROW_MULTIPLE == 0
     if not (plain and simple and rows_fit and params.norm == "none" and span_codes(params)):
         return None
-    return _Product(tensors, params, shape)
+    return _CodebookProduct(tensors, params, shape)
 
 
 def span_codes(params: Params) -> int:
@@ -53,7 +53,7 @@ def span_codes(params: Params) -> int:
     return group if params.tile_words % group == 0 and group % min(2 * LANES, params.tile_words) == 0 else 0
 
 
-class _Product(Product):
+class _CodebookProduct(Product):
     """The product with vectors along the input, an order of columns, and outliers."""
 
     most = emitter.MOST_OF_CODEBOOKS
@@ -64,7 +64,7 @@ class _Product(Product):
         names = (*word_names(params.bits[0]).split(), "codebook", "codebook_scales")
         stored = {name: tensors[name].data_ptr() for name in names}
         rows, columns, space = code_rows * params.height, code_columns * width, ROW_MULTIPLE * LANES
-        layout = Layout(shape[1], shape[0], columns, rows, span * width, lanes(params.tile_words), space)
+        layout = ProductSizes(shape[1], shape[0], columns, rows, span * width, lanes(params.tile_words), space)
         sizes = {"spans": code_columns // span, "code_rows": code_rows}
         values = (*codebook_decode.group_codes(params, shape), *groups)
         sizes |= dict(zip(GROUPS.split(), values, strict=True))
@@ -73,7 +73,7 @@ class _Product(Product):
         self.gathers = params.permuted or width > 1
 
     def kernel(self, tokens: int) -> llvm.Function:
-        return llvm.function(_Sums, *self._settings, tokens)
+        return llvm.function(_CodebookSums, *self._settings, tokens)
 
     def decoder(self, dtype: torch.dtype) -> Decoder:
         return codebook_decode.decoder(self.tensors, self.params, self.shape, dtype)
@@ -142,7 +142,7 @@ class _Gather(emitter.Emitter):
         b.ret_void()
 
 
-class _Sums(emitter.Emitter):
+class _CodebookSums(emitter.Emitter):
     """Sums rows of the weight times few rows of activations."""
 
     def __init__(self, bits: int, dim: int, axis: str, tile_words: int, span: int, single: bool, tokens: int) -> None:

@@ -41,7 +41,7 @@ def decoder(tensors: Mapping[str, Tensor], params: Params, shape: Shape, dtype: 
     code_rows, code_columns = codebook_format.padded_shape(params, shape)
     entries = codebook_format.entries(tensors, params, 0).to(torch.float32 if params.outliers else dtype).contiguous()
     codes = (params.bits[0], params.vector_dim, params.axis, params.tile_words)
-    kernel = llvm.function(_Decode, codes, params.outlier_bits if params.outliers else 0, dtype)
+    kernel = llvm.function(_CodebookRows, codes, params.outlier_bits if params.outliers else 0, dtype)
     words = [tensors[name] for name in word_names(params.bits[0]).split()]
     outliers = _outliers(tensors, params) if params.outliers else [entries] * 3
     held = (*words, *outliers, entries)  # some of them live no longer than this decoder
@@ -76,7 +76,7 @@ def _outliers(tensors: Mapping[str, Tensor], params: Params) -> list[Tensor]:
     return [tensors["outliers"], tensors["outlier_scale"], place]
 
 
-class _Decode(emitter.Writer):
+class _CodebookRows(emitter.Writer):
     """Writes rows of the weight."""
 
     def __init__(self, codes: tuple[int, int, str, int], outlier_bits: int, dtype: torch.dtype) -> None:

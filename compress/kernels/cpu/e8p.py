@@ -26,14 +26,14 @@ from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import emitter, small_matmul
 from compress.kernels.cpu.emitter import LANES, PRODUCT
-from compress.kernels.cpu.small_matmul import Factors, Layout, Product, SpanSums
+from compress.kernels.cpu.small_matmul import Factors, Product, ProductSizes, SpanSums
 
 SPAN = 512  # columns that share the scale of an activation, or a part of them that divides the row
 CHUNK = 2 * LANES  # columns of one vector
 TOGETHER = {1: 4, 2: 4, 4: 2}  # rows that share a load of activations, by the number of tokens
-UNIT = {3: 0.5, 4: 0.25}  # of the integers in the table of residuals
-TABLES = ("high", "low", "ball")  # the arguments that `_tables` gives
-BIAS = 15  # of the integers in all tables
+RESIDUAL_UNIT = {3: 0.5, 4: 0.25}  # of the integers in the table of residuals
+TABLES = ("high", "low", "ball")  # arguments that `_tables` gives
+CODE_BIAS = 15  # of the integers in all tables
 
 
 def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Product | None:
@@ -48,18 +48,18 @@ class _E8p(Product):
         codes = [tensors[name] for name in _code_names(params.bits)]
         by_row = tensors["row_scales"].data_ptr() if params.row_scales else 0
         factors = Factors(tensors["scale"].data_ptr(), by_row, 4.0)
-        layout = Layout(shape[1], shape[0], columns, rows, span, CHUNK, 0)
+        layout = ProductSizes(shape[1], shape[0], columns, rows, span, CHUNK, 0)
         names = (*_code_names(params.bits), *TABLES)
         stored = {name: t.data_ptr() for name, t in zip(names, (*codes, *_tables()), strict=True)}
         sizes = {"columns": columns, "rows": rows, "span": span, "features": shape[1]}
         super().__init__(tensors, params, shape, layout, stored, sizes, factors)
 
     def kernel(self, tokens: int) -> llvm.Function:
-        return llvm.function(_Sums, self.params.bits, tokens)
+        return llvm.function(_E8pSums, self.params.bits, tokens)
 
     def decoder(self, dtype: torch.dtype) -> Decoder:
-        function = llvm.function(_Decode, self.params.bits, self.params.row_scales, dtype)
-        return small_matmul.in_rows(function, {**self.stored, **self.sizes, **self.factors.named}, self.shape[1])
+        function = llvm.function(_E8pRows, self.params.bits, self.params.row_scales, dtype)
+        return small_matmul.in_rows(function, {**self.stored, **self.sizes, **self.factors.by_name}, self.shape[1])
 
 
 def _code_names(bits: int) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ def _tables() -> tuple[Tensor, Tensor, Tensor]:
     parity = bits.sum(1) & 1
     bits[:, 0] ^= parity
     low = 28 * bits + 2 * (1 - parity)[:, None]
-    ball = e8p_format.ball() / UNIT[3] + BIAS
+    ball = e8p_format.ball() / RESIDUAL_UNIT[3] + CODE_BIAS
     return (4 * numbers).to(torch.uint8), low.to(torch.uint8), ball.to(torch.uint8)
 
 
@@ -89,9 +89,9 @@ class _Points(emitter.Writer):
         self.codes, self.tables = self.pointers[: self.parts], self.pointers[self.parts : self.parts + 3]
 
     def chunk(self, part: int, index: Any) -> Any:
-        """Integers plus BIAS of CHUNK // DIM codes, or residuals, from number `index` on: unsigned bytes."""
-        found = [self._points(part, self.b.add(index, self.i64(i))) for i in range(CHUNK // DIM)]
-        return self.joined([self.b.bitcast(each, self.vector(self.byte, DIM)) for each in found])
+        """Integers plus CODE_BIAS of CHUNK // DIM codes, or residuals, from number `index` on: unsigned bytes."""
+        points = [self._points(part, self.b.add(index, self.i64(i))) for i in range(CHUNK // DIM)]
+        return self.join([self.b.bitcast(each, self.vector(self.byte, DIM)) for each in points])
 
     def _points(self, part: int, index: Any) -> Any:
         b, codes = self.b, self.codes[part]
@@ -104,14 +104,14 @@ class _Points(emitter.Writer):
     def _row_of(self, table: Any, codes: Any, place: Any) -> Any:
         return self.load(table, self.b.zext(self.load(codes, place, self.byte), self.index), self.index)
 
-    def joined(self, vectors: list[Any]) -> Any:
+    def join(self, vectors: list[Any]) -> Any:
         while len(vectors) > 1:
             size = 2 * vectors[0].type.count
             vectors = [self.shuffled(a, b, range(size)) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
         return vectors[0]
 
 
-class _Sums(_Points, SpanSums):
+class _E8pSums(_Points, SpanSums):
     """Sums rows of the weight times few rows of activations."""
 
     def __init__(self, bits: int, tokens: int) -> None:
@@ -120,8 +120,8 @@ class _Sums(_Points, SpanSums):
         first, last, self.columns, self.rows, self.span = self.integers
         b = self.b
         self.spans = b.udiv(self.columns, self.span)
-        ratios = [1.0, emitter.float32(4 * UNIT[bits] / RHO[bits])] if self.parts == 2 else [1.0]
-        self.allocate(TOGETHER[tokens], tokens, ratios, BIAS)
+        ratios = [1.0, emitter.float32(4 * RESIDUAL_UNIT[bits] / RHO[bits])] if self.parts == 2 else [1.0]
+        self.allocate(TOGETHER[tokens], tokens, ratios, CODE_BIAS)
         some = self.i64(LANES // self.together)
         with self.loop(b.mul(last, some), b.mul(first, some)) as number:
             row = b.mul(number, self.i64(self.together))
@@ -146,7 +146,7 @@ class _Sums(_Points, SpanSums):
                 b.store(b.add(b.load(held), self.pair_sums(values, x)), held)
 
 
-class _Decode(_Points):
+class _E8pRows(_Points):
     """Writes rows of the weight."""
 
     def __init__(self, bits: int, by_row: bool, dtype: torch.dtype) -> None:
@@ -170,8 +170,8 @@ class _Decode(_Points):
         index = b.udiv(b.add(b.mul(row, self.columns), column), self.i64(DIM))
         parts = []
         for part in range(self.parts):
-            unit = UNIT[self.bits] if part else 0.25
-            biased = b.fsub(b.uitofp(self.chunk(part, index), self.kind), self.constant(self.float, CHUNK, BIAS))
+            unit = RESIDUAL_UNIT[self.bits] if part else 0.25
+            biased = b.fsub(b.uitofp(self.chunk(part, index), self.kind), self.constant(self.float, CHUNK, CODE_BIAS))
             parts.append(b.fmul(biased, self.constant(self.float, CHUNK, unit)))
         value = parts[0]
         if len(parts) > 1:

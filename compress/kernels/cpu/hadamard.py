@@ -19,7 +19,7 @@ from compress.kernels.cpu.emitter import LANES, Writer
 from compress.numerics import hadamard
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-LEAST_POWER = 4  # of two: whole vectors
+MIN_POWER_OF_TWO = 4  # smaller ones are no whole vector
 RADIX = 16  # vectors in registers
 TOGETHER = 8  # sums of a table in registers
 THREAD = 1 << 17  # numbers that are worth waking a thread
@@ -36,10 +36,10 @@ def transform(
     n = x.shape[-1]
     if not supports(x):
         multiply = hadamard.transpose if is_transposed else hadamard.transform
-        return _flipped(multiply(_flipped(x, before)), after)
+        return _flip_signs(multiply(_flip_signs(x, before)), after)
     x = x.contiguous()
     out = torch.empty_like(x)
-    run, table = _prepared(n, x.dtype, before is not None, after is not None, is_transposed)
+    run, table = _function_and_table(n, x.dtype, before is not None, after is not None, is_transposed)
     signs = [0 if bitmap is None else bitmap.data_ptr() for bitmap in (before, after)]
     source, target, step = x.data_ptr(), out.data_ptr(), n * x.element_size()
 
@@ -53,11 +53,11 @@ def transform(
 
 def supports(x: Tensor) -> bool:
     """Return whether a compiled function transforms x."""
-    return x.dtype in TYPES and llvm.available() and hadamard.order(x.shape[-1]).power >= LEAST_POWER
+    return x.dtype in TYPES and llvm.available() and hadamard.order(x.shape[-1]).power >= MIN_POWER_OF_TWO
 
 
 @cache
-def _prepared(
+def _function_and_table(
     n: int, dtype: torch.dtype, before: bool, after: bool, is_transposed: bool
 ) -> tuple[Callable[..., None], int]:
     """Return what transforms vectors of n numbers, and the address of its table."""
@@ -74,7 +74,7 @@ def _table(order: hadamard.Order, is_transposed: bool) -> Tensor:
         return (table.T if is_transposed else table).contiguous()
 
 
-def _flipped(x: Tensor, bitmap: Tensor | None) -> Tensor:
+def _flip_signs(x: Tensor, bitmap: Tensor | None) -> Tensor:
     return x if bitmap is None else x * unpack_signs(bitmap, x.shape[-1], x.dtype)
 
 
@@ -86,7 +86,7 @@ class _Transform(Writer):
         self.x, signs_before, signs_after, self.table, self.space, self.out = self.pointers
         self.before, self.after = (s if has else None for s, has in ((signs_before, before), (signs_after, after)))
         (rows,) = self.integers
-        self.K, self.vectors = K, 1 << power - LEAST_POWER  # of the power of two
+        self.K, self.vectors = K, 1 << power - MIN_POWER_OF_TWO  # of the power of two
         n = K << power
         self.factor = self.floats(n**-0.5)
         with self.loop(rows) as row:
@@ -112,7 +112,7 @@ class _Transform(Writer):
         for i in range(count):
             number = b.add(first, self.i64(i))
             x = self.load_floats(self.x, b.add(self.start, b.mul(number, self.i64(LANES))), self.dtype, LANES)
-            vectors.append(self._inside(self._signed(x, self.before, number)))
+            vectors.append(self._inside(self._flip(x, self.before, number)))
         for i, vector in enumerate(self._between(vectors)):
             self._keep(vector, b.add(first, self.i64(i)))
 
@@ -170,10 +170,10 @@ class _Transform(Writer):
 
     def _write(self, vector: Any, number: Any) -> None:
         b = self.b
-        value = self.rounded(self._signed(b.fmul(vector, self.factor), self.after, number))
+        value = self.rounded(self._flip(b.fmul(vector, self.factor), self.after, number))
         self.store(value, self.out, b.add(self.start, b.mul(number, self.i64(LANES))))
 
-    def _signed(self, vector: Any, bitmap: Any, number: Any) -> Any:
+    def _flip(self, vector: Any, bitmap: Any, number: Any) -> Any:
         if bitmap is None:
             return vector
         b = self.b

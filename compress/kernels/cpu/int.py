@@ -26,12 +26,12 @@ from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import emitter, small_matmul
 from compress.kernels.cpu.emitter import LANES, PRODUCT
-from compress.kernels.cpu.small_matmul import Layout, Product
+from compress.kernels.cpu.small_matmul import Product, ProductSizes
 from compress.kernels.cpu.tiled_sums import SPACE, IntTiles
 from compress.kernels.cpu.unpack import SHORTS, NarrowTiles, vector_lanes, whole_tiles, words
 from compress.numerics.packing import FIELDS
 
-ROWS = int_format.ROW_MULTIPLE  # of the weight, whose scales are read together
+SCALE_ROWS = int_format.ROW_MULTIPLE  # of the weight, whose scales are read together
 # Tiles are faster from so many rows of activations on where spans are long, and take so many at once. They beat panels
 # up to 128 rows in spans of 128 columns, always in longer ones (4096 x 4096, one thread of an Emerald Rapids).
 LEAST_TILED, MOST_TILED, LEAST_SPAN, MOST_OF_LEAST_SPAN = 12, 64, 128, 128
@@ -73,7 +73,7 @@ class Int(Product):
         spans, (tiles, tail) = -(-columns // span), params.split(columns)
         zeros = tensors["scales" if params.symmetric else "zeros"]
         vector = vector_lanes(params.tile_words, span)
-        layout = Layout(shape[1], shape[0], spans * span, rows, span, vector, SPACE + (1 + spans) * ROWS)
+        layout = ProductSizes(shape[1], shape[0], spans * span, rows, span, vector, SPACE + (1 + spans) * SCALE_ROWS)
         group = columns if params.group_size == -1 else params.group_size
         stored = {name: tensors[name].data_ptr() for name in (*words(params.bits).split(), "scales")}
         sizes = {"features": shape[1], "spans": spans, "rows": rows, "group": group, "tiles": tiles, "tail": tail}
@@ -97,11 +97,11 @@ class Int(Product):
 
     def kernel(self, tokens: int) -> llvm.Function:
         if tokens < LEAST_TILED:
-            return llvm.function(_Sums, *self._settings, tokens)
+            return llvm.function(IntSums, *self._settings, tokens)
         return llvm.function(IntTiles, *self._settings)
 
     def decoder(self, dtype: torch.dtype) -> Decoder:
-        function = llvm.function(_Decode, *self._settings, dtype)
+        function = llvm.function(_IntRows, *self._settings, dtype)
         return small_matmul.in_rows(function, {**self.stored, **self.sizes}, self.shape[1])
 
     def look_up(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,7 +119,7 @@ class Int(Product):
         return out
 
 
-class _Sums(emitter.Emitter):
+class IntSums(emitter.Emitter):
     """Sums rows of the weight times few rows of activations."""
 
     def __init__(
@@ -143,9 +143,9 @@ class _Sums(emitter.Emitter):
         self.sums = [[self.variable(sums) for _ in range(tokens)] for _ in range(self.together)]
         self.shift = [self.variable(self.floats16) for _ in range(tokens)]
         with self.loop(last, first) as block:
-            start = self.b.mul(block, self.i64(ROWS))
+            start = self.b.mul(block, self.i64(SCALE_ROWS))
             self._scales(start)
-            with self.loop(self.i64(ROWS // self.together)) as some:
+            with self.loop(self.i64(SCALE_ROWS // self.together)) as some:
                 self._row(start, self.b.mul(some, self.i64(self.together)))
             self._finish(start)
         self.b.ret_void()
@@ -157,12 +157,12 @@ class _Sums(emitter.Emitter):
             b.store(self.floats(0.0), self.shift[m])
         with self.loop(self.spans) as u:
             group = b.udiv(b.mul(u, self.i64(self.span)), self.group)
-            scale = self.load_floats(self.scales, b.add(b.mul(group, self.rows), start), self.scale_dtype, ROWS)
+            scale = self.load_floats(self.scales, b.add(b.mul(group, self.rows), start), self.scale_dtype, SCALE_ROWS)
             zero = self._zero(group, start)
             for m in range(self.tokens):
                 cell = b.add(b.mul(self.spans, self.i64(m)), u)
                 both = b.fmul(scale, self.splat(self.load(self.x_scales, cell, self.float), LANES))
-                self.store(both, self.space, b.mul(cell, self.i64(ROWS)))
+                self.store(both, self.space, b.mul(cell, self.i64(SCALE_ROWS)))
                 total = self.splat(self.load(self.x_sums, cell, self.float), LANES)
                 b.store(self.multiply_add(b.fmul(both, zero), total, b.load(self.shift[m])), self.shift[m])
 
@@ -232,7 +232,7 @@ class _Sums(emitter.Emitter):
         """Add the sums of span `u` times its scales to those of the rows."""
         b = self.b
         for (r, m), total in totals.items():
-            cell = b.mul(b.add(b.mul(self.spans, self.i64(m)), u), self.i64(ROWS))
+            cell = b.mul(b.add(b.mul(self.spans, self.i64(m)), u), self.i64(SCALE_ROWS))
             scale = self.load(self.space, b.add(cell, b.add(row, self.i64(r))), self.float)
             held = self.sums[r][m]
             sums = b.sitofp(total, held.allocated_type)
@@ -246,14 +246,14 @@ class _Sums(emitter.Emitter):
         b = self.b
         for m in range(self.tokens):
             line = self._line(m, start)
-            self.store(b.fsub(self.load(self.out, line, self.float, ROWS), b.load(self.shift[m])), self.out, line)
+            self.store(b.fsub(self.load(self.out, line, self.float, SCALE_ROWS), b.load(self.shift[m])), self.out, line)
 
     def _line(self, m: int, start: Any) -> Any:
         """Where the outputs of a token and sixteen rows are."""
         return self.b.add(self.b.mul(self.rows, self.i64(m)), start)
 
 
-class _Decode(emitter.Writer):
+class _IntRows(emitter.Writer):
     """Writes rows of the weight."""
 
     def __init__(
@@ -351,7 +351,7 @@ class _Decode(emitter.Writer):
         return scale, b.uitofp(self.bit_field(self.zeros, cell, self.bits), self.float)
 
 
-class _LookUp(_Decode):
+class _LookUp(_IntRows):
     """Writes the rows `ids` of a weight."""
 
     @staticmethod

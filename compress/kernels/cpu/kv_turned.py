@@ -146,7 +146,7 @@ class Turned(Writer, Unpacker, ABC):
             self.store(self.norms(self.norm, at), self.scales, self.i64(start))
 
     def _turn(self, token: Any) -> None:
-        """Writes cos and sin of a block's tokens, half a row of each, as float32; asks for what the next one reads."""
+        """Write cos and sin of a block's tokens, half a row of each, as float32; prefetch what the next one reads."""
         b, sizes = self.b, self.sizes
         self.ask_for(b.add(token, self.i64(BLOCK)))
         with self.loop(self.i64(BLOCK)) as inside:

@@ -25,11 +25,11 @@ from compress.kernels.cpu.emitter import LANES, LARGEST, PRODUCT, TOKENS, Writer
 ALIGNED = 64  # bytes
 CALLED = (*PRODUCT.split(), "first", "last")  # arguments that every call of a kernel gives
 WRITTEN = ("out", "first", "last", "start", "stop")  # and those of a decoder
-WEIGHTS_PER_THREAD = 1 << 20  # that are decoded and worth waking it
+WEIGHTS_PER_THREAD = 1 << 20  # to decode fewer is not worth waking it
 
 
 @dataclass(frozen=True)
-class Layout:
+class ProductSizes:
     """Sizes of a stored weight, as its kernel sees them."""
 
     inputs: int
@@ -54,7 +54,7 @@ class Factors:
     divisor: float = 1.0
 
     @property
-    def named(self) -> dict[str, int]:
+    def by_name(self) -> dict[str, int]:
         """Return the addresses by the names of arguments."""
         return {"scale": self.scale, "row_scales": self.rows}
 
@@ -96,7 +96,7 @@ class Product(Prepared):
         tensors: Mapping[str, Tensor],
         params: Any,
         shape: Shape,
-        layout: Layout,
+        layout: ProductSizes,
         stored: Mapping[str, int],
         sizes: Mapping[str, int],
         factors: Factors = NO_FACTORS,

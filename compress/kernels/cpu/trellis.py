@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from compress.formats import trellis as trellis_format
-from compress.formats.trellis import BYTE_SUMS, CENTRE, Params
+from compress.formats.trellis import BYTE_SUM_CENTRE, BYTE_SUMS, Params
 from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import emitter, small_matmul
 from compress.kernels.cpu.emitter import LANES, PRODUCT
-from compress.kernels.cpu.small_matmul import Factors, Layout, Product
+from compress.kernels.cpu.small_matmul import Factors, Product, ProductSizes
 from compress.kernels.cpu.tiled_sums import CHUNK, ROWS, SPACE, TiledSums
 
 TOGETHER = 64  # rows of activations in one call: their sums stay in a processor's cache
@@ -33,13 +33,13 @@ SPAN = 512  # columns that share the scale of an activation: their sums stay bel
 
 def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Product | None:
     """Return the product with a weight whose code sums the bytes of a product."""
-    return _Product(tensors, params, shape) if emitter.worthwhile(shape) and params.code in BYTE_SUMS else None
+    return _TrellisProduct(tensors, params, shape) if emitter.worthwhile(shape) and params.code in BYTE_SUMS else None
 
 
-class _Product(Product):
+class _TrellisProduct(Product):
     def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> None:
         rows, spans = trellis_format.padded_rows(params, shape[0]), -(-shape[1] // SPAN)
-        layout = Layout(shape[1], shape[0], spans * SPAN, rows, SPAN, SPAN, SPACE + 1)
+        layout = ProductSizes(shape[1], shape[0], spans * SPAN, rows, SPAN, SPAN, SPACE + 1)
         sizes = {"columns": shape[1], "spans": spans, "rows": rows, "tile_blocks": params.tile_rows // ROWS}
         by_row = tensors["row_scales"].data_ptr() if params.row_scales else 0
         factors = Factors(tensors["scale"].data_ptr(), by_row, BYTE_SUMS[params.code][2])
@@ -47,7 +47,7 @@ class _Product(Product):
 
     def kernel(self, tokens: int) -> llvm.Function:
         factor, addend, _ = BYTE_SUMS[self.params.code]
-        return llvm.function(_Sums, self.params.bits, self.params.state_bits, factor, addend)
+        return llvm.function(_TrellisSums, self.params.bits, self.params.state_bits, factor, addend)
 
     def most_rows(self, dtype: torch.dtype) -> int:
         """Any number, but where products of bfloat16 are faster than those of int16."""
@@ -60,8 +60,8 @@ class _Product(Product):
     def decoder(self, dtype: torch.dtype) -> Decoder:
         params = self.params
         settings = (params.bits, params.state_bits, *BYTE_SUMS[params.code], params.row_scales, dtype)
-        values = {**self.stored, **self.sizes, **self.factors.named}
-        return small_matmul.in_rows(llvm.function(_Decode, *settings), values, self.shape[1])
+        values = {**self.stored, **self.sizes, **self.factors.by_name}
+        return small_matmul.in_rows(llvm.function(_TrellisRows, *settings), values, self.shape[1])
 
 
 class _Trellis(emitter.Writer):
@@ -74,8 +74,8 @@ class _Trellis(emitter.Writer):
     def __init__(
         self,
         name: str,
-        pointers: int,
-        integers: int,
+        pointers: str,
+        integers: str,
         bits: int,
         state_bits: int,
         hash: tuple[int, int],
@@ -119,10 +119,10 @@ class _Trellis(emitter.Writer):
 
     def _byte_sums(self, states: Any) -> Any:
         """The sums of the four bytes, int16."""
-        low, high = self._hashed(states)
+        low, high = self._hash(states)
         return self.b.add(self._both_bytes(low), self._both_bytes(high))
 
-    def _hashed(self, states: Any) -> tuple[Any, Any]:
+    def _hash(self, states: Any) -> tuple[Any, Any]:
         """The low and the high halves of states * factor + addend mod 2^32, int16."""
         b = self.b
         low = b.mul(states, self._shorts(self.factor))
@@ -146,7 +146,7 @@ class _Trellis(emitter.Writer):
         return self.constant(self.short, CHUNK, value & 0xFFFF)
 
 
-class _Sums(_Trellis, TiledSums):
+class _TrellisSums(_Trellis, TiledSums):
     """Sums rows of the weight times any number of rows of activations; `tile_blocks`: sixteens of rows of a tile."""
 
     span = SPAN
@@ -158,7 +158,7 @@ class _Sums(_Trellis, TiledSums):
         first, last, self.columns, self.spans, self.rows, self.tile_blocks, self.tokens = self.integers
         with self.loop(self.tokens) as m:
             sums = self.scaled_sums(self.x_scales, self.x_sums, m, self.spans)
-            self.store(self.b.fmul(self.float(CENTRE), sums), self.space, self.further(m))
+            self.store(self.b.fmul(self.float(BYTE_SUM_CENTRE), sums), self.space, self.further(m))
         self.write(first, last, SPAN)
 
     def start_block(self, block: Any) -> None:
@@ -192,7 +192,7 @@ class _Sums(_Trellis, TiledSums):
         return self.splat(self.load(self.space, self.further(token), self.float), LANES)
 
 
-class _Decode(_Trellis):
+class _TrellisRows(_Trellis):
     """Writes rows of the weight."""
 
     def __init__(
@@ -221,7 +221,7 @@ class _Decode(_Trellis):
     def _values(self, sums: Any, row: Any) -> Any:
         """Weights, float32."""
         b, kind = self.b, self.vector(self.float, CHUNK)
-        centred = b.sitofp(b.sub(sums, self._shorts(CENTRE)), kind)
+        centred = b.sitofp(b.sub(sums, self._shorts(BYTE_SUM_CENTRE)), kind)
         low = b.fmul(centred, self.constant(self.float, CHUNK, self.low))
         value = self.intrinsic(f"llvm.fma.v{CHUNK}f32", kind, centred, self.constant(self.float, CHUNK, self.high), low)
         value = b.fmul(value, self.scale)

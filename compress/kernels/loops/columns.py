@@ -20,10 +20,10 @@ from compress.kernels.loops import compiler
 from compress.kernels.loops.compiler import Bytes, Floats, Longs, inlined, loop, multiply_add
 
 BLOCK_ROWS = 64
-MAX_COLUMNS = 128  # of a call
-MIN_WEIGHTS = 1 << 14  # that are worth a compiler
-ROWS_PER_THREAD = 1 << 6  # that are worth waking it
-COMPILER_NBYTES = 12 << 20  # that functions take beside the library, and a process keeps; 110 MiB when first compiled
+MAX_COLUMNS = 128  # a call takes no more
+MIN_WEIGHTS = 1 << 14  # fewer are not worth a compiler
+ROWS_PER_THREAD = 1 << 6  # fewer are not worth waking it
+COMPILER_NBYTES = 12 << 20  # functions take them beside the library; 110 MiB when they are first compiled
 
 
 def is_worthwhile(numel: int) -> bool:

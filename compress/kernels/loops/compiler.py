@@ -96,7 +96,7 @@ def _module_text(function: Callable[..., None]) -> str:
     arrays = {name: numba.types.Array(getattr(numba.types, element), 1, "C") for name, element in ELEMENTS.items()}
     types = tuple(arrays.get(kind, numba.int64) for kind in kinds)
     njit: Any = numba.njit  # its declared types know only a part of the options
-    dispatcher = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)(_linked(function))
+    dispatcher = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)(_with_numba_globals(function))
     dispatcher.compile(numba.void(*types))
     result = dispatcher.overloads[types]
     text, name = result.library.get_llvm_str(), result.fndesc.llvm_func_name
@@ -105,7 +105,7 @@ def _module_text(function: Callable[..., None]) -> str:
     return text + _entry(function.__name__, name, kinds)
 
 
-def _linked(function: Any) -> FunctionType:
+def _with_numba_globals(function: Any) -> FunctionType:
     """Return a function whose globals are numba's in the place of ours."""
     import numba
 
@@ -116,7 +116,7 @@ def _linked(function: Any) -> FunctionType:
         if value is multiply_add:
             known[name] = _multiply_add()
         elif isinstance(value, Inlined):
-            known[name] = njit(forceinline=True, **OPTIONS)(_linked(value.function))
+            known[name] = njit(forceinline=True, **OPTIONS)(_with_numba_globals(value.function))
     return FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
 
 

@@ -16,9 +16,9 @@ from compress.kernels import llvm
 from compress.kernels.loops import compiler
 from compress.kernels.loops.compiler import Bytes, Longs, Shorts, Words, loop
 from compress.numerics import rans
-from compress.numerics.rans import BITS, HEAD, LANES, LEAST, SYMBOLS, TOTAL
+from compress.numerics.rans import FREQUENCY_BITS, HEAD, LANES, LEAST, SYMBOLS, TOTAL
 
-SYMBOLS_PER_THREAD = 1 << 16  # that are worth waking it
+SYMBOLS_PER_THREAD = 1 << 16  # fewer are not worth waking it
 
 
 def available() -> bool:
@@ -50,7 +50,7 @@ def decode(streams: Sequence[Tensor], contexts: Tensor, freqs: Tensor, count: in
     """Return the symbols uint8 [streams, count] of int16 streams; ValueError as in numerics/rans.py."""
     rans.check(streams)
     offsets = _offsets(contexts, TOTAL)
-    table = _unsigned(rans.lookup(freqs))
+    table = _as_int32(rans.lookup(freqs))
     out = torch.empty(len(streams), count, dtype=torch.uint8)
     used = torch.zeros(len(streams), dtype=torch.int64)
     ends = torch.empty(len(streams), LANES, dtype=torch.int32)
@@ -74,7 +74,7 @@ def _offsets(contexts: Tensor, entries: int) -> Tensor:
     return (contexts * entries).to(torch.int32).contiguous()
 
 
-def _unsigned(values: Tensor) -> Tensor:
+def _as_int32(values: Tensor) -> Tensor:
     """Return int64 numbers below 2^32 as int32 of the same bits."""
     return torch.where(values >= 1 << 31, values - (1 << 32), values).to(torch.int32).contiguous()
 
@@ -95,12 +95,12 @@ def _encode(
         at = count - 1 - done
         x, both = np.int64(states[at % LANES]), np.int64(ranges[np.int64(offsets[at % columns]) + symbols[at]])
         freq = both & 0xFFFF
-        if x >= freq << (32 - BITS):
+        if x >= freq << (32 - FREQUENCY_BITS):
             place -= 1
             words[place] = np.uint16(x)
             x >>= 16
         quotient = np.uint32(x) // np.uint32(freq)
-        states[at % LANES] = np.uint32((quotient << BITS) + (both >> 16) + (x - quotient * freq))
+        states[at % LANES] = np.uint32((quotient << FREQUENCY_BITS) + (both >> 16) + (x - quotient * freq))
     begins[0] = place
 
 
@@ -114,7 +114,7 @@ def _decode(
     for at in range(count):
         x = np.int64(states[at % LANES])
         entry = np.int64(table[np.int64(offsets[at % columns]) + (x & (TOTAL - 1))])
-        x = ((entry >> 20) + 1) * (x >> BITS) + (entry >> 8 & (TOTAL - 1))
+        x = ((entry >> 20) + 1) * (x >> FREQUENCY_BITS) + (entry >> 8 & (TOTAL - 1))
         word = np.int64(words[min(place, space - 1)])
         is_empty = x < LEAST
         x = x << 16 | word if is_empty else x

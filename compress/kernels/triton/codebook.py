@@ -22,7 +22,7 @@ USE_ASM is off in the interpreter, which knows no inline assembly.
 """
 
 # ruff: noqa: PLR0913, PLR0917 (signatures of kernels)
-# mypy: disallow-untyped-defs = False
+# mypy: disallow-untyped-defs = False, disable-error-code = "annotation-unchecked,assignment,misc"
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from compress.formats.codebook import Params
 from compress.kernels.contract import Shape
 from compress.kernels.triton import _gather, products
 from compress.kernels.triton._parts import COMPILED, columns_of, finish, powers, row_powers
-from compress.kernels.triton.products import Grid, Product, tile_rows
+from compress.kernels.triton.products import GpuProduct, Grid, tile_rows
 from compress.numerics.packing import plane_fields, plane_widths
 
 BLOCKS = {"in": (128, 32), "out": (64, 64)}  # code rows of a program, words of a step at most; a word has two codes
@@ -55,7 +55,7 @@ TILE = (64, 64)  # rows and columns of the weight in a step of the product
 DECODED = {"in": (4, 512), "out": (16, 128)}  # and in a program of the decoder
 
 
-def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Product | None:
+def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> GpuProduct | None:
     """Return the product with one or two stages of codes in up to three planes, for entries of up to 32."""
     few = len(params.bits) <= STAGES and all(len(plane_widths(bits)) <= PLANES for bits in params.bits)
     return _Codebook(tensors, params, shape) if few and params.vector_dim <= LONGEST else None
@@ -95,7 +95,7 @@ def configuration(params: Params, rows: int, shape: tuple[int, int]) -> dict[str
     }  # fmt: skip
 
 
-class _Codebook(Product):
+class _Codebook(GpuProduct):
     def most_rows(self, dtype: torch.dtype) -> int:
         """Return any number for permuted weights: more than `most` rows meet the weight decoded in the stored order."""
         return sys.maxsize if self.params.permuted else self.most
@@ -104,15 +104,15 @@ class _Codebook(Product):
         if self.params.permuted:
             x = x.index_select(1, self.tensors["order"].int())
         if x.shape[0] > self.most:
-            torch.mm(x, self._decoded(x.dtype, ordered=False).T, out=out)
+            torch.mm(x, self._decode(x.dtype, ordered=False).T, out=out)
         elif four_bytes(self.params):
             self._four_bytes(x, out)
         else:
-            self._gathered(x, out)
+            self._multiply_general(x, out)
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in], computed in float32 and rounded once, as formats/codebook.py does."""
-        return self._decoded(dtype, ordered=self.params.permuted)
+        return self._decode(dtype, ordered=self.params.permuted)
 
     def _four_bytes(self, x: Tensor, out: Tensor) -> None:
         params, tensors, (outputs, inputs), rows = self.params, self.tensors, self.shape, x.shape[0]
@@ -127,7 +127,7 @@ class _Codebook(Product):
             USE_ASM=COMPILED, num_warps=WARPS, **constants,
         )  # fmt: skip
 
-    def _gathered(self, x: Tensor, out: Tensor) -> None:
+    def _multiply_general(self, x: Tensor, out: Tensor) -> None:
         params, rows = self.params, x.shape[0]
         constants = multiply_constants(params, rows, self.shape)
         code_rows, code_columns = codebook_format.code_shape(params, self.shape)
@@ -138,7 +138,7 @@ class _Codebook(Product):
         pointers = (x, *_pointers(self.tensors, params, self.shape))
         products.launch(_gather.multiply, pointers, out, sizes, grid, num_warps=WARPS, **constants)
 
-    def _decoded(self, dtype: torch.dtype, *, ordered: bool) -> Tensor:
+    def _decode(self, dtype: torch.dtype, *, ordered: bool) -> Tensor:
         """Return the weight [out, in], its columns in their own or in the stored order."""
         params, (outputs, inputs) = self.params, self.shape
         pointers = _pointers(self.tensors, params, self.shape)

@@ -17,7 +17,7 @@ USE_ASM is off in the interpreter, which knows no inline assembly: there product
 """
 
 # ruff: noqa: PLR0913, PLR0917 (signatures of kernels)
-# mypy: disallow-untyped-defs = False
+# mypy: disallow-untyped-defs = False, disable-error-code = "annotation-unchecked,assignment,misc"
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from compress.formats.e8p import DIM, RHO, Params
 from compress.kernels.contract import Shape
 from compress.kernels.triton import products
 from compress.kernels.triton._parts import COMPILED, columns_of, divided, finish, row_powers
-from compress.kernels.triton.products import Grid, Product, tile_rows
+from compress.kernels.triton.products import GpuProduct, Grid, tile_rows
 
 BLOCK_ROWS = 64
 BLOCK_CODES = {8: 32, 16: 16}  # of a step, for a tile of rows of x: 256 or 128 columns
@@ -45,9 +45,9 @@ NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # of the coordinates
 DECODED = (4, 64)  # rows, and codes of each, of a program of the decoder
 
 
-def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Product:
+def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> GpuProduct:
     """Return the product with a weight of any width."""
-    return _E8p(tensors, params, shape)
+    return _E8pOnGpu(tensors, params, shape)
 
 
 @cache
@@ -80,7 +80,7 @@ def decode_constants(params: Params) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class _E8p(Product):
+class _E8pOnGpu(GpuProduct):
     def multiply(self, x: Tensor, out: Tensor) -> None:
         constants, codes = configuration(self.params, x.shape[0], self.shape), self.tensors["codes"]
         stored_rows, code_columns = codes.shape
@@ -112,7 +112,7 @@ class _E8p(Product):
 # What runs on the device.
 
 MIX = tl.constexpr("prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;")
-STEP = tl.constexpr(2.0**-24)  # of subnormal float16 numbers
+SUBNORMAL_STEP = tl.constexpr(2.0**-24)  # of subnormal float16 numbers
 
 
 @triton.constexpr_function
@@ -207,7 +207,7 @@ def _dot(a, b, acc, USE_ASM: tl.constexpr):
 @triton.jit
 def _add(ones, sixteens, values, columns, OFFSET: tl.constexpr, USE_ASM: tl.constexpr):
     """The sums of nibbles that count once and sixteen times + the products; the latter less OFFSET of every column."""
-    offset = tl.full(values[0].shape, -16 * OFFSET * STEP, tl.float16)
+    offset = tl.full(values[0].shape, -16 * OFFSET * SUBNORMAL_STEP, tl.float16)
     for i in tl.static_range(4):
         ones = _dot(values[2 * i], columns[2 * i], ones, USE_ASM)
         sixteens = _dot(values[2 * i + 1], columns[2 * i + 1], sixteens, USE_ASM)
@@ -263,7 +263,7 @@ def multiply(x, codes, residual, magnitudes, ball, scale, row_scales, out, parti
     total = ones + sixteens / 16
     if BITS != 2:
         total += (ones2 + sixteens2 / 16) / RHO
-    total = tl.trans(total) * (down * (0.5 / STEP))[:, None]
+    total = tl.trans(total) * (down * (0.5 / SUBNORMAL_STEP))[:, None]
     finish(total, tl.load(scale), row_scales, out, partials, counters, block, part, parts, n, m, rows, out_features,
            ROW_SCALES, SPLIT)  # fmt: skip
 

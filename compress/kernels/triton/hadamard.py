@@ -5,7 +5,7 @@ power of two follows in registers.
 """
 
 # ruff: noqa: PLR0913, PLR0917 (signatures of kernels)
-# mypy: disallow-untyped-defs = False
+# mypy: disallow-untyped-defs = False, disable-error-code = "annotation-unchecked,assignment,misc"
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from compress.numerics import hadamard
 LARGEST = 1 << 15  # numbers that fit in the registers of a program, and in its shared memory
 SMALLEST = 16  # power of two
 LARGEST_TABLE = 128
-ELEMENTS = 1 << 12  # of a program at least, if there are rows enough
+MIN_PROGRAM_NUMBERS = 1 << 12  # of a program at least, if there are rows enough
 PER_THREAD = 16  # numbers that a thread holds, more above 2^14: a row is one program, and few rows want short ones
 
 
@@ -34,14 +34,14 @@ def transform(x: Tensor, before: Tensor | None = None, after: Tensor | None = No
     are those of float32. Sizes with tables that are not of +-1 or large are left to compress/numerics/hadamard.py.
     """
     if not supports(x):
-        return _flipped(hadamard.transform(_flipped(x, before)), after)
+        return _flip_signs(hadamard.transform(_flip_signs(x, before)), after)
     return _launch(x, before, after)
 
 
 def supports(x: Tensor) -> bool:
     """Return whether the transforms of x take one launch."""
     order = hadamard.order(x.shape[-1])
-    numbers = _padded(order.K) << order.power
+    numbers = _padded_table_rows(order.K) << order.power
     known = order.kind != "hartley" and order.K <= LARGEST_TABLE and x.dtype in (torch.float16, torch.bfloat16)
     fits = numbers <= LARGEST and 4 * numbers <= products.properties(x.device).shared and 1 << order.power >= SMALLEST
     return fits and (known or order.K == 1 and x.dtype == torch.float32)
@@ -51,7 +51,7 @@ def configuration(n: int) -> dict[str, int]:
     """The kernel's constants but for BEFORE and AFTER: lines of SIZE numbers, of which TABLE make a row."""
     order = hadamard.order(n)
     size = 1 << order.power
-    block = max(1, ELEMENTS // size) if order.K == 1 else _padded(order.K)
+    block = max(1, MIN_PROGRAM_NUMBERS // size) if order.K == 1 else _padded_table_rows(order.K)
     return {"TABLE": order.K, "SIZE": size, "BITS": order.power, "BLOCK": block}
 
 
@@ -79,12 +79,12 @@ def _table(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return hadamard.table(hadamard.order(n)).to(device, dtype).contiguous()
 
 
-def _padded(K: int) -> int:
+def _padded_table_rows(K: int) -> int:
     """The least power of two that holds a table; tensor cores want 16."""
     return 1 if K == 1 else max(16, 1 << (K - 1).bit_length())
 
 
-def _flipped(x: Tensor, bitmap: Tensor | None) -> Tensor:
+def _flip_signs(x: Tensor, bitmap: Tensor | None) -> Tensor:
     return x if bitmap is None else x * unpack_signs(bitmap, x.shape[-1], x.dtype)
 
 

@@ -6,7 +6,7 @@ of products and decoding are in `_int.py`.
 """
 
 # ruff: noqa: PLR0913, PLR0917 (signatures of kernels)
-# mypy: disallow-untyped-defs = False
+# mypy: disallow-untyped-defs = False, disable-error-code = "annotation-unchecked,assignment,misc"
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from compress.formats.int import PLANES, Params, padded_shape
 from compress.kernels.contract import Shape
 from compress.kernels.triton import _int, products
 from compress.kernels.triton._int import stored_zero
-from compress.kernels.triton.products import Product
+from compress.kernels.triton.products import GpuProduct
 from compress.kernels.triton.unpack import fields, narrow_words
 from compress.numerics.packing import FIELDS, WORDS
 
@@ -97,7 +97,7 @@ ROW_BLOCK = 512  # columns of a program that looks up rows: four for each of its
 SUMS_BLOCK = 2048  # activations that a program of the sums takes at a time
 
 
-def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Product | None:
+def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> GpuProduct | None:
     """Return the product with codes of any width; groups must be whole runs of the 16 columns that a step can take."""
     fits = params.group_size == -1 or params.group_size % LEAST_WORDS == 0
     return _Int(tensors, params, shape) if fits else None
@@ -123,7 +123,7 @@ def look_up(
     return out
 
 
-class _Int(Product):
+class _Int(GpuProduct):
     # The most that one launch has registers for. At 64 rows it issues 2.5 to 3.5 instructions a weight, about what an
     # H200 has time for while it reads 4 bits; the crossover to decoding, estimated at 128 to 256 rows for 4 bits, is
     # not measured.

@@ -47,15 +47,15 @@ def workspace(device: torch.device) -> Workspace:
     RuntimeError if it would have to be allocated inside a CUDA graph.
     """
     stream = _stream(device)
-    found = _WORKSPACES.get((device, stream))
-    if found is not None:
-        return found
+    known = _WORKSPACES.get((device, stream))
+    if known is not None:
+        return known
     if stream == GRAPHS:
         raise RuntimeError("no kernel has run on this device yet: run one step before capturing a CUDA graph")
     if device.type == "cuda" and (device, GRAPHS) not in _WORKSPACES:
-        _WORKSPACES.setdefault((device, GRAPHS), _allocated(device))
+        _WORKSPACES.setdefault((device, GRAPHS), _allocate(device))
         torch.cuda.current_stream(device).synchronize()  # graphs run on other streams than the one that sets zeros
-    return _WORKSPACES.setdefault((device, stream), _allocated(device))
+    return _WORKSPACES.setdefault((device, stream), _allocate(device))
 
 
 def forget() -> None:
@@ -69,7 +69,7 @@ def _stream(device: torch.device) -> int:
     return GRAPHS if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream
 
 
-def _allocated(device: torch.device) -> Workspace:
+def _allocate(device: torch.device) -> Workspace:
     return Workspace(
         torch.empty(FLOATS, dtype=torch.float32, device=device),
         torch.zeros(COUNTERS, dtype=torch.int32, device=device),
@@ -111,7 +111,7 @@ def launch(
     )
 
 
-class Product(Prepared):
+class GpuProduct(Prepared):
     """A stored weight that a Triton kernel of its format multiplies and decodes."""
 
     most = 16  # rows of activations: two tiles of 8

@@ -15,7 +15,7 @@ USE_ASM is off in the interpreter, which knows no inline assembly: there values 
 """
 
 # ruff: noqa: PLR0913, PLR0917 (signatures of kernels)
-# mypy: disallow-untyped-defs = False
+# mypy: disallow-untyped-defs = False, disable-error-code = "annotation-unchecked,assignment,misc"
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from compress.formats.trellis import BYTE_SUMS, HALVES, Params
 from compress.kernels.contract import Shape
 from compress.kernels.triton import products
 from compress.kernels.triton._parts import COMPILED, divided, finish, half, row_powers
-from compress.kernels.triton.products import Grid, Product, tile_rows
+from compress.kernels.triton.products import GpuProduct, Grid, tile_rows
 
 GROUP = 16  # rows that share their words, and groups of a program: the height of a tensor-core operand
 WARPS = 4  # of a program; each takes columns of its own
@@ -41,9 +41,9 @@ OCCUPANCY = {8: 3, 16: 2}  # for a tile of rows of x: programs that the register
 DECODED = 1024  # columns that a program of the decoder takes
 
 
-def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Product | None:
+def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> GpuProduct | None:
     """Return the product with computed codes only: a table would be read at random for every weight."""
-    return _Product(tensors, params, shape) if params.code != "hyb" else None
+    return _TrellisOnGpu(tensors, params, shape) if params.code != "hyb" else None
 
 
 class Code(NamedTuple):
@@ -83,7 +83,7 @@ def decode_constants(params: Params) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class _Product(Product):
+class _TrellisOnGpu(GpuProduct):
     def multiply(self, x: Tensor, out: Tensor) -> None:
         params, (outputs, inputs), rows = self.params, self.shape, x.shape[0]
         constants = configuration(params, rows, self.shape)

@@ -86,7 +86,7 @@ def coming_rows(call: Call, row: int, count: int) -> tuple[Tensor, Tensor]:
     positions = call.positions
     if positions is not None:
         for maker in call.makers:
-            source = copy.deepcopy(maker)  # some change with the positions they are asked for
+            source = copy.deepcopy(maker)  # some change with the positions they are given
             if _same(_make_rows(source, cos, positions), (cos, sin)):
                 last = positions[min(row, len(positions) - 1), -1]
                 coming = last + 1 + torch.arange(count, device=positions.device)
@@ -122,7 +122,7 @@ def output_projection(attention: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def linear_matrix(module: nn.Module, width: int, like: Tensor) -> Tensor:
-    """Return what a linear module multiplies with, float32 [width, out]: found by calling it, so packed ones work."""
+    """Return what a linear module multiplies with, float32 [width, out]: got by calling it, so packed ones work."""
     base = module(like.new_zeros(1, width))
     return (module(torch.eye(width, dtype=like.dtype, device=like.device)) - base).float()
 

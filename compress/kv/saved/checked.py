@@ -1,4 +1,4 @@
-"""Check what a file says of coded layers before compiled code reads their codes, which trusts shapes and types.
+"""Check the entries of coded layers in a file before compiled code reads their codes, which trusts shapes and types.
 
 Hashes find what was damaged on the way. They do not find a file that was made to mislead, because whoever makes it
 computes them anew. So each tensor is compared with one of the same codec, which codes a few tokens for that. All
@@ -68,7 +68,7 @@ def heads_of(model: Any, layers: int) -> list[dict[str, Heads]]:
 
 
 def check_layer(fact: Mapping[str, Any], heads: Mapping[str, Heads], tokens: int) -> None:
-    """Check what is said of a layer of a model with these heads, which has seen so many tokens."""
+    """Check the entry of a layer of a model with these heads, which has seen so many tokens."""
     if wrong := json_text.mismatch(fact, LAYER):
         raise ValueError(wrong)
     if fact["seen"] != tokens:
@@ -106,7 +106,7 @@ def check_store(store: Store, held: Mapping[str, Tensor], fact: Mapping[str, Any
     moved = held["order"].shape[-1] if "order" in held and held["order"].dim() else 0
     if moved:
         expected |= dict.fromkeys(("order", "source"), ((batch, min(moved, seen)), torch.int64))
-    checks.specified(held, expected)
+    checks.check_specs(held, expected)
     if moved:
         for row in held["order"]:
             checks.distinct("order", row, moved)
@@ -125,7 +125,7 @@ def check_shared(held: Mapping[str, Tensor], pads: Tensor | None, sizes: Sequenc
         if not fits or shape[0] not in (1, batch) or tensor.is_floating_point() == (name == "positions"):
             raise ValueError(f"rope.{name} has the shape {list(shape)}")
     if pads is not None:
-        checks.specified({"pads": pads}, {"pads": ((batch,), torch.int64)})
+        checks.check_specs({"pads": pads}, {"pads": ((batch,), torch.int64)})
         checks.within("pads", pads, 0, tokens)
 
 

@@ -32,7 +32,7 @@ CODED = ("stream", "chunks", "columns")  # tensors of a part that is coded
 
 @dataclass(frozen=True)
 class SavedPart:
-    """What a file says of a tensor."""
+    """How a tensor is stored in a file: way, shape, type, step of the grid."""
 
     way: Way
     shape: tuple[int, ...]
@@ -126,7 +126,7 @@ def check_finite(tensor: Tensor) -> Tensor:
 
 
 def check(described: SavedPart, tensors: Mapping[str, Any], tables: int) -> None:
-    """Compare small tensors of a coded part with what the file says of it, because compiled code relies on them.
+    """Compare small tensors of a coded part with its entry in the file, because compiled code relies on them.
 
     tensors: "chunks" int64 and "columns" int16, loaded; tables: how many the file has. Raises ValueError.
     """

@@ -8,8 +8,8 @@ The loss is the divergence from the original model. `low` names one option, as p
 is offered, as the released code does for more than one precision.
 
 Not done: saved cycles instead of bytes; the normalization of the same paper. Its layer-wise calibration and tuning of
-biases are compress/tune/adaquant.py. The knapsack on `kl_one_at_a_time` differs in its base alone (all others as they
-are, 0.64 to 0.69 of the KL of uniform models); this one was not measured beside it.
+biases are compress/papers/tune/adaquant.py. The knapsack on `kl_one_at_a_time` differs in its base alone (all others as
+they are; 0.64 to 0.69 of the KL of uniform models). This one was not measured beside it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ tied, else twice as many; the metric of keys, h width^2. At run time all codeboo
 
 Differences from the paper: errors of keys are those of scores, as above; coordinate descent improves the codes of the
 greedy search; all codebooks are solved for together at the end; the number of entries, 64 in the paper, can be chosen;
-the mean is taken off, and the norm is left out unless asked for; values have codebooks of this sort in place of a
+the mean is taken off, and the norm is left out by default; values have codebooks of this sort in place of a
 trained encoder.
 What it does not do: follow text that is unlike the calibration text, but for its norms where these are stored.
 

@@ -89,20 +89,20 @@ class PrunedLayer(EvictingLayer):
             if self.index == 0:
                 pruning.begin(tokens)
             elif pruning.turns is not None:
-                self._tell_rotation(call, pruning.turns, pruning.positions)
+                self._give_rotation(call, pruning.turns, pruning.positions)
         elif revival is not None:
             if self.index == 0:
                 revival.step(tokens)
             elif revival.count and call.turns is not None:
                 positions = None if call.positions is None else call.positions[:, -1:]
-                self._tell_rotation(call, (call.turns[0][:, -1:], call.turns[1][:, -1:]), positions)
+                self._give_rotation(call, (call.turns[0][:, -1:], call.turns[1][:, -1:]), positions)
                 self.call = call
                 assert self.columns is not None
                 return revival.mask(self.columns, self.seen, mask)
         return super().before(call, mask, tokens)
 
-    def _tell_rotation(self, call: Call, turns: tuple[Tensor, Tensor], positions: Tensor | None) -> None:
-        """Let rotary rows be kept as they are of all new tokens of the text, whichever layer asks for them first."""
+    def _give_rotation(self, call: Call, turns: tuple[Tensor, Tensor], positions: Tensor | None) -> None:
+        """Let rotary rows be kept as they are of all new tokens of the text, whichever layer needs them first."""
         self.turns = turns
         if positions is not None and len(self.cache.rope) == self.seen:
             self.cache.rope.announce(positions, call.makers)

@@ -33,7 +33,7 @@ from compress.numerics.packing import FIELDS, pack_planar, unpack_planar
 
 PLANES = {1: (1,), 2: (2,), 3: (3,), 4: (4,), 5: (4, 1)}  # widths, high bits first
 ROW_MULTIPLE = 16
-COLUMN_MULTIPLE = 16  # of a group, so that each plane is whole words
+COLUMN_MULTIPLE = 16  # a group is one, so that each plane is whole words
 DECODE_CHUNK = 1 << 22  # weights decoded at a time: bounds the float32 temporaries to a few tens of MB
 
 
@@ -123,7 +123,7 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
         rows = slice(first, min(first + step, out_features))
         factors = row_factors(tensors["scale"], tensors.get("row_scales"), rows)
         for index, codes in enumerate(unpack(tensors, params, rows)):
-            z = centred(codes, all_bits[index]).view(len(codes), -1, params.dim)  # row, block, d
+            z = centre(codes, all_bits[index]).view(len(codes), -1, params.dim)  # row, block, d
             curve = tensors["curves"][index] if params.compand else None
             values = point(z, tensors["lattices"][index], curve).flatten(1) * factors
             weight[rows, index * size : (index + 1) * size] = values[:, : in_features - index * size]
@@ -149,7 +149,7 @@ def cut(
     return params, pack(codes, {**side, "scale": tensors["scale"]}, params, (len(rows), len(columns)))
 
 
-def centred(codes: Tensor, bits: int) -> Tensor:
+def centre(codes: Tensor, bits: int) -> Tensor:
     """Lattice coordinates of codes: float32, odd multiples of 1/2."""
     return codes.float() - (2**bits - 1) / 2
 

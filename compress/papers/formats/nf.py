@@ -79,7 +79,7 @@ def blocks(params: Params, shape: tuple[int, int]) -> int:
 
 def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     count = blocks(params, shape)
-    words = planes_shape(shape[0], _padded(params, shape[1]), params.bits)
+    words = planes_shape(shape[0], _padded_columns(params, shape[1]), params.bits)
     return {
         **{name: (size, torch.int16) for name, size in words.items()},
         "scale_codes": ((-(-count * params.scale_bits // 8),), torch.uint8),
@@ -90,7 +90,7 @@ def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, 
 
 def pack(codes: Tensor, sizes: dict[str, Tensor], params: Params) -> dict[str, Tensor]:
     """codes [out, in] uint8, `sizes` from `pack_sizes` -> stored tensors."""
-    padded = torch.nn.functional.pad(codes, (0, _padded(params, codes.shape[1]) - codes.shape[1]))
+    padded = torch.nn.functional.pad(codes, (0, _padded_columns(params, codes.shape[1]) - codes.shape[1]))
     return {**pack_planes(padded.int(), params.bits, params.tile_words), **sizes}
 
 
@@ -169,6 +169,6 @@ def _size_codes(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int,
     return unpack_stream(stream, params.scale_bits)[: blocks(params, shape)]
 
 
-def _padded(params: Params, columns: int) -> int:
+def _padded_columns(params: Params, columns: int) -> int:
     multiple = params.tile_words * plane_fields(params.bits)
     return -(-columns // multiple) * multiple

@@ -111,14 +111,14 @@ def cut(
     field = params.gain_bits + rank_bits(params.vector_dim, params.pulses)
     first, last = (field * -(-edge // params.vector_dim) for edge in (columns.start, columns.stop))  # bits of a row
     streams = tensors["codes"][rows.start : rows.stop, first // 8 : -(-last // 8)]
-    codes = _moved(streams, first % 8, -(-(last - first) // 8))
+    codes = _drop_bits(streams, first % 8, -(-(last - first) // 8))
     if (spare := -(last - first) % 8) > 0:
         codes[:, -1] &= 0xFF >> spare
     scales = tensors["scales"][rows.start : rows.stop].contiguous()
     return params, {"codes": codes, "scales": scales, "levels": tensors["levels"]}
 
 
-def _moved(streams: Tensor, bits: int, count: int) -> Tensor:
+def _drop_bits(streams: Tensor, bits: int, count: int) -> Tensor:
     """Return streams [rows, bytes] without their first 0..7 bits, `count` bytes of each row, a new tensor."""
     ahead = torch.nn.functional.pad(streams, (0, 1))[:, 1 : count + 1]
     low = streams[:, :count] >> bits
@@ -251,10 +251,10 @@ def rank(points: Tensor, pulses: int) -> Tensor:
         first, second = k[..., 0::2], k[..., 1::2]
         k = first + second
         limbs = -(-(_node(d, pulses).total - 1).bit_length() // LIMB)
-        product = _shifted(_times(ranks[..., 0::2], level.mantissa[second]), level.exponent[second], limbs)
+        product = _shift_left(_times(ranks[..., 0::2], level.mantissa[second]), level.exponent[second], limbs)
         offset = level.offsets[_triangle(k) + first].unsqueeze(0)
         offset = torch.cat([offset & MASK, offset >> LIMB])
-        ranks = _carried(product + _grown(ranks[..., 1::2], limbs) + _shifted(offset, level.shift[k], limbs))
+        ranks = _carry(product + _resize(ranks[..., 1::2], limbs) + _shift_left(offset, level.shift[k], limbs))
     assert bool((k == pulses).all()), "points do not have the stated number of pulses"
     return ranks[..., 0]
 
@@ -267,19 +267,19 @@ def unrank(limbs: Tensor, dim: int, pulses: int) -> Tensor:
     while d > 2:
         level = _level(d, pulses, limbs.device)
         shift = level.shift[k]
-        prefix = _unshifted(ranks, shift, 2)
+        prefix = _shift_right(ranks, shift, 2)
         key = (prefix[0] | (prefix[1] << LIMB)).clamp_(max=(1 << KEY) - 1) + (k << KEY)
         found = torch.searchsorted(level.keys, key, right=True) - 1
         first = found - _triangle(k)
         second = k - first
         offset = level.offsets[found].unsqueeze(0)
-        ranks = _carried(ranks - _shifted(torch.cat([offset & MASK, offset >> LIMB]), shift, len(ranks)))
+        ranks = _carry(ranks - _shift_left(torch.cat([offset & MASK, offset >> LIMB]), shift, len(ranks)))
         mantissa, exponent = level.mantissa[second], level.exponent[second]
-        high = _unshifted(ranks, exponent, len(ranks))
-        low = ranks - _shifted(high, exponent, len(ranks))
-        quotient, rest = _divided(high, mantissa)
-        remainder = _carried(low + _shifted(rest.unsqueeze(0), exponent, len(ranks)))
-        ranks = torch.stack([_grown(quotient, level.limbs), _grown(remainder, level.limbs)], -1).flatten(-2)
+        high = _shift_right(ranks, exponent, len(ranks))
+        low = ranks - _shift_left(high, exponent, len(ranks))
+        quotient, rest = _divide(high, mantissa)
+        remainder = _carry(low + _shift_left(rest.unsqueeze(0), exponent, len(ranks)))
+        ranks = torch.stack([_resize(quotient, level.limbs), _resize(remainder, level.limbs)], -1).flatten(-2)
         k = torch.stack([first, second], -1).flatten(-2)
         d //= 2
     return _pairs(ranks[0], k)
@@ -299,14 +299,14 @@ def _triangle(k: Tensor) -> Tensor:
     return k * (k + 1) // 2
 
 
-def _grown(limbs: Tensor, count: int) -> Tensor:
+def _resize(limbs: Tensor, count: int) -> Tensor:
     """With `count` limbs; what is cut off is zero."""
     if len(limbs) >= count:
         return limbs[:count]
     return torch.cat([limbs, limbs.new_zeros(count - len(limbs), *limbs.shape[1:])])
 
 
-def _carried(limbs: Tensor) -> Tensor:
+def _carry(limbs: Tensor) -> Tensor:
     """Limbs brought to 0..MASK; they may hold sums or differences."""
     limbs = limbs.clone()
     for i in range(len(limbs) - 1):
@@ -324,7 +324,7 @@ def _times(limbs: Tensor, factor: Tensor) -> Tensor:
     )
 
 
-def _divided(limbs: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
+def _divide(limbs: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
     """Quotient [L, ...] and remainder [...] by divisor [...] < 2**LIMB."""
     quotient, rest = torch.empty_like(limbs), torch.zeros_like(divisor)
     for i in range(len(limbs) - 1, -1, -1):
@@ -334,7 +334,7 @@ def _divided(limbs: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
     return quotient, rest
 
 
-def _shifted(limbs: Tensor, bits: Tensor, count: int) -> Tensor:
+def _shift_left(limbs: Tensor, bits: Tensor, count: int) -> Tensor:
     """Limbs [L, ...] times 2**bits [...], as `count` limbs; limbs may have up to 33 bits."""
     whole, part = bits // LIMB, bits % LIMB
     padded = torch.nn.functional.pad(limbs.movedim(0, -1), (1, 1)).movedim(-1, 0)  # a zero below and above
@@ -346,7 +346,7 @@ def _shifted(limbs: Tensor, bits: Tensor, count: int) -> Tensor:
     return (moved & MASK).gather(0, inside) + (moved >> LIMB).gather(0, below)
 
 
-def _unshifted(limbs: Tensor, bits: Tensor, count: int) -> Tensor:
+def _shift_right(limbs: Tensor, bits: Tensor, count: int) -> Tensor:
     """Limbs [L, ...] over 2**bits [...], rounded down, the lowest `count` limbs."""
     whole, part = bits // LIMB, bits % LIMB
     padded = torch.nn.functional.pad(limbs.movedim(0, -1), (0, 1)).movedim(-1, 0)

@@ -169,7 +169,7 @@ class LatticeRounder(feedback.Rounder):
             inside = layer.hessian[columns, columns].clone()
             inside.diagonal().add_(layer.damping)
             blocks = slice(index * self.group // DIM, (index + 1) * self.group // DIM)
-            z = lattice_format.centred(self.codes[blocks], self.widths[index]).mT  # block, d, row
+            z = lattice_format.centre(self.codes[blocks], self.widths[index]).mT  # block, d, row
             scaled = (pull[columns] / weight.clamp(min=MIN_SCALE)).view(z.shape)
             better = refit_lattice(matrix, z, weight, inside, scaled)
             step = (better @ z).flatten(0, 1) * weight - values[columns]

@@ -28,7 +28,7 @@ from compress.types import PackedWeight, Quantized, Stats, Stored
 FORMAT = "nf"
 NEEDS: frozenset[str] = frozenset()
 INCOHERENCE = False
-SIZE_RATIOS = tuple(1 - step / 20 for step in range(9))  # to the largest magnitude of a block that are tried
+SIZE_RATIOS = tuple(1 - step / 20 for step in range(9))  # sizes that are tried: these times the largest magnitude
 WEIGHTS_AT_A_TIME = 1 << 20
 
 

@@ -100,9 +100,9 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     shape = (weight.shape[0], weight.shape[1])
     params = plan_params(config, shape)
     hessian, notes = feedback.usable(stats)
-    target, hessian = feedback.padded(weight.T.float().contiguous(), hessian, params.vector_dim)  # [in, out]
+    target, hessian = feedback.pad_columns(weight.T.float().contiguous(), hessian, params.vector_dim)  # [in, out]
     notes += _plan_notes(config, params, shape)
-    layer = feedback.factored(target, hessian, config.damp, notes)
+    layer = feedback.factor_layer(target, hessian, config.damp, notes)
     levels = gain_levels(params, len(target)).to(target.device)
     scales, dtype = _row_scales(target, params.vector_dim)
     params = pvq_format.Params(params.vector_dim, params.pulses, params.gain_bits, dtype)
@@ -110,7 +110,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     values = target - feedback.run(target, layer.factor, rounder).residual
     if config.sweeps:
         values = descent.improve_blocks(layer, values, rounder, config.sweeps)
-    scales = _refitted(layer, values, scales, getattr(torch, dtype))
+    scales = _refit_scales(layer, values, scales, getattr(torch, dtype))
     points, gains = rounder.codes[..., :-1].transpose(0, 1), rounder.codes[..., -1].T  # row, vector, (coordinate)
     packed = pvq_format.pack(points, gains, scales, levels, params)
     return Quantized(PackedWeight(Stored(FORMAT, params), packed, shape), tuple(layer.notes))
@@ -135,7 +135,7 @@ def _row_scales(target: Tensor, dim: int) -> tuple[Tensor, str]:
     return lengths.to(getattr(torch, dtype)).float(), dtype
 
 
-def _refitted(layer: Layer, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def _refit_scales(layer: Layer, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return scales [out] that are best for the codes, in their storage type: the old times <q, w> / <q, q> in H."""
     pulled = layer.times_hessian(values)
     power = (pulled * values).sum(0)

@@ -37,8 +37,8 @@ from compress.types import PackedWeight, Quantized, Stats, Stored
 FORMAT = "codebook"
 NEEDS = frozenset({"hessian"})
 INCOHERENCE = True  # output error -6%, KL 0.0318 against 0.0343 at equal bytes: a column cannot trade bits with another
-OUTLIER_BITS = 4  # of the integers that outlier columns get beside their codes
-OUTLIER_RATIOS = tuple(1 - 0.05 * i for i in range(12))  # to the min-max scale of an outlier column that are tried
+OUTLIER_BITS = 4  # outlier columns get integers of so many beside their codes
+OUTLIER_RATIOS = tuple(1 - 0.05 * i for i in range(12))  # scales that are tried: these times the min-max scale
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     notes += codebooks.notes(params.bits[0], config.bits)
     order = hessian.diagonal().argsort(descending=True, stable=True)
     target = torch.nn.functional.pad(weight.T.float()[order], (0, -shape[0] % config.vector_dim))
-    layer = feedback.factored(target, hessian[order][:, order], config.damp, notes)
+    layer = feedback.factor_layer(target, hessian[order][:, order], config.damp, notes)
     vectors = target.unflatten(1, (-1, config.vector_dim))[None]  # group, column, unit, row
     grouped = codebooks.GroupedVectors(vectors, layer.factor.diagonal().contiguous())
     entries = codebooks.learn(grouped, 2 ** params.bits[0], config.iterations, torch.Generator().manual_seed(seed))

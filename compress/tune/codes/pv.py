@@ -178,7 +178,7 @@ class LatticePoints(Units):
             x = in_scales(vectors[part], factor)
             is_stored = (part % blocks * DIM)[:, None] + places < wanted.shape[1]
             x = torch.where(is_stored, x, before)
-            codes = self.search.staged(x, bits, CANDIDATES[bits])  # vector, candidate, stage
+            codes = self.search.stage_candidates(x, bits, CANDIDATES[bits])  # vector, candidate, stage
             errors = (e8p_format.lookup(codes, bits) - x[:, None]).square().sum(-1)
             least, best = errors.min(1)
             nearer = least < (before - x).square().sum(-1)

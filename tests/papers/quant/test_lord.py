@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import problems
 from compress import api, formats, recipe
 from compress.errors import RecipeError
-from compress.numerics.linalg import truncated
+from compress.numerics.linalg import truncate_rank
 from compress.papers.quant import lord
 from compress.run import verify
 from compress.types import Stats, Stored
@@ -49,7 +49,7 @@ def test_it_is_the_best_product_of_its_rank(ratio: float) -> None:
     left, values, right = torch.linalg.svd(weight.double() @ torch.linalg.cholesky(stats.hessian.double()))
     whitened = values[rank:].square().sum().item()  # what SVD-LLM leaves
     assert loss(config) == pytest.approx(whitened, rel=1e-3)
-    assert whitened == pytest.approx(truncated(weight, stats.hessian, rank).losses[rank].item(), rel=1e-5)
+    assert whitened == pytest.approx(truncate_rank(weight, stats.hessian, rank).losses[rank].item(), rel=1e-5)
 
 
 def test_full_rank_loses_only_the_rounding() -> None:

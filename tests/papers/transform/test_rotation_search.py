@@ -192,3 +192,11 @@ def test_methods_without_data_read_what_the_search_needs(tmp_path: Path) -> None
     two = api.quantize(job(model, setup, tmp_path / "two"))
     assert two["calibration"]["num_samples"] == 3
     assert "on 3 samples" in two["notes"]["transform"][0]
+
+
+def test_older_keys_of_rotate_are_those_of_spin() -> None:
+    steps = [W4A4.set(f"transform=[{{method: rotate, {key}: 2}}]").load().transform for key in ("seeds", "learn")]
+    assert [(step.method, step.config.seeds, step.config.learn) for (step,) in steps] == [
+        ("spin", 2, 0),
+        ("spin", 1, 2),
+    ]

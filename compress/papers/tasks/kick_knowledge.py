@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compress.evaluate import kick, question_files
-from compress.evaluate.items import Item, Material
+from compress.evaluate.items import Item, Material, answers_of, check_file, read_lines, text_of
+from compress.papers.tasks import kick
 
 WAY = "written"
 SUITES: Mapping[str, Mapping[str, Any]] = {}
@@ -29,7 +29,7 @@ class Config:
     prompt: str = "Please give answer to this question: {question}\nThe answer is "
 
     def __post_init__(self) -> None:
-        question_files.check(self.file, "kick_knowledge", self.count, new_tokens=self.new_tokens)
+        check_file(self.file, "kick_knowledge", self.count, new_tokens=self.new_tokens)
         if "{question}" not in self.prompt:
             raise ValueError("prompt has no {question}")
 
@@ -37,12 +37,12 @@ class Config:
 def items(config: Config, material: Material) -> list[Item]:
     """Return the questions; CalibrationError, with the line, for one that cannot be used."""
 
-    def made(row: Mapping[str, Any], name: str) -> Item:
-        answers = question_files.answers(row)
-        context = config.prompt.replace("{question}", question_files.text(row, "question"))
+    def item_of(row: Mapping[str, Any], name: str) -> Item:
+        answers = answers_of(row)
+        context = config.prompt.replace("{question}", text_of(row, "question"))
         return Item(name, context, new_tokens=config.new_tokens, facts={"answers": answers})
 
-    return question_files.read_lines(config.file, config.count, made, kick.FORM)
+    return read_lines(config.file, config.count, item_of, kick.LINE_FORM)
 
 
 def correct(item: Item, text: str) -> bool:

@@ -10,7 +10,8 @@ models fail at knowledge-intensive tasks at bits and sparsities where perplexity
 - ROUGE-L (Lin 2004): F1 of the longest common subsequence of words, for summaries. LLM-KICK has a GPT-4 judge there,
   which is not run: ROUGE-L and the share of the reference's words are stand-ins that a judge need not agree with.
 
-Data sets are files of the user's (question_files.py).
+Data sets are files of the user's. No figure on our pages comes from these tasks, because a model of a few million
+weights answers none of such questions; so they are not in the core.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from compress.evaluate.task_scores import TaskScore
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 WORD = re.compile(r"\w+")
-FORM = "docs/llm_kick.md says what a line looks like"  # of a file of questions
+LINE_FORM = "docs/results/llm_kick.md says what a line looks like"
 
 
 def cut_to_room(text: str, tail: str, new_tokens: int, material: Material) -> str:
@@ -50,65 +51,65 @@ def answer_f1(item: Item, text: str) -> dict[str, float]:
     return {"token_f1": token_f1(first_written_line(text), item.facts["answers"])}
 
 
-def books(tasks: Sequence[TaskScore]) -> str:
-    """Say in a sentence how many of the original's right answers are left without and with evidence; "" for less."""
-    found = {each.task: each.paired for each in tasks}
-    pair = [found.get(f"kick_{book}_book") for book in ("closed", "open")]
-    said = [f"{x.ratio:.2f} ({x.ratio_low:.2f} to {x.ratio_high:.2f})" for x in pair if x and x.ratio is not None]
-    if len(said) < len(pair):
+def compare_books(scores: Sequence[TaskScore]) -> str:
+    """Return in a sentence how many of the original's right answers are left without and with evidence, or ""."""
+    by_task = {score.task: score.paired for score in scores}
+    pair = [by_task.get(f"kick_{book}_book") for book in ("closed", "open")]
+    ratios = [f"{x.ratio:.2f} ({x.ratio_low:.2f} to {x.ratio_high:.2f})" for x in pair if x and x.ratio is not None]
+    if len(ratios) < len(pair):
         return ""
-    return "Right answers, to the original's: {} with the book closed, {} with it open; 95% intervals".format(*said)
+    return "Right answers, to the original's: {} with the book closed, {} with it open; 95% intervals".format(*ratios)
 
 
-def squeezed(said: str) -> str:
+def squeeze(text: str) -> str:
     """Return text in lower case without blanks."""
-    return "".join(said.lower().split())
+    return "".join(text.lower().split())
 
 
-def contains(said: str, aliases: Sequence[str]) -> bool:
+def contains(text: str, aliases: Sequence[str]) -> bool:
     """Tell whether any alias occurs in what was written, in lower case and without blanks."""
-    return any(squeezed(alias) in squeezed(said) for alias in aliases if squeezed(alias))
+    return any(squeeze(alias) in squeeze(text) for alias in aliases if squeeze(alias))
 
 
-def normalized(said: str) -> str:
+def normalize(text: str) -> str:
     """Return text as SQuAD compares it: lower case, without punctuation, articles and double blanks."""
-    return " ".join(ARTICLES.sub(" ", said.lower().translate(PUNCTUATION)).split())
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
-def first_written_line(said: str) -> str:
+def first_written_line(text: str) -> str:
     """Return the first line that has text."""
-    return next((line.strip() for line in said.splitlines() if line.strip()), "")
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
-def contains_either_way(said: str, aliases: Sequence[str]) -> bool:
+def contains_either_way(text: str, aliases: Sequence[str]) -> bool:
     """Tell whether what was written contains an alias, or an alias contains it, both normalized and not empty."""
-    own = normalized(said)
-    return bool(own) and any(each in own or own in each for alias in aliases if (each := normalized(alias)))
+    words = normalize(text)
+    return bool(words) and any(each in words or words in each for alias in aliases if (each := normalize(alias)))
 
 
-def token_f1(said: str, aliases: Sequence[str]) -> float:
+def token_f1(text: str, aliases: Sequence[str]) -> float:
     """Return the largest F1 of normalized words over the aliases."""
-    return max((_f1(normalized(said).split(), normalized(alias).split()) for alias in aliases), default=0.0)
+    return max((_f1(normalize(text).split(), normalize(alias).split()) for alias in aliases), default=0.0)
 
 
-def _f1(own: Sequence[str], theirs: Sequence[str]) -> float:
-    shared = (Counter(own) & Counter(theirs)).total()
-    return 2 * shared / (len(own) + len(theirs)) if shared else float(not own and not theirs)
+def _f1(words: Sequence[str], theirs: Sequence[str]) -> float:
+    shared = (Counter(words) & Counter(theirs)).total()
+    return 2 * shared / (len(words) + len(theirs)) if shared else float(not words and not theirs)
 
 
-def rouge_l(said: str, reference: str) -> float:
+def rouge_l(text: str, reference: str) -> float:
     """Return the F1 of the longest common subsequence of words, in lower case."""
-    own, theirs = WORD.findall(said.lower()), WORD.findall(reference.lower())
+    words, theirs = WORD.findall(text.lower()), WORD.findall(reference.lower())
     lengths = [0] * (len(theirs) + 1)
-    for word in own:
+    for word in words:
         diagonal = 0
         for j, other in enumerate(theirs, 1):
             diagonal, lengths[j] = lengths[j], diagonal + 1 if word == other else max(lengths[j], lengths[j - 1])
     longest = lengths[-1]
-    return 2 * longest / (len(own) + len(theirs)) if longest else 0.0
+    return 2 * longest / (len(words) + len(theirs)) if longest else 0.0
 
 
-def coverage(said: str, reference: str) -> float:
+def coverage(text: str, reference: str) -> float:
     """Return the share of the reference's different words that were written."""
     theirs = set(WORD.findall(reference.lower()))
-    return len(theirs & set(WORD.findall(said.lower()))) / len(theirs) if theirs else 0.0
+    return len(theirs & set(WORD.findall(text.lower()))) / len(theirs) if theirs else 0.0

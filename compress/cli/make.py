@@ -1,4 +1,4 @@
-"""Write checkpoints, or plan them: `compress quantize`, `compress transform`, `compress merge` and `compress plan`."""
+"""Make checkpoints: `compress quantize`, `plan`, `transform`, `merge` and `allocate`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.cli.options import GOAL, REQUIRED, AsJson, RunOptions, command, device_named, errors
+from compress.cli.options import AsJson, FormerOut, TextFile, device_named, errors, former_out
+from compress.cli.run_options import ALLOCATING_RECIPE, GOAL, OUTPUT, REQUIRED, RunOptions, takes_run_options
 from compress.storage import paths
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 RESUME = "; run the same command again to go on after the last finished block"
 
 
-@command(epilog="Example: compress quantize ./my-model --recipe int4 --calib text.txt --max-memory 8GiB")
+@takes_run_options()
 def quantize(
     options: RunOptions,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
@@ -30,7 +31,7 @@ def quantize(
     with errors(RESUME):
         job = options.job(writes=None if dry_run else "checkpoint")
         if dry_run:
-            _plan(job, as_json, _words(job, options))
+            _plan(job, as_json, _measuring_words(job, options))
             return
         from compress import api
         from compress.cli import tables
@@ -40,22 +41,19 @@ def quantize(
         _print_report(report, job, as_json)
 
 
-@command(
-    epilog="Example: compress plan ./my-model --recipe int4 --max-memory 8GiB",
-    without=("overwrite", "restart", "base_model", "work"),
-)
+@takes_run_options(without=("overwrite", "restart", "base_model", "work"))
 def plan(options: RunOptions, as_json: AsJson = False) -> None:
     """Show what a run would do: exact bytes of every layer, predicted memory, and time, from timing one block.
 
-    Nothing is measured: for a recipe that allocates bits and has not been measured (`compress measure`) only sizes.
+    Nothing is measured: for a recipe that allocates bits and has not been measured (`compress allocate --measure`) only
+    sizes.
     """
     with errors():
         job = options.job(writes=None)
-        _plan(job, as_json, _words(job, options))
+        _plan(job, as_json, _measuring_words(job, options))
 
 
-@command(
-    epilog="Example: compress transform ./my-model --recipe rotated.yaml --out rotated",
+@takes_run_options(
     without=(*GOAL, "measurements", "processes", "budget", "allow_partial"),
     recipe=REQUIRED,
 )
@@ -76,8 +74,7 @@ def transform(options: RunOptions, as_json: AsJson = False) -> None:
         _print_report(report, job, as_json)
 
 
-@command(
-    epilog="Example: compress merge models_out/my-model-int4 --adapter ./lora --out models_out/merged --calib text.txt",
+@takes_run_options(
     without=(*GOAL, "measurements", "processes", "budget"),
     helps={
         "model": "A packed checkpoint.",
@@ -110,6 +107,75 @@ def merge(options: RunOptions, as_json: AsJson = False) -> None:
         _print_report(report, job, as_json)
 
 
+@takes_run_options(without=OUTPUT, recipe=ALLOCATING_RECIPE)
+def allocate(
+    options: RunOptions,
+    text: TextFile = None,
+    points: Annotated[int, typer.Option(min=2, max=200, help="Budgets at which bits are allocated.")] = 8,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", metavar="DIR", help="For frontier.png and report.html. Default: that of --measurements."
+        ),
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Only quantize every linear at every option; that serves every later budget."),
+    ] = False,
+    as_json: AsJson = False,
+    out: FormerOut = None,
+) -> None:
+    """Show KL against size: models with allocated bits at several budgets, beside every option used uniformly.
+
+    With --target also the option of each layer. Measures first what has not been measured. KL is on --text, or else on
+    the calibration text, of the weights as they were measured: each quantized behind full-precision blocks.
+
+    With --measure it stops behind the measurement: the packed weights of all options and sensitivity.json are written.
+    """
+    if measure:
+        if text is not None or report is not None:
+            raise typer.BadParameter("ends before a text or a report is of use; leave them out", param_hint="--measure")
+        return _measure(options, out, as_json)
+    with errors("; run the same command again to go on"):
+        report = former_out(report, out, "--report")
+        if text is not None:
+            paths.check_corpus(text)
+        if report is not None:
+            paths.check_writable(report, "--report")
+        job = options.job(writes="measurements")
+        from compress.allocate import pareto
+        from compress.cli import tables
+
+        with tables.progress_bar() as progress:
+            frontier = pareto.measure(job, text, points, progress)
+        files = pareto.write(frontier, report or Path(frontier["folder"]))
+        if as_json:
+            print(json.dumps(frontier))
+            return
+        tables.out.print(tables.frontier_table(frontier))
+        for line in tables.allocation_lines(frontier):
+            print(line)
+        print("written: " + ", ".join(map(str, files)))
+
+
+def _measure(options: RunOptions, out: Path | None, as_json: bool) -> None:
+    """Quantize every linear at every option of a recipe, and print what the loss of each took to measure."""
+    with errors(RESUME):
+        measurements = former_out(options.measurements, out, "--measurements")
+        job = dataclasses.replace(options, measurements=measurements).job(writes="measurements")
+        from compress.allocate import decide
+        from compress.cli import tables
+
+        with tables.progress_bar() as progress:
+            folder, facts = decide.measure(job, progress)
+        if as_json:
+            print(json.dumps(facts))
+            return
+        size = tables.size(facts["nbytes"])
+        print(f"{folder}: {facts['units']} units, {facts['options']} options, {size} of packed weights")
+        print(f"{facts['nbytes per parameter']:.2f} bytes a parameter; measured: {', '.join(facts['damages'])}")
+
+
 def _print_report(report: dict[str, Any], job: Job, as_json: bool) -> None:
     """Print what came of a job, as lines or as JSON."""
     from compress.cli import tables
@@ -118,14 +184,13 @@ def _print_report(report: dict[str, Any], job: Job, as_json: bool) -> None:
         print(line)
 
 
-def _words(job: Job, options: RunOptions) -> list[str]:
-    """The options of a command line that measures for this job, into the folder where it is looked for."""
-
+def _measuring_words(job: Job, options: RunOptions) -> list[str]:
+    """Return the options of a command line that measures for this job, into the folder where it is looked for."""
     from compress.allocate import variants
 
     words = [job.model, "--recipe", options.recipe]
     words += [word for override in options.recipe_overrides for word in ("--set", override)]
-    said = {
+    options_given = {
         "--adapter": job.adapter,
         "--calib": job.calib,
         "--seed": job.seed or None,
@@ -134,7 +199,7 @@ def _words(job: Job, options: RunOptions) -> list[str]:
         "--max-memory": None if job.max_memory is None else f"{job.max_memory}B",
         "--device": None if job.device == device_named("auto") else job.device,
     }
-    words += [word for name, given in said.items() if given is not None for word in (name, str(given))]
+    words += [word for name, value in options_given.items() if value is not None for word in (name, str(value))]
     words += ["--allow-partial"] if job.allow_partial else []
     if job.recipe.allocate is not None:
         words += ["--measurements", str(job.measurements or variants.folder_of(job))]
@@ -142,10 +207,9 @@ def _words(job: Job, options: RunOptions) -> list[str]:
 
 
 def _plan(job: Job, as_json: bool, words: list[str]) -> None:
-    """Print what a run would do; `words`: how the same is said to a command that measures."""
+    """Print what a run would do; `words`: the options of a command that measures for it."""
     from compress import api
     from compress.cli import tables
-    from compress.progress import duration
     from compress.run.plan_summary import groups
     from compress.run.report import packed_nbytes, whole
 
@@ -179,7 +243,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     tables.out.print(tables.plan_table(result["plan"], sizes, layers.nbytes, source, layers.bpw))
     print(tables.bits(layers.bpw, result["whole"]))
     peak = tables.size(prepared.arrangement.peak_nbytes)
-    print(f"predicted peak memory {peak}, time {duration(predicted)}")
+    print(f"predicted peak memory {peak}, time {tables.time_text(predicted)}")
     if base:
         print(f"base: {base}")
     for line in prepared.messages:
@@ -203,12 +267,13 @@ def _cache_bytes(job: Job, prepared: Prepared) -> dict[str, Any] | None:
     return kv_cache.bytes_at_context(skeleton.config, settings, {}, skeleton.dtype).plain()
 
 
-def _print_unmeasured(found: Unmeasured, as_json: bool, words: list[str]) -> None:
+def _print_unmeasured(forecast: Unmeasured, as_json: bool, words: list[str]) -> None:
     from compress.cli import tables
 
-    command = shlex.join(["compress", found.command, *words])
+    measuring = ["allocate", "--measure"] if forecast.command == "measure" else [forecast.command]
+    command = shlex.join(["compress", *measuring, *words])
     if as_json:
-        print(json.dumps({"measured": False, **dataclasses.asdict(found), "command": command}))
+        print(json.dumps({"measured": False, **dataclasses.asdict(forecast), "command": command}))
         return
-    for line in tables.unmeasured_lines(found, command):
+    for line in tables.unmeasured_lines(forecast, command):
         print(line)

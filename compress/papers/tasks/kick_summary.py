@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compress.evaluate import kick, question_files
-from compress.evaluate.items import Item, Material
+from compress.evaluate.items import Item, Material, check_file, read_lines, text_of
+from compress.papers.tasks import kick
 
 WAY = "written"
 SUITES: Mapping[str, Mapping[str, Any]] = {}
@@ -30,7 +30,7 @@ class Config:
     enough: float = 0.2  # ROUGE-L from which a summary counts as right
 
     def __post_init__(self) -> None:
-        question_files.check(self.file, "kick_summary", self.count, new_tokens=self.new_tokens)
+        check_file(self.file, "kick_summary", self.count, new_tokens=self.new_tokens)
         if not 0 < self.enough <= 1:
             raise ValueError(f"enough {self.enough:g} is not above 0 and at most 1")
 
@@ -41,16 +41,16 @@ def items(config: Config, material: Material) -> list[Item]:
     A text that the model has no room for is cut at its end.
     """
 
-    def made(row: Mapping[str, Any], name: str) -> Item:
+    def item_of(row: Mapping[str, Any], name: str) -> Item:
         instruction = row.get("instruction", "Summarize the text.")
         if not isinstance(instruction, str):
             raise ValueError('"instruction" is no text')
         tail = f"\n\n{instruction}\nSummary:"
-        document = kick.cut_to_room(question_files.text(row, "document"), tail, config.new_tokens, material)
-        facts = {"reference": question_files.text(row, "summary"), "enough": config.enough}
+        document = kick.cut_to_room(text_of(row, "document"), tail, config.new_tokens, material)
+        facts = {"reference": text_of(row, "summary"), "enough": config.enough}
         return Item(name, document + tail, new_tokens=config.new_tokens, facts=facts)
 
-    return question_files.read_lines(config.file, config.count, made, kick.FORM)
+    return read_lines(config.file, config.count, item_of, kick.LINE_FORM)
 
 
 def correct(item: Item, text: str) -> bool:

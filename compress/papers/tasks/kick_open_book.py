@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compress.evaluate import kick, question_files
-from compress.evaluate.items import Item, Material
+from compress.evaluate.items import Item, Material, answers_of, check_file, read_lines, text_of
+from compress.papers.tasks import kick
 
 WAY = "written"
 SUITES: Mapping[str, Mapping[str, Any]] = {}
-correct, figures = kick.is_answered, kick.answer_f1
+correct, figures, remark = kick.is_answered, kick.answer_f1, kick.compare_books
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,22 @@ class Config:
     evidence: int = 3072  # characters of the evidence; fewer where the model has no room
 
     def __post_init__(self) -> None:
-        question_files.check(
-            self.file, "kick_open_book", self.count, new_tokens=self.new_tokens, evidence=self.evidence
-        )
+        check_file(self.file, "kick_open_book", self.count, new_tokens=self.new_tokens, evidence=self.evidence)
 
 
 def items(config: Config, material: Material) -> list[Item]:
     """Return the questions; CalibrationError, with the line, for one that cannot be used."""
 
-    def made(row: Mapping[str, Any], name: str) -> Item:
-        question = question_files.text(row, "question")
-        evidence = question_files.text(row, "evidence")[: config.evidence]
+    def item_of(row: Mapping[str, Any], name: str) -> Item:
+        question = text_of(row, "question")
+        evidence = text_of(row, "evidence")[: config.evidence]
         tail = f"\n\nQuestion: {question}\nAnswer:"
         evidence = kick.cut_to_room(evidence, tail, config.new_tokens, material)
         return Item(
             name,
             f"{evidence}{tail}",
             new_tokens=config.new_tokens,
-            facts={"answers": question_files.answers(row)},
+            facts={"answers": answers_of(row)},
         )
 
-    return question_files.read_lines(config.file, config.count, made, kick.FORM)
+    return read_lines(config.file, config.count, item_of, kick.LINE_FORM)

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from compress.errors import CalibrationError, RecipeError
-from compress.evaluate import kick, suite, task_scores
+from compress.evaluate import task_runs, task_scores
 from compress.evaluate.items import Material, Outcome
+from compress.papers.tasks import kick
 
 KINDS = ("kick_knowledge", "kick_choices", "kick_open_book", "kick_closed_book", "kick_summary")
 QUESTION = {
@@ -40,7 +41,7 @@ def lines(path: Path, *rows: Any) -> str:
 
 
 def made(name: str, file: str, positions: int = 8192, **settings: Any) -> Any:
-    return suite.task(name, stuff(positions), file=file, **settings)
+    return task_runs.task(name, stuff(positions), file=file, **settings)
 
 
 def test_containment() -> None:
@@ -158,11 +159,11 @@ def test_both_books_in_one_line() -> None:
         return task_scores.summary(name, "written", *outcomes)
 
     closed, opened = scored("kick_closed_book", 8, 4), scored("kick_open_book", 10, 10)
-    said = kick.books([opened, closed])
+    said = kick.compare_books([opened, closed])
     assert closed.paired is not None and "with the book closed, 1.00 (" in said and "with it open" in said
     low, high = closed.paired.ratio_low or 9, closed.paired.ratio_high or 0
     assert f"0.50 ({low:.2f} to {high:.2f}) with the book closed" in said and low < 0.5 < high
-    assert kick.books([closed]) == kick.books([scored("kick_closed_book", 0, 1), opened]) == ""
+    assert kick.compare_books([closed]) == kick.compare_books([scored("kick_closed_book", 0, 1), opened]) == ""
 
 
 def test_figures_are_paired() -> None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from compress.errors import CalibrationError, shown
-from compress.evaluate import kick, question_files
-from compress.evaluate.items import Item, Material
+from compress.evaluate.items import Item, Material, check_file, read_lines, text_of
+from compress.papers.tasks import kick
 
 WAY = "likelihood"
 SUITES: Mapping[str, Mapping[str, Any]] = {}
@@ -32,28 +32,28 @@ class Config:
     shots: int = 5  # examples in front of a question, fewer where they do not fit; 0: none
 
     def __post_init__(self) -> None:
-        question_files.check(self.file, "kick_choices", self.count)
+        check_file(self.file, "kick_choices", self.count)
         if self.shots < 0:
             raise ValueError(f"shots {self.shots} is negative")
 
 
 def items(config: Config, material: Material) -> list[Item]:
     """Return the questions that are asked; CalibrationError, with the line, for one that cannot be used."""
-    read = question_files.read_lines(config.file, config.count, _question, kick.FORM)
+    read = read_lines(config.file, config.count, _question, kick.LINE_FORM)
     subjects: dict[str, list[Item]] = {}
     for each in read:
         subjects.setdefault(each.facts["subject"], []).append(each)
-    found = []
-    for subject, own in subjects.items():
-        of_dev = [each for each in own if each.facts["is_dev"]]
-        examples = of_dev[: config.shots] or own[: config.shots]
-        asked = [each for each in own if not each.facts["is_dev"] and each not in examples]
-        found += [replace(each, context=_context(subject, examples, each, material)) for each in asked]
-    if not found:
+    questions = []
+    for subject, lines in subjects.items():
+        of_dev = [each for each in lines if each.facts["is_dev"]]
+        examples = of_dev[: config.shots] or lines[: config.shots]
+        asked = [each for each in lines if not each.facts["is_dev"] and each not in examples]
+        questions += [replace(each, context=_context(subject, examples, each, material)) for each in asked]
+    if not questions:
         raise CalibrationError(
             f"{config.file}: all {len(read)} questions serve as examples; give more, or lower shots ({config.shots})"
         )
-    return found
+    return questions
 
 
 def _question(row: Mapping[str, Any], name: str) -> Item:
@@ -62,7 +62,7 @@ def _question(row: Mapping[str, Any], name: str) -> Item:
         raise ValueError('"choices" is no list of 2 to 26 texts')
     letters = string.ascii_uppercase[: len(choices)]
     lines = [
-        question_files.text(row, "question"),
+        text_of(row, "question"),
         *(f"{k}. {choice}" for k, choice in zip(letters, choices, strict=True)),
     ]
     subject = row.get("subject", "")

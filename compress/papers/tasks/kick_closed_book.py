@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compress.evaluate import kick, question_files
-from compress.evaluate.items import Item, Material
+from compress.evaluate.items import Item, Material, answers_of, check_file, read_lines, text_of
+from compress.papers.tasks import kick
 
 WAY = "written"
 SUITES: Mapping[str, Mapping[str, Any]] = {}
@@ -26,15 +26,15 @@ class Config:
     new_tokens: int = 32  # that an answer may have
 
     def __post_init__(self) -> None:
-        question_files.check(self.file, "kick_closed_book", self.count, new_tokens=self.new_tokens)
+        check_file(self.file, "kick_closed_book", self.count, new_tokens=self.new_tokens)
 
 
 def items(config: Config, material: Material) -> list[Item]:
     """Return the questions; CalibrationError, with the line, for one that cannot be used."""
 
-    def made(row: Mapping[str, Any], name: str) -> Item:
-        context = f"Question: {question_files.text(row, 'question')}\nAnswer:"
-        answers = question_files.answers(row)
+    def item_of(row: Mapping[str, Any], name: str) -> Item:
+        context = f"Question: {text_of(row, 'question')}\nAnswer:"
+        answers = answers_of(row)
         return Item(name, context, new_tokens=config.new_tokens, facts={"answers": answers})
 
-    return question_files.read_lines(config.file, config.count, made, kick.FORM)
+    return read_lines(config.file, config.count, item_of, kick.LINE_FORM)

@@ -1,0 +1,251 @@
+"""Declare the options of the commands that plan, measure or write a checkpoint: the fields of `RunOptions`."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+
+import typer
+from typer import Option
+
+from compress.cli.options import (
+    Adapter,
+    ComputeDtype,
+    Device,
+    Model,
+    Seed,
+    check_adapter,
+    check_device,
+    check_paths,
+    device_named,
+    note,
+    parse_memory,
+    parse_time,
+)
+from compress.errors import RecipeError
+from compress.storage import paths
+
+if TYPE_CHECKING:
+    from compress.run.job import Job
+
+DEFAULT_RECIPE = "trellis4bit"
+ALLOCATING_RECIPE = "mixed3bit"  # the default of the commands that need something to allocate
+GOAL = ("target", "context", "max_kl")
+OUTPUT = ("out", "overwrite", "restart", "base_model", "work")
+REQUIRED = inspect.Parameter.empty
+
+Writes = Literal["checkpoint", "measurements"] | None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options shared by the commands that plan, measure or write a checkpoint. One field is one option."""
+
+    model: Model
+    recipe: Annotated[str, Option("--recipe", "-r", help="Built-in recipe (`compress recipes`) or a YAML file.")] = (
+        DEFAULT_RECIPE
+    )
+    out: Annotated[
+        Path | None,
+        Option(
+            "--out", "-o", metavar="DIR", help="The checkpoint to be written. Default: models_out/<model>-<recipe>."
+        ),
+    ] = None
+    calib: Annotated[
+        str | None,
+        Option(
+            metavar="SRC",
+            help="Text or chats: a .txt, .jsonl or .parquet file, or a data set. Default: the model writes its own.",
+        ),
+    ] = None
+    adapter: Adapter = None
+    base_model: Annotated[
+        str | None, Option(metavar="ID", help="Hub id of the original (owner/name), for the model card.")
+    ] = None
+    overrides: Annotated[
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a recipe value: bits=3. Repeatable.")
+    ] = None
+    max_memory: Annotated[
+        str | None, Option(metavar="SIZE", help="Limit for this process: 8GiB. Default: what is free.")
+    ] = None
+    device: Device = "auto"
+    dtype: ComputeDtype = None
+    seed: Seed = 0
+    target: Annotated[
+        str | None, Option(metavar="SIZE", help="Allocate bits for 3.25bpw (linears) or 2.1GiB (whole model).")
+    ] = None
+    context: Annotated[
+        int | None, Option(min=1, metavar="TOKENS", help="Count the cache of so many tokens in --target, too.")
+    ] = None
+    max_kl: Annotated[
+        float | None, Option(metavar="NATS", help="Allocate the smallest model within this KL on the calibration text.")
+    ] = None
+    measurements: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="Measured by `compress allocate --measure`; made or reused. Default: beside the output, by model and "
+            "recipe.",
+        ),
+    ] = None
+    budget: Annotated[
+        str | None, Option(metavar="TIME", help="To measure damages and quantize: 90s, 20min, 2h. Picks the estimator.")
+    ] = None
+    processes: Annotated[int, Option(min=1, help="Processes that measure choices side by side.")] = 1
+    overwrite: Annotated[
+        bool, Option("--overwrite", help="Replace an existing output once the new one is complete.")
+    ] = False
+    restart: Annotated[bool, Option("--restart", help="Forget an unfinished run and start over.")] = False
+    allow_partial: Annotated[
+        bool, Option("--allow-partial", help="Go on with less than half of the weights packed, or packed ones lost.")
+    ] = False
+    work: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="For unfinished work; then --out may be an object store. Default: beside --out."),
+    ] = None
+
+    @property
+    def recipe_overrides(self) -> list[str]:
+        """The values of --set, and those that --target, --max-kl and --context stand for."""
+        goal = {"allocate.target": self._goal(), "allocate.context": self.context}
+        return [*(self.overrides or []), *(f"{key}={value}" for key, value in goal.items() if value is not None)]
+
+    def _goal(self) -> str | None:
+        """The target of an allocation that --target or --max-kl stands for."""
+        from compress.recipe import Target
+
+        if self.max_kl is None:
+            try:
+                return None if self.target is None else Target(self.target.strip()).text
+            except ValueError as error:
+                raise typer.BadParameter(str(error), param_hint="--target") from error
+        if self.target is not None:
+            raise typer.BadParameter("give --target or --max-kl, not both", param_hint="--max-kl")
+        if self.context is not None:
+            raise typer.BadParameter("give --target, a size that the cache is counted in", param_hint="--context")
+        bound = f"{self.max_kl:.12f}".rstrip("0").rstrip(".")
+        if not math.isfinite(self.max_kl) or self.max_kl <= 0 or not bound.strip("0."):
+            raise typer.BadParameter("give a positive number of nats a token, such as 0.05", param_hint="--max-kl")
+        return f"{bound}kl"
+
+    def _check_folders(self, writes: Writes, out: Path | None) -> None:
+        """Raise the error for a folder that the run could not write; `out`: that of the checkpoint, None: unknown."""
+        read = [each for each in (Path(self.model), self.adapter) if each is not None and each.exists()]
+        if writes is not None and self.measurements is not None:
+            paths.check_outside(self.measurements, "--measurements", *read)
+            paths.check_writable(self.measurements, "--measurements")
+        elif writes == "measurements" and out is not None:
+            paths.check_writable(out.parent, "--measurements")
+        if writes == "checkpoint" and out is not None:
+            paths.check_name(out)
+            paths.check_apart(out, *read)
+            if self.work is not None:
+                paths.check_outside(self.work, "--work", *read)
+                paths.check_writable(self.work, "--work")
+            paths.check_out(out, self.overwrite)
+            paths.check_writable(out.parent, "--out")
+
+    def job(self, pack: bool = True, writes: Writes = "checkpoint") -> Job:
+        """Return the job of a run; wrong usage, paths and recipes stop here, before anything heavy is imported.
+
+        `pack` False: the job applies only the transforms of the recipe. `writes`: None for a plan.
+        """
+        from compress import recipe as recipes
+
+        overrides, limit = self.recipe_overrides, parse_memory(self.max_memory)
+        check_device(self.device)
+        check_paths(self.model, self.calib)
+        check_adapter(self.adapter)
+        if self.base_model is not None and not paths.HUB_ID.fullmatch(self.base_model):
+            raise typer.BadParameter("give the id of a model on the hub, owner/name", param_hint="--base-model")
+        self._check_folders(writes, self.out)
+        note(recipes.ambiguous(self.recipe))
+        recipe = recipes.load(self.recipe, overrides)
+        if not pack and not recipe.transform:
+            raise RecipeError(f"recipe {recipe.name!r} has no transform to apply; give one that has, or use quantize")
+        if self.budget is not None and not hasattr(getattr(recipe.allocate, "config", None), "estimator"):
+            reason = f"recipe {recipe.name!r} has no estimator of damages to choose; leave it out"
+            raise typer.BadParameter(reason, param_hint="--budget")
+        from compress.run.job import Job
+
+        model = Path(self.model.rstrip("/")).name.removesuffix(paths.GGUF)
+        name = re.sub(r"[^\w.-]+", "-", f"{model or 'model'}-{recipe.name}")
+        out = self.out or Path("models_out") / (name if pack else f"{name}-transformed")
+        self._check_folders(writes, out)
+        return Job(
+            model=self.model,
+            recipe=recipe,
+            out=out,
+            adapter=self.adapter,
+            base_model=self.base_model,
+            calib=self.calib,
+            max_memory=limit,
+            device=device_named(self.device),
+            dtype=self.dtype,
+            seed=self.seed,
+            overwrite=self.overwrite,
+            restart=self.restart,
+            work=self.work,
+            allow_partial=self.allow_partial,
+            pack=pack and recipe.packs,
+            measurements=self.measurements,
+            budget=parse_time(self.budget, "--budget"),
+            processes=self.processes,
+        )
+
+
+def takes_run_options(
+    *, without: tuple[str, ...] = (), helps: Mapping[str, str] | None = None, **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command whose first parameter is a `RunOptions` the fields of it as options.
+
+    typer reads the options of a command from the parameters of its function. The command therefore gets a signature in
+    which the fields of the dataclass, with their types and defaults, stand in place of the first parameter; when it is
+    called, it puts them together again. A field that is added to the dataclass is an option of every command.
+    `without`: fields that this command does not offer. `helps`: of fields that mean another thing here. `defaults`:
+    values that differ here, or REQUIRED.
+    """
+    hints = get_type_hints(RunOptions, include_extras=True)
+    hints |= {name: _with_help(hints[name], text) for name, text in (helps or {}).items()}
+    shared = [
+        _parameter(field.name, hints[field.name], defaults.get(field.name, field.default))
+        for field in dataclasses.fields(RunOptions)
+        if field.name not in without
+    ]
+
+    def add_options(function: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+        parameters = [*shared, *(_parameter(each.name, each.annotation, each.default) for each in own)]
+
+        @functools.wraps(function)
+        def run(**values: Any) -> None:
+            options = RunOptions(**{each.name: values.pop(each.name) for each in shared})
+            function(options, **values)
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return add_options
+
+
+def _with_help(annotation: Any, text: str) -> Any:
+    """Return the type of an option, with another help."""
+    value_type, option = get_args(annotation)
+    option = copy.copy(option)
+    option.help = text
+    return Annotated[value_type, option]
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    """Return a parameter that is given by name, without a default where the dataclass field has none."""
+    default = inspect.Parameter.empty if default is dataclasses.MISSING else default
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
