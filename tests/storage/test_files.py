@@ -116,7 +116,7 @@ def test_nothing_is_written_through_a_link(name: str, is_hard: bool, victim: Pat
 
 
 def hold(folder: Path) -> None:
-    with StudyFolder(folder).locked():
+    with StudyFolder(folder).hold_lock():
         pass
 
 
