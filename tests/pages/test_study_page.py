@@ -141,7 +141,9 @@ def test_tasks_are_shown_by_size_and_beside_the_original() -> None:
 
 
 def test_numbers_that_json_does_not_have_are_null() -> None:
-    said = html.json_for_script({"a": [math.inf, -math.inf, 1.5], "b": (math.nan, HOSTILE), "c": {"d": None, "e": True}})
+    said = html.json_for_script(
+        {"a": [math.inf, -math.inf, 1.5], "b": (math.nan, HOSTILE), "c": {"d": None, "e": True}}
+    )
     assert "<" not in said
     assert json.loads(said, parse_constant=pytest.fail) == {
         **{"a": [None, None, 1.5], "b": [None, HOSTILE], "c": {"d": None, "e": True}}
