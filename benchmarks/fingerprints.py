@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--only", default="*", help="recipes, as a pattern")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     asked = parser.parse_args()
-    recipes = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+    recipes = sorted(path.stem for path in (ROOT / "recipes").rglob("*.yaml"))
     with tempfile.TemporaryDirectory() as folder:
         models = prepare(Path(folder))
         cases = [(r, m) for r in recipes if fnmatch.fnmatch(r, asked.only) for m in models]

@@ -136,7 +136,7 @@ def recipe_of(entry: str, samples: int, left_out: list[int]) -> Row:
     import yaml
 
     name, *changes = entry.split("+")
-    recipe: Row = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text())
+    recipe: Row = yaml.safe_load(next((ROOT / "recipes").rglob(f"{name}.yaml")).read_text())
     recipe["calibration"] = {**recipe.get("calibration", {}), "num_samples": samples, "seq_len": SEQ_LEN}
     made = [BASES.get(name, {}), *(CHANGES[change] for change in changes)] if changes != [AS_IS] else []
     for change in made:

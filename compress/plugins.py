@@ -151,10 +151,16 @@ def constant(kind: str, name: str, attribute: str) -> Any:
 def unknown(what: str, word: str, known: Iterable[str]) -> str:
     """Return the error for a word that is not among the known ones, with the closest of them (case is ignored)."""
     known = list(known)
-    by_lower = {k.lower(): k for k in known}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=1) if len(word) <= SHOWN else ()
-    guess = f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+    close = close_words(word, known, 1)
+    guess = f"; did you mean {close[0]!r}?" if close else ""
     return f"unknown {what} {shown(word)}; known: {', '.join(known) or 'none'}{guess}"
+
+
+def close_words(word: str, known: Iterable[str], count: int) -> list[str]:
+    """Return the known words that are closest to a word, `count` at most; case is ignored."""
+    by_lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=count) if len(word) <= SHOWN else []
+    return [by_lower[each] for each in close]
 
 
 class Unquoted(str):

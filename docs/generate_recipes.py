@@ -1,11 +1,10 @@
-"""Write docs/recipes.md from the comment blocks at the top of the recipes.
+"""Write docs/recipes.md from what the recipes state about themselves.
 
     python docs/generate_recipes.py
 
-A header holds a goal, a method and what was measured (`# Goal: ...`, `# Method: ...`, `# Measured DATE on ...`). The
-figures of the tables are read from the last part; a cell stays empty where the header does not state the figure.
-The groups are those of `compress recipes`
-(compress/recipe/catalogue.py). tests/test_docs.py fails where docs/recipes.md and the recipes differ.
+The sections `about` and `measured` of a recipe (compress/recipe/facts.py) hold all words and figures; a cell stays
+empty where nothing was measured. The groups are those of `compress recipes` (compress/recipe/catalogue.py).
+tests/test_docs.py fails where docs/recipes.md and the recipes differ.
 """
 
 from __future__ import annotations
@@ -13,22 +12,45 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from compress.recipe.catalogue import COSTS, Entry, by_purpose, figure
+from compress.recipe.catalogue import COSTS, ListedRecipe, by_purpose
+from compress.recipe.facts import Measurement
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "recipes.md"
 CACHES = "Key-value cache"
+CONTEXTS = ("1024", "2048")
+FIGURES = {
+    "context": "at a context of {} tokens",
+    "past": "with {} or more of past",
+    "bits": "{} bits a coded number",
+    "bpw": "{} stored bits per weight",
+    "whole_bpw": "{} over the whole model",
+    "bytes_per_token": "{} bytes a token",
+    "exact_bytes_per_token": "(exact {})",
+    "static_bytes_per_token": "{} of static tensors",
+    "kl": "KL {}",
+    "se": "(standard error {})",
+    "perplexity": "perplexity {}",
+    "original": "(original {})",
+    "perplexity_ratio": "perplexity x {}",
+    "same_token": "same most likely token {}%",
+    "gain_kept": "{}% of the gain from repeated passages kept",
+    "needles": "{} needles found",
+    "seconds": "{} s",
+    "cpu_seconds": "{} s of CPU",
+}
 
 TOP = """# Recipes
 
-This page is generated from the headers of `recipes/*.yaml` by `python docs/generate_recipes.py`.
+This page is generated from `about` and `measured` of `recipes/` by `python docs/generate_recipes.py`.
 
 A recipe is one YAML file. `compress recipes` lists them. `compress recipes NAME > mine.yaml` gives one to start from.
 `--set key=value` changes one value of a recipe for one run.
 
 How to read the tables:
 
-- **bits** are stored bits per quantized weight, everything included. For caches they are stored bits per coded number.
+- **bits** are stored bits per quantized weight, everything included; where nothing was measured, those planned for
+  a weight of 4096 x 4096. For caches they are stored bits per coded number.
 - **KL** is the divergence to the original model over the whole vocabulary. For caches it is the divergence to the exact
   cache at the context of the row. The bundled model was trained on 512 tokens.
 - **perplexity** of an unchanged model depends on how many tokens are scored, so it stands beside the result. For caches
@@ -46,7 +68,7 @@ COLUMNS = {
 }
 
 
-def row(entry: Entry, columns: tuple[str, ...]) -> str:
+def row(entry: ListedRecipe, columns: tuple[str, ...]) -> str:
     """One line of a table."""
     figures = {
         "recipe": f"[`{entry.name}`](#{anchor(entry.name)})",
@@ -58,29 +80,18 @@ def row(entry: Entry, columns: tuple[str, ...]) -> str:
     return "| " + " | ".join(figures[column] for column in columns) + " |"
 
 
-def weight_figures(entry: Entry) -> dict[str, str]:
+def weight_figures(entry: ListedRecipe) -> dict[str, str]:
     """Loss of a model, on how many tokens, and the perplexity of the original on the same tokens."""
-    measured = entry.header.measured
-    perplexity = re.search(r"perplexity ([\d.]+) \(original ([\d.]+)\)", measured)
-    return {
-        "KL": figure(r"KL to the original ([\d.]+)", measured),
-        "perplexity": perplexity[1] if perplexity else "",
-        "original": perplexity[2] if perplexity else "",
-        "tokens": figure(r"scored (?:through the cache )?on (\d+) tokens", measured),
-    }
+    run = entry.measured[0] if entry.measured else Measurement()
+    return {"KL": run.kl, "perplexity": run.perplexity, "original": run.original, "tokens": run.tokens}
 
 
-def cache_figures(entry: Entry) -> dict[str, str]:
-    """Loss of a cache at 1,024 tokens, or at 2,048 where the header has no figure at 1,024."""
-    measured = entry.header.measured
-    patterns = {
-        "1024": r"at 1024 tokens.*?KL to the exact cache ([\d.]+), perplexity x ([\d.]+).*?\((\d+) tokens",
-        "2048": r"at 2048.*?KL ([\d.e-]+), perplexity x ([\d.]+) \((\d+) tokens",
-    }
-    for context, pattern in patterns.items():
-        if match := re.search(pattern, measured):
-            return {"context": context, "KL": match[1], "perplexity": f"x {match[2]}", "tokens": match[3]}
-    return dict.fromkeys(("context", "KL", "perplexity", "tokens"), "")
+def cache_figures(entry: ListedRecipe) -> dict[str, str]:
+    """Loss of a cache at 1,024 tokens, or at 2,048 where nothing was measured at 1,024."""
+    by_context = {run.context: run for run in entry.measured}
+    run = next((by_context[context] for context in CONTEXTS if context in by_context), Measurement())
+    ratio = f"x {run.perplexity_ratio}" if run.perplexity_ratio else ""
+    return {"context": run.context, "KL": run.kl, "perplexity": ratio, "tokens": run.tokens}
 
 
 def anchor(name: str) -> str:
@@ -88,19 +99,30 @@ def anchor(name: str) -> str:
     return re.sub(r"[^\w-]", "", name.lower())
 
 
-def detail(entry: Entry) -> list[str]:
+def detail(entry: ListedRecipe) -> list[str]:
     """The section of one recipe."""
-    header = entry.header
+    about = entry.about
+    file = f"recipes/{'papers/' if entry.is_paper else ''}{entry.name}.yaml"
+    texts = {"Goal": about.goal, "Method": about.method, "Notes": about.notes}
     return [
         f"#### {entry.name}",
         "",
-        f"[recipes/{entry.name}.yaml](../recipes/{entry.name}.yaml)",
+        f"[{file}](../{file})",
         "",
-        f"- Goal: {header.goal}",
-        f"- Method: {header.method}",
-        f"- {header.measured}",
+        *(f"- {title}: {text}" for title, text in texts.items() if text),
+        *(map(sentence, entry.measured) if entry.measured else ["- Quality not measured."]),
         "",
     ]
+
+
+def sentence(run: Measurement) -> str:
+    """What was measured in one run, as a line of a list."""
+    begin = f"- Measured {run.date} on {run.model}"
+    begin += f", calibrated on {run.calibration}" if run.calibration else ""
+    scored = f"{run.tokens} tokens of {run.text}" + (f" in {run.dtype}" if run.dtype else "")
+    begin += f", scored on {scored}" if run.text else ""
+    figures = [words.format(value) for key, words in FIGURES.items() if (value := getattr(run, key))]
+    return f"{begin}: {', '.join(figures)}.".replace(", (", " (") + (f" {run.notes}" if run.notes else "")
 
 
 def page() -> str:

@@ -103,7 +103,7 @@ def keys() -> list[str]:
     """kind/plugin.key of every setting of every plugin that a recipe can name, those of base classes once."""
     sys.path.insert(0, str(ROOT))
     from compress import plugins
-    from compress.cli import settings
+    from compress.recipe import keys as settings
 
     names = [f"{kind}/{name}" for kind in plugins.SETTABLE for name in plugins.names(kind)]
     return [f"{name}.{setting.name}" for name in names for setting in settings.settings(name)]

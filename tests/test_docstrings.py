@@ -1,4 +1,4 @@
-"""What docstrings, comments and the headers of recipes point to is there."""
+"""What docstrings, comments and recipes point to is there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def product() -> list[Path]:
 
 
 def recipes() -> list[Path]:
-    return sorted((ROOT / "recipes").glob("*.yaml"))
+    return sorted((ROOT / "recipes").rglob("*.yaml"))
 
 
 def prose(source: str) -> Iterator[tuple[int, str]]:
@@ -33,14 +33,6 @@ def prose(source: str) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
-
-
-def comments(source: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of the comments of a recipe."""
-    for number, line in enumerate(source.splitlines(), 1):
-        _, mark, text = line.partition("#")
-        if mark:
-            yield number, text
 
 
 def found(pattern: re.Pattern[str], texts: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
@@ -69,7 +61,7 @@ def names() -> frozenset[str]:
 
 def lost(path: Path, source: str) -> list[str]:
     """file:line: what it points to, for each path that is not there and each class in backticks that there is not."""
-    texts = list((comments if path.suffix == ".yaml" else prose)(source))
+    texts = [(1, source)] if path.suffix == ".yaml" else list(prose(source))
     bad = [hit for hit in found(PATH, texts) if not exists(hit[1], path.parent)]
     bad += [hit for hit in found(CLASS, texts) if hit[1] not in names()]
     return [f"{path.relative_to(ROOT)}:{line}: {name}" for line, name in sorted(bad)]
@@ -104,5 +96,6 @@ def test_check_of_references() -> None:
     assert lost(recipe, "# as compress/nowhere.py\nx: nothing.py  # and no/\n") == [
         "recipes/some.yaml:1: compress/nowhere.py",
         "recipes/some.yaml:2: no/",
+        "recipes/some.yaml:2: nothing.py",
     ]
     assert lost(here, '"""One.\n\nTwo,\nnothing.py."""') == ["compress/kernels/some.py:4: nothing.py"]

@@ -24,8 +24,8 @@ from compress.allocate.variants import Database
 from compress.errors import BudgetError, NotMeasuredError, UnsupportedModelError
 from compress.process_memory import show
 from compress.progress import duration, note
+from compress.recipe.allocation import IN_NATS
 from compress.recipe.schema import KEEP, Allocation
-from compress.recipe.table_options import IN_NATS
 from compress.storage import json_text
 from compress.storage.checkpoint import read_json, write_text
 from compress.storage.json_text import INTEGER, NUMBER, TEXT

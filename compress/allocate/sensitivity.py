@@ -23,7 +23,7 @@ from compress.allocate.table import UnitLinears
 from compress.allocate.variants import Database
 from compress.errors import CheckpointError
 from compress.model.skeleton import Skeleton
-from compress.recipe.renamed import ESTIMATORS
+from compress.recipe.allocation import RENAMED_ESTIMATORS
 from compress.recipe.schema import KEEP
 from compress.storage import json_text
 from compress.storage.checkpoint import read_json, write_text
@@ -64,7 +64,9 @@ class Measurements:
         for path in sorted(self.database.folder.glob("measured-*.json")):
             content = _read_measurements(path)
             if content.get("samples", self.samples) == self.samples and content.get("complete"):
-                damages |= {ESTIMATORS.get(name, name): rows for name, rows in content.get("damages", {}).items()}
+                damages |= {
+                    RENAMED_ESTIMATORS.get(name, name): rows for name, rows in content.get("damages", {}).items()
+                }
                 scores |= content.get("scores", {})
         return damages, scores
 

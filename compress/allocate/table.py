@@ -4,7 +4,7 @@ Linears are grouped into units that get one option together: those that an engin
 Tables outside of the blocks (token embeddings, output head, or one for both) are units with options of their own
 (`allocate.tables` of a recipe), numbered behind those of linears. Their damage is the KL of the whole model with this
 table alone at the option, in nats a token, whatever the damages of linears are measured by. The recipe allows only
-estimators in that unit (compress/recipe/table_options.py).
+estimators in that unit (compress/recipe/allocation.py).
 """
 
 from __future__ import annotations

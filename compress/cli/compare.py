@@ -34,7 +34,7 @@ from compress.errors import RecipeError
 
 if TYPE_CHECKING:
     from compress.evaluate.sampling import SamplingComparison, SamplingSetting
-    from compress.study.recommend import Asked, Choice, Studied
+    from compress.study.recommend import RecipeChoice, Studied, Wanted
 
 
 def bench(
@@ -144,7 +144,7 @@ def _settings(
 def _show_sampling(comparison: SamplingComparison) -> None:
     """Print the tables and what is recommended."""
     from compress.cli import tables
-    from compress.pages import sampling as words
+    from compress.pages import measurements as words
 
     names = ("filters", "T", "acceptance", "KL kept", "Jaccard", "same CDF", "same Gumbel", "entropy", "original")
     table = tables.new_table(names, f"What {comparison.tokens:,} tokens of {comparison.text} would sample")
@@ -204,14 +204,14 @@ def recommend(
         job = Job(
             model, recipe.load(names[0]), Path("models_out") / "recommended", calib=calib, device=device_named(device)
         )
-        asked = choosing.Asked(job, limit, context)
-        studied = choosing.studied(job, study)
+        asked = choosing.Wanted(job, limit, context)
+        studied = choosing.choose_study(job, study)
         with tables.progress_bar() as progress:
             usable, left_out = choosing.choices(asked, studied.known, progress)
             if not usable:
                 raise RecipeError(choosing.none_usable(left_out))
             chosen = choosing.three(usable, limit)
-            costs: dict[Choice, dict[str, Any]] = {}
+            costs: dict[RecipeChoice, dict[str, Any]] = {}
             for choice in set(chosen.values()) if timing else ():  # one that trains takes minutes to time
                 progress(f"timing a block of {choice.recipe}", len(costs), len(chosen))
                 costs[choice] = _cost(asked, choice)
@@ -238,7 +238,7 @@ def recommend(
             raise typer.Exit(1)
 
 
-def _cost(asked: Asked, choice: Choice) -> dict[str, Any]:
+def _cost(asked: Wanted, choice: RecipeChoice) -> dict[str, Any]:
     """Return what making a choice takes, from timing one block."""
     from compress import api
     from compress.study import recommend as choosing
@@ -249,7 +249,7 @@ def _cost(asked: Asked, choice: Choice) -> dict[str, Any]:
     return {"seconds": round(planned.seconds, 1), "peak": None}
 
 
-def _show_recommendation(result: dict[str, Any], asked: Asked, studied: Studied) -> None:
+def _show_recommendation(result: dict[str, Any], asked: Wanted, studied: Studied) -> None:
     """Print the recommendation."""
     from compress.cli.tables import size
     from compress.study.recommend import SENSIBLE
@@ -278,7 +278,7 @@ def _under_all_names(rows: dict[str, dict[str, Any]]) -> list[tuple[str, dict[st
     return [(" and ".join(names), row) for names, row in by_choice.values()]
 
 
-def _lines(row: dict[str, Any], asked: Asked) -> list[str]:
+def _lines(row: dict[str, Any], asked: Wanted) -> list[str]:
     """Return lines on a choice: size, loss, cost and command."""
     from compress.cli.tables import size, time_text
 

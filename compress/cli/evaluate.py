@@ -230,12 +230,12 @@ def _run_suite(
 def _show_suite(result: dict[str, Any]) -> None:
     """Print the result of a suite."""
     from compress.cli import tables
-    from compress.pages import lost_tokens
+    from compress.pages.suite import half_of_loss
 
     if result["texts"]:
         tables.out.print(tables.columns(SCORES, [_score_cells(row) for row in result["texts"]]))
     for each in result["lost"]:
-        print(lost_tokens.sentence(each))
+        print(half_of_loss(each))
     if result["cache"]:
         print(f"read through the cache {result['cache']}, {result['cache_read']}")
     if result["floor"]:

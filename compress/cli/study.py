@@ -116,7 +116,7 @@ def study(
         from compress.study.grid import Axes, Settings
 
         axes = Axes(
-            grid.chosen([name for names in recipes or () for name in grid.values(names)]),
+            grid.match_recipes([name for names in recipes or () for name in grid.values(names)]),
             grid.values(bits) if bits else (),
             tuple(grid.axis(each) for each in overrides or ()),
             _sources(calib or [grid.SELF]),
@@ -168,7 +168,7 @@ def _run(axes: Axes, shared: Settings, out: Path, how: tuple[int, float | None, 
     left = sum(each.result is None for each in asked)
     note(f"{len(asked)} cells, {left} of them to be measured; results in {out}")
     devices = torch.cuda.device_count() if shared.device == "cuda" else 0
-    effort = runner.Effort(how[0], devices, how[1])
+    effort = runner.RunLimits(how[0], devices, how[1])
     try:
         runner.run(asked, effort, lambda cell: _note_result(cell, asked, study_folder))
     finally:

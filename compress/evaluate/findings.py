@@ -35,7 +35,7 @@ from compress.evaluate.pair import Pair
 from compress.evaluate.reader import Reader
 from compress.evaluate.scores import TextWindows, positions
 from compress.model.positions import max_positions
-from compress.pages.outliers import SUSPECT, median
+from compress.pages.checkpoint import SUSPECT, median
 from compress.progress import Progress
 
 FAR = 1.32  # times

@@ -8,18 +8,19 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from html import escape
-from typing import Any
+from typing import Any, TypeVar
 
 from compress import process_memory
-from compress.pages import frontier, html, sampling, speed, suite, svg, writing
-from compress.pages.outliers import SUSPECT, far_above
+from compress.pages import html, measurements, suite, svg
 from compress.progress import duration
 
 BLOCK = re.compile(r"^(?P<front>.*?\.)?(?P<block>\d+)\.(?P<path>.+)$")
 EXPERT = re.compile(r"\.\d+\.")  # its number
+SUSPECT = 4.0  # times the median of their like
+Name = TypeVar("Name")
 WORST = 10  # layers
-REASONS = 5  # that are spelled out above a long table
+# Reasons that are spelled out above a long table.
+MAX_REASONS = 5
 MOST = 2000  # layers that a page lists, and keeps as data
 Report = Mapping[str, Any]
 
@@ -36,22 +37,22 @@ def page(report: Report, recipe: str, scores: Mapping[str, Any] | None = None) -
         return html.page(
             "A compressed checkpoint", _headline(report, scores) + missing, [_loss(scores), _sizes(report)], data
         )
-    data = {"report": {**report, "layers": _listed(report["layers"])}, "scores": scores}
+    data = {"report": {**report, "layers": _layers_to_list(report["layers"])}, "scores": scores}
     title = f"{report['model']}, compressed with {report['recipe']}"
     sections = [
         _loss(scores),
         suite.section(scores.get("suites", ())),
-        frontier.section(scores.get("studies", ()), report["nbytes"]["total"], _measured(scores)),
+        measurements.among_recipes(scores.get("studies", ()), report["nbytes"]["total"], _text_scores(scores)),
         _layers(report["layers"]),
         _worst(report["layers"]),
         _sizes(report),
-        _kept(report),
+        _remarks(report),
         _calibration(report),
         _cost(report, bool(scores.get("speed"))),
-        speed.section(scores.get("speed", ())),
-        sampling.section(scores.get("sampling", ())),
-        html.section("What both write", writing.beside(scores.get("generations", ()))),
-        html.section("Recipe", html.folded("Every setting", f"<pre>{escape(recipe)}</pre>")),
+        measurements.speed(scores.get("speed", ())),
+        measurements.sampling(scores.get("sampling", ())),
+        html.section("What both write", suite.writings(scores.get("generations", ()))),
+        html.section("Recipe", html.fold("Every setting", html.keep_lines(recipe))),
         _everything(report["layers"]),
     ]
     return html.page(title, _headline(report, scores), sections, data)
@@ -60,30 +61,30 @@ def page(report: Report, recipe: str, scores: Mapping[str, Any] | None = None) -
 def _headline(report: Report, scores: Mapping[str, Any]) -> str:
     """Return the most asked figures: whole bits, size, speed, loss."""
     whole, total = report.get("whole") or {}, report["nbytes"]["total"]
-    found = [(f"{whole.get('bpw', report['bpw']):.2f}", "bits per weight, whole model")]
+    figures = [(f"{whole.get('bpw', report['bpw']):.2f}", "bits per weight, whole model")]
     if whole and abs(whole["bpw"] - report["bpw"]) >= 0.005:
-        found.append((f"{report['bpw']:.2f}", "bits per packed weight"))
+        figures.append((f"{report['bpw']:.2f}", "bits per packed weight"))
     if (source := report["source_nbytes"]) is not None:
-        found.append((process_memory.show(total), f"of {process_memory.show(source)}"))
-        found.append((f"{source / max(1, total):.1f}×", "smaller"))
+        figures.append((process_memory.show(total), f"of {process_memory.show(source)}"))
+        figures.append((f"{source / max(1, total):.1f}×", "smaller"))
     else:
-        found.append((process_memory.show(total), "stored"))
-    found += speed.headline(scores.get("speed", ()))
-    measured = _measured(scores)
+        figures.append((process_memory.show(total), "stored"))
+    figures += measurements.speed_headline(scores.get("speed", ()))
+    measured = _text_scores(scores)
     for row in measured[:1]:
         error = f" ± {svg.number(row['kl_se'])}" if row.get("kl_se") else ""
         through, base = (
             (f", through the cache {row['cache']}", row["base"]) if row.get("cache") else ("", "the original")
         )
-        found.append((svg.number(row["kl_mean"]), f"KL to {base}{error}, nats a token{through}"))
-        found.append((f"{row['perplexity']:.2f}", f"perplexity ({row['base_perplexity']:.2f} of {base})"))
-        found.append((f"{row['same_top1']:.1%}", "same most likely token"))
+        figures.append((svg.number(row["kl_mean"]), f"KL to {base}{error}, nats a token{through}"))
+        figures.append((f"{row['perplexity']:.2f}", f"perplexity ({row['base_perplexity']:.2f} of {base})"))
+        figures.append((f"{row['same_top1']:.1%}", "same most likely token"))
     how = "compress inspect DIR --page --base ORIGINAL --text FILE measures the loss and adds it here."
     missing = "" if measured else html.paragraph(f"Not scored yet: {how}", "faint")
-    return html.facts(found) + missing + suite.alarm(scores.get("suites", ()))
+    return html.facts(figures) + missing + suite.alarm(scores.get("suites", ()))
 
 
-def _measured(scores: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _text_scores(scores: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return scores of texts, those that are not of suites first."""
     return [*scores.get("texts", ()), *suite.texts(scores.get("suites", ()))]
 
@@ -94,7 +95,7 @@ def _loss(scores: Mapping[str, Any]) -> str:
     keys = ("tokens", "kl_mean", "kl_se", "kl_p95", "kl_p99", "kl_max", "perplexity", "base_perplexity")
     rows = [
         [
-            row["text"] + html.begun(row.get("begins_with", "")),
+            row["text"] + html.after_name(row.get("begins_with", "")),
             *(row.get(key) for key in keys),
             f"{row['same_top1']:.1%}",
         ]
@@ -116,11 +117,11 @@ def _grid(layers: Sequence[Report]) -> tuple[list[str], list[str], dict[tuple[in
     """Return the blocks, the linears of a block, and the layers in each cell: several are those of experts."""
     cells: dict[tuple[str, str], list[Report]] = {}
     for layer in layers:
-        if (found := BLOCK.match(layer["name"])) is not None:
-            cells.setdefault((found["block"], EXPERT.sub(".*.", found["path"])), []).append(layer)
+        if (match := BLOCK.match(layer["name"])) is not None:
+            cells.setdefault((match["block"], EXPERT.sub(".*.", match["path"])), []).append(layer)
     rows = sorted({block for block, _ in cells}, key=int)
     columns = list(dict.fromkeys(path for _, path in cells))
-    places = {(rows.index(block), columns.index(path)): found for (block, path), found in cells.items()}
+    places = {(rows.index(block), columns.index(path)): members for (block, path), members in cells.items()}
     return rows, columns, places
 
 
@@ -134,7 +135,11 @@ def _layers(layers: Sequence[Report]) -> str:
     errors = _means(places, "output_error")
     kind = "output" if errors else "weight"
     errors, bits = errors or _means(places, "weight_error"), _means(places, "bpw")
-    means = " Cells of experts show the mean over them." if any(len(found) > 1 for found in places.values()) else ""
+    means = (
+        " Cells of experts show the mean over them."
+        if any(len(layers_of_cell) > 1 for layers_of_cell in places.values())
+        else ""
+    )
     parts = [
         html.figure(
             svg.heat_map(f"Relative squared error of each linear's {kind}", labels, short, errors),
@@ -155,20 +160,23 @@ def _layers(layers: Sequence[Report]) -> str:
 
 def _means(places: Mapping[tuple[int, int], Sequence[Report]], key: str) -> dict[tuple[int, int], float]:
     """Return the mean of a figure over the layers of each cell that have it."""
-    known = {place: [layer[key] for layer in found if layer[key] is not None] for place, found in places.items()}
+    known = {
+        place: [layer[key] for layer in layers_of_cell if layer[key] is not None]
+        for place, layers_of_cell in places.items()
+    }
     return {place: sum(values) / len(values) for place, values in known.items() if values}
 
 
 def suspects(layers: Sequence[Report]) -> list[tuple[str, float]]:
     """Return layers whose error is far above that of the same linear in other blocks: (name, times the median)."""
     _, columns, places = _grid(layers)
-    found: list[tuple[str, float]] = []
+    far: list[tuple[str, float]] = []
     for column in range(len(columns)):
         alike = [layer for (_, at), layers in places.items() if at == column for layer in layers]
         measured = [layer for layer in alike if layer["output_error"] is not None]  # of experts without tokens: none
         alike = measured or alike
-        found += far_above({layer["name"]: _error(layer) for layer in alike}).items()
-    return sorted(found, key=lambda pair: -pair[1])
+        far += far_above({layer["name"]: _error(layer) for layer in alike}).items()
+    return sorted(far, key=lambda pair: -pair[1])
 
 
 def _error(layer: Report) -> float:
@@ -207,7 +215,7 @@ def _sizes(report: Report) -> str:
     )
 
 
-def _kept(report: Report) -> str:
+def _remarks(report: Report) -> str:
     """Return what was not packed or fell back to another method, and remarks."""
     kept = [[name, said] for name, said in report["kept"].items()]
     fell, notes = ([[name, "; ".join(said)] for name, said in report[key].items()] for key in ("fallbacks", "notes"))
@@ -215,7 +223,7 @@ def _kept(report: Report) -> str:
         "What was kept, and remarks",
         _reasons("Not quantized", kept),
         _reasons("Fell back to another method", fell),
-        html.folded(f"{len(notes)} remarks", html.table("Remarks", ("where", "what"), notes)) if notes else "",
+        html.fold(f"{len(notes)} remarks", html.table("Remarks", ("where", "what"), notes)) if notes else "",
     )
 
 
@@ -225,21 +233,21 @@ def _reasons(title: str, rows: Sequence[Sequence[str]]) -> str:
     if len(rows) <= WORST:
         return table
     counts = Counter(reason for _, reason in rows).most_common()
-    said = "; ".join(f"{reason} ({count:,})" for reason, count in counts[:REASONS])
-    more = f"; {len(counts) - REASONS:,} more reasons" if len(counts) > REASONS else ""
-    return html.paragraph(f"{title}: {said}{more}.") + html.folded(f"All {len(rows):,}", table)
+    said = "; ".join(f"{reason} ({count:,})" for reason, count in counts[:MAX_REASONS])
+    more = f"; {len(counts) - MAX_REASONS:,} more reasons" if len(counts) > MAX_REASONS else ""
+    return html.paragraph(f"{title}: {said}{more}.") + html.fold(f"All {len(rows):,}", table)
 
 
 def _calibration(report: Report) -> str:
     """Return the facts of the calibration text."""
-    found = report.get("calibration")
-    if not found:
+    calibration = report.get("calibration")
+    if not calibration:
         return html.section("Calibration", html.paragraph("None: the recipe needs no text."))
-    source = "text that the model wrote itself" if found.get("self_generated") else found["source"]
-    count, length = found["num_samples"], found["seq_len"]
-    remarks = "".join(html.paragraph(note, "faint") for note in found["notes"])
-    begun = html.begun(found.get("begins_with", ""))
-    share = f"{count * length:,} of {found['tokens_available']:,}"
+    source = "text that the model wrote itself" if calibration.get("self_generated") else calibration["source"]
+    count, length = calibration["num_samples"], calibration["seq_len"]
+    remarks = "".join(html.paragraph(note, "faint") for note in calibration["notes"])
+    begun = html.after_name(calibration.get("begins_with", ""))
+    share = f"{count * length:,} of {calibration['tokens_available']:,}"
     said = f"{count:,} samples of {length:,} tokens{begun} ({share}): {source}."
     return html.section("Calibration", html.paragraph(said), remarks)
 
@@ -264,7 +272,7 @@ def _cost(report: Report, is_timed: bool) -> str:
     )
 
 
-def _listed(layers: Sequence[Report]) -> Sequence[Report]:
+def _layers_to_list(layers: Sequence[Report]) -> Sequence[Report]:
     """Return all layers, or those with the largest errors where there are more than MOST, in their order."""
     if len(layers) <= MOST:
         return layers
@@ -286,8 +294,20 @@ def _everything(layers: Sequence[Report]) -> str:
             x["output_error"],
             x["seconds"],
         ]
-        for x in _listed(layers)
+        for x in _layers_to_list(layers)
     ]
     said = f"{len(rows):,} of {len(layers):,} layers, those with the largest errors; report.json has all"
     said = said if len(rows) < len(layers) else f"{len(rows)} layers"
-    return html.section("All layers", html.folded(said, html.table("All layers", names, rows)))
+    return html.section("All layers", html.fold(said, html.table("All layers", names, rows)))
+
+
+def far_above(values: Mapping[Name, float], times: float = SUSPECT) -> dict[Name, float]:
+    """Return those values that are more than `times` the median, as multiples of it; none where the median is 0."""
+    middle = median(values)
+    return {name: value / middle for name, value in values.items() if middle > 0 and value > times * middle}
+
+
+def median(values: Mapping[Name, float]) -> float:
+    """Return the median, the upper one of two; 0 without values."""
+    ordered = sorted(values.values())
+    return ordered[len(ordered) // 2] if ordered else 0.0

@@ -15,8 +15,10 @@ from compress.pages import svg
 
 LETTER, LINE = 6.1, 12.0  # width of a letter and height of a line, of a label
 RADIUS = 4.5
-DISTANCES = (9.0, 17.0, 28.0, 42.0, 58.0, 76.0, 96.0)  # of a label from its point
-DIRECTIONS = 16  # that are tried at each distance
+# Distances of a label from its point that are tried.
+DISTANCES = (9.0, 17.0, 28.0, 42.0, 58.0, 76.0, 96.0)
+# Directions that are tried at each distance.
+DIRECTIONS = 16
 LEADER = 17.0  # distance from which on a line shows where a label belongs
 
 
@@ -33,12 +35,12 @@ class Mark(NamedTuple):
 
 def unbeaten(points: Iterable[Any], size: Callable[[Any], float], loss: Callable[[Any], float]) -> list[Any]:
     """Return those that no other beats in both size and loss, smallest first; of equal sizes the one of less loss."""
-    found, lowest = [], math.inf
+    front, lowest = [], math.inf
     for point in sorted(points, key=lambda point: (size(point), loss(point))):
         if loss(point) < lowest:
             lowest = loss(point)
-            found.append(point)
-    return found
+            front.append(point)
+    return front
 
 
 class _Box(NamedTuple):

@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compress import process_memory
-from compress.pages import calibrations, html, svg, tasks
+from compress.pages import html, svg, tasks
 from compress.pages.scatter import Mark, scatter
 from compress.progress import duration
 
 MIB = 2**20
 Study = Mapping[str, Any]
 Cell = Mapping[str, Any]
+CACHE_KEYS = ("bytes_per_token", "exact_bytes_per_token", "context")
+CALIBRATION_AXES = ("calibration.num_samples=", "calibration.seq_len=")
 
 
 def page(study: Study) -> str:
@@ -24,10 +26,10 @@ def page(study: Study) -> str:
         _frontiers(study, weights, texts),
         _table(study, weights, texts),
         _caches(study, caches, texts),
-        calibrations.section(study["cells"], texts),
+        calibrations(study["cells"], texts),
         tasks.section([cell for cell in (study["original"], *study["cells"]) if cell is not None]),
         _cost(study["cells"]),
-        _failed(study),
+        _not_measured(study),
         _settings(study),
     ]
     return html.page(f"Recipes on {study['model']}", _headline(study), sections, study)
@@ -40,15 +42,15 @@ def score(cell: Cell, text: str, key: str = "kl_mean") -> Any:
 
 def _headline(study: Study) -> str:
     """Return the original's figures and how far the study is."""
-    original, found = study["original"], []
+    original, figures = study["original"], []
     if original is not None:
-        found.append((process_memory.show(original["nbytes"]), "the original"))
+        figures.append((process_memory.show(original["nbytes"]), "the original"))
         for row in original["texts"]:
-            found.append((f"{row['perplexity']:.2f}", f"its perplexity on {row['text']}, {row['tokens']:,} tokens"))
-    found.append((str(len(study["cells"])), "cells measured"))
-    found += [(str(len(study[name])), name) for name in ("failed", "pending") if study[name]]
+            figures.append((f"{row['perplexity']:.2f}", f"its perplexity on {row['text']}, {row['tokens']:,} tokens"))
+    figures.append((str(len(study["cells"])), "cells measured"))
+    figures += [(str(len(study[name])), name) for name in ("failed", "pending") if study[name]]
     said = "Loss is KL: the divergence of the predictions from those of the original, in nats a token; 0 is no loss."
-    return html.facts(found) + html.paragraph(said)
+    return html.facts(figures) + html.paragraph(said)
 
 
 def _frontiers(study: Study, cells: Sequence[Cell], texts: Sequence[str]) -> str:
@@ -93,10 +95,12 @@ def _table(study: Study, cells: Sequence[Cell], texts: Sequence[str]) -> str:
         ]
         for cell in cells
     ]
-    return html.section("All recipes", _filled("Select a column's name to sort", [*names, *_score_names(texts)], rows))
+    return html.section(
+        "All recipes", _without_empty_columns("Select a column's name to sort", [*names, *_score_names(texts)], rows)
+    )
 
 
-def _filled(caption: str, names: Sequence[str], rows: Sequence[Sequence[html.Cell]]) -> str:
+def _without_empty_columns(caption: str, names: Sequence[str], rows: Sequence[Sequence[html.Cell]]) -> str:
     """Return a table without the columns in which nothing stands."""
     kept = [at for at in range(len(names)) if any(row[at] not in (None, "") for row in rows)]
     return html.table(caption, [names[at] for at in kept], [[row[at] for at in kept] for row in rows])
@@ -138,12 +142,10 @@ def _caches(study: Study, cells: Sequence[Cell], texts: Sequence[str]) -> str:
             )
     names = ("recipe", "bytes a token", "exact", "context", *_score_names(texts))
     rows = [
-        [cell["label"], *((cell["cache"] or {}).get(key) for key in CACHE), *_scores(cell, texts)] for cell in cells
+        [cell["label"], *((cell["cache"] or {}).get(key) for key in CACHE_KEYS), *_scores(cell, texts)]
+        for cell in cells
     ]
     return html.section("Caches", *parts, html.table("Caches, weights as they are", names, rows))
-
-
-CACHE = ("bytes_per_token", "exact_bytes_per_token", "context")
 
 
 def _cost(cells: Sequence[Cell]) -> str:
@@ -181,12 +183,12 @@ def _cost(cells: Sequence[Cell]) -> str:
     return html.section(
         "Time and memory",
         html.paragraph(f"{duration(whole)} for all cells together. {remark}"),
-        _filled("What it takes to make each", names, rows),
-        html.folded("As bars", html.figure(svg.bars("Seconds to make", seconds, svg.Axis("seconds")), "Seconds.")),
+        _without_empty_columns("What it takes to make each", names, rows),
+        html.fold("As bars", html.figure(svg.bars("Seconds to make", seconds, svg.Axis("seconds")), "Seconds.")),
     )
 
 
-def _failed(study: Study) -> str:
+def _not_measured(study: Study) -> str:
     """Return what could not be measured, and what is still to come."""
     rows = [[cell["label"], cell["reason"]] for cell in study["failed"]]
     waiting = "; ".join(study["pending"])  # each may hold commas
@@ -199,19 +201,85 @@ def _failed(study: Study) -> str:
 
 def _settings(study: Study) -> str:
     """Return how all was measured."""
-    found = study["settings"]
+    settings = study["settings"]
     measured = [cell for cell in (study["original"], *study["cells"]) if cell is not None]
     versions = measured[0]["versions"] if measured else {}
     software = ", ".join(f"{name} {version}" for name, version in versions.items())
     remarks = [[cell["label"], note] for cell in study["cells"] for note in cell["notes"]]
     said = (
-        f"Windows of {found['window']} tokens, at most {found['max_tokens']:,} tokens of each text, in "
-        f"{found['dtype']} on {found['device']}, seed {found['seed']}; {software}. Standard errors are over windows. "
-        "A recipe with a cache is scored through it."
+        f"Windows of {settings['window']} tokens, at most {settings['max_tokens']:,} tokens of each text, in "
+        f"{settings['dtype']} on {settings['device']}, seed {settings['seed']}; {software}. "
+        "Standard errors are over windows. A recipe with a cache is scored through it."
     )
     table = html.table("Remarks", ("recipe", "what"), remarks) if remarks else ""
     return html.section(
         "How it was measured",
         html.paragraph(said),
-        html.folded(f"{len(remarks)} remarks of the runs", table) if remarks else "",
+        html.fold(f"{len(remarks)} remarks of the runs", table) if remarks else "",
     )
+
+
+def calibrations(cells: Sequence[Cell], texts: Sequence[str]) -> str:
+    """Return a matrix for each recipe that was calibrated in several ways; "" if there is none."""
+    recipes: dict[str, list[Cell]] = {}
+    for cell in cells:
+        if cell["calibration"]:
+            rest = [each for each in cell["overrides"] if not each.startswith(CALIBRATION_AXES)]
+            recipes.setdefault(", ".join((cell["name"], *rest)), []).append(cell)
+    parts = [_calibration_matrix(name, alike, texts) for name, alike in recipes.items() if len(alike) > 1]
+    said = html.paragraph(
+        "One row for each calibration, one column for each scored text; the darker, the larger the loss. Compare a "
+        "column's cells: a difference of less than twice the standard error says nothing."
+    )
+    return html.section("Calibration", said, *parts) if parts else ""
+
+
+def _calibration_matrix(name: str, cells: Sequence[Cell], texts: Sequence[str]) -> str:
+    """Return heat map and table of one recipe."""
+    cells = sorted(
+        cells, key=lambda cell: (_calibration_facts(cell)[0], _calibration_facts(cell)[1], _calibration_facts(cell)[2])
+    )
+    rows = [
+        " ".join((_calibration_facts(cell)[0], f"{_calibration_facts(cell)[1]}×{_calibration_facts(cell)[2]}"))
+        for cell in cells
+    ]
+    values: dict[tuple[int, int], float] = {}
+    body: list[list[html.Cell]] = []
+    for index, cell in enumerate(cells):
+        scores = {row["text"]: row for row in cell["texts"]}
+        values |= {(index, at): scores[text]["kl_mean"] for at, text in enumerate(texts) if text in scores}
+        figures = [scores.get(text, {}).get(key) for text in texts for key in ("kl_mean", "kl_se", "perplexity")]
+        body.append([*_calibration_facts(cell), *figures])
+    names = ["calibrated on", "samples", "tokens each"]
+    names += [f"{what}, {text}" for text in texts for what in ("KL", "s.e.", "perplexity")]
+    title = f"KL of {name} by calibration and scored text"
+    return (
+        html.figure(svg.heat_map(title, rows, list(texts), values), f"{title}, nats a token.")
+        + html.table(f"{name} by calibration", names, body)
+        + html.paragraph(_extremes(cells, texts))
+    )
+
+
+def _calibration_facts(cell: Cell) -> tuple[str, int, int]:
+    calibration = cell["calibration"]
+    return (
+        "its own text" if calibration["self_generated"] else calibration["source"],
+        calibration["num_samples"],
+        calibration["seq_len"],
+    )
+
+
+def _extremes(cells: Sequence[Cell], texts: Sequence[str]) -> str:
+    """Say for each text which calibration loses least, and by how much the worst is worse."""
+    parts = []
+    for text in texts:
+        losses = [
+            (row["kl_mean"], _calibration_facts(cell)) for cell in cells for row in cell["texts"] if row["text"] == text
+        ]
+        if len(losses) > 1:
+            (least, best), (most, worst) = min(losses), max(losses)
+            parts.append(
+                f"On {text} the least loss is {svg.number(least)} ({best[0]}, {best[1]}×{best[2]}), the largest "
+                f"{svg.number(most)} ({worst[0]}, {worst[1]}×{worst[2]}), {most / max(least, 1e-12):.2f} times as much."
+            )
+    return " ".join(parts)

@@ -1,16 +1,31 @@
-"""Write the section of a page on suites of `compress eval`: what looks broken, tasks beside the original, the floor."""
+"""Write the section of a page on suites of `compress eval`.
+
+It shows what looks broken, tasks beside the original, the floor of rounding, how the divergence is spread over the
+tokens of a text, and what both models write behind the same prompts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
-from compress.pages import html, lost_tokens, svg, writing
+from compress.pages import html, svg
 
 Suites = Sequence[Mapping[str, Any]]
+Lost = Mapping[str, Any]
 RIGHT = "Right answers beside the original"
 LIKELIHOOD = "Likelihood of the right answers, nats a token"
+LOST_COLUMNS = (
+    "KL",
+    "behind",
+    "the text has",
+    "original: p",
+    "compressed: p",
+    "original expects",
+    "p",
+    "compressed expects",
+    "p",
+)
 
 
 def texts(suites: Suites) -> list[Mapping[str, Any]]:
@@ -21,8 +36,8 @@ def texts(suites: Suites) -> list[Mapping[str, Any]]:
 
 def alarm(suites: Suites) -> str:
     """Return what looks broken, for the head of the page; "" for nothing."""
-    found = list(dict.fromkeys(finding for suite in suites for finding in suite["findings"]))
-    return "".join(f'<p class="bad"><strong>Looks broken:</strong> {escape(each)}.</p>' for each in found)
+    findings = dict.fromkeys(finding for suite in suites for finding in suite["findings"])
+    return "".join(map(html.alarm, findings))
 
 
 def section(suites: Suites) -> str:
@@ -45,12 +60,12 @@ def _suite(suite: Mapping[str, Any]) -> str:
         html.paragraph(noise, "faint") if noise else "",
         html.paragraph(f"Cache {suite['cache_read']}.", "faint") if suite["cache"] else "",
         _texts(suite["texts"]),
-        lost_tokens.section(suite["lost"]),
+        lost_tokens(suite["lost"]),
         _tasks(suite["tasks"]),
         *(html.paragraph(f"{each}.") for each in suite["remarks"]),
         *(_groups(row) for row in suite["tasks"] if row["groups"]),
         html.paragraph("What both write, greedily, behind the beginnings of texts:") if suite["written"] else "",
-        writing.beside(suite["written"]),
+        writings(suite["written"]),
     )
 
 
@@ -59,7 +74,7 @@ def _texts(rows: Suites) -> str:
     keys = ("tokens", "kl_mean", "kl_se", "perplexity", "base_perplexity")
     shown = [
         [
-            row["text"] + html.begun(row.get("begins_with", "")),
+            row["text"] + html.after_name(row.get("begins_with", "")),
             *(row[key] for key in keys),
             f"{1 - row['same_top1']:.1%}",
         ]
@@ -117,3 +132,54 @@ def nll_difference(paired: Mapping[str, Any]) -> str | None:
     if value is None:
         return None
     return f"{value:+.3f}" if low is None or high is None else f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def lost_tokens(losses: Sequence[Lost]) -> str:
+    """Return what suites say of each text; "" for nothing."""
+    return "".join(_lost_in_text(lost) for lost in losses)
+
+
+def half_of_loss(lost: Lost) -> str:
+    """Return in a sentence how few tokens have half of the KL."""
+    return f"half of the KL on {lost['text']} lies on {lost['half']:.1%} of its tokens"
+
+
+def _lost_in_text(lost: Lost) -> str:
+    """Return chart and table of a text."""
+    title = f"Share of tokens by KL on {lost['text']}"
+    shares = {f"{svg.number(each['low'])} to {svg.number(each['high'])}": each for each in lost["classes"]}
+    tokens = {name: 100 * each["tokens"] for name, each in shares.items()}
+    said = half_of_loss(lost)
+    caption = f"{said[0].upper()}{said[1:]}. KL in nats; the outermost classes hold what lies beyond them, too."
+    rows = [_lost_token(each) for each in lost["worst"]]
+    worst = html.table(f"Tokens with the largest KL on {lost['text']}", LOST_COLUMNS, rows) if rows else ""
+    table = html.table(
+        f"Tokens and KL by class on {lost['text']}",
+        ("KL", "of tokens", "of all KL"),
+        [[name, f"{each['tokens']:.2%}", f"{each['kl']:.2%}"] for name, each in shares.items()],
+    )
+    return (
+        html.figure(svg.bars(title, tokens, svg.Axis("tokens, %")), caption)
+        + html.fold("The same as a table", table)
+        + (html.fold(f"The {len(rows)} tokens with the largest KL on {lost['text']}", worst) if rows else "")
+    )
+
+
+def _lost_token(worst: Mapping[str, Any]) -> list[html.Cell]:
+    words = {name: quote(worst[name]) for name in ("token", "base_expected", "expected")}
+    return [
+        *(worst["kl"], quote("…" + worst["before"]), words["token"]),
+        *(worst["base_probability"], worst["probability"]),
+        *(words["base_expected"], worst["base_confidence"], words["expected"], worst["confidence"]),
+    ]
+
+
+def quote(text: str) -> str:
+    """Return text in quotes, in which ends of lines and other unprintable characters can be seen."""
+    seen = "".join(sign if sign.isprintable() else {"\n": "↵", "\t": "⇥"}.get(sign, "�") for sign in text)
+    return f"“{seen}”"
+
+
+def writings(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return prompts with what the original and the compressed model write, side by side; "" for none."""
+    return "".join(html.side_by_side(row["prompt"], row["base"], row["model"]) for row in rows)

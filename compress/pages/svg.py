@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-WIDTH = 720.0  # of a drawing, in its own units
-MARGIN = (14.0, 16.0, 46.0, 80.0)  # above, right, below, left
+# Width of a drawing, in its own units.
+WIDTH = 720.0
+# Margins above, right, below and left.
+MARGIN = (14.0, 16.0, 46.0, 80.0)
 SERIES = 6  # colors of series: --series-0 ...
-MOST_LABELS = 12  # of an axis
+# Labels of an axis, at most.
+MOST_LABELS = 12
 TICK = 4.0
 LOW, HIGH = 0.6, 0.835  # shares of the heat below and above which figures on it have a color of their own
 
@@ -62,9 +65,9 @@ class Scale:
             return _round_steps(self.low, self.high)
         marks = (1.0,) if self.high - self.low > 3 else (1.0, 2.0, 5.0) if self.high - self.low > 0.8 else _TENTHS
         powers = range(math.floor(self.low), math.ceil(self.high) + 1)
-        found = [mark * 10.0**power for power in powers for mark in marks]
-        found = [value for value in found if self.low <= math.log10(value) <= self.high]
-        return found if len(found) > 1 else _round_steps(10.0**self.low, 10.0**self.high)
+        values = [mark * 10.0**power for power in powers for mark in marks]
+        values = [value for value in values if self.low <= math.log10(value) <= self.high]
+        return values if len(values) > 1 else _round_steps(10.0**self.low, 10.0**self.high)
 
 
 _TENTHS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
@@ -133,21 +136,21 @@ def points(
 ) -> str:
     """Draw series of points over two axes; each point has its label beside it, points of a series may be joined."""
     top, right, below, left = MARGIN
-    everything = [point for found in series.values() for point in found]
+    everything = [point for members in series.values() for point in members]
     x = Scale([point.x for point in everything], axes[0], (left, WIDTH - right))
     y = Scale([point.y for point in everything], axes[1], (height - below, top + 18))
     body = frame(x, y, height)
-    for index, (name, found) in enumerate(series.items()):
+    for index, (name, members) in enumerate(series.items()):
         color = f"var(--series-{index % SERIES})"
-        places = [(x.place(point.x), y.place(point.y)) for point in found]
+        places = [(x.place(point.x), y.place(point.y)) for point in members]
         if is_joined and len(places) > 1:
             path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
             body.append(f'<polyline points="{path}" style="stroke:{color}"/>')
-        for point, (a, b) in zip(found, places, strict=True):
+        for point, (a, b) in zip(members, places, strict=True):
             tip = f"{point.label}: {axes[0].name} {number(point.x)}, {axes[1].name} {number(point.y)}"
             body.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4.5" style="fill:{color}"><title>{escape(tip)}</title>')
             body.append("</circle>")
-        body += _labels([point.label for point in found], places) if len(everything) <= MOST_LABELS * 4 else []
+        body += _labels([point.label for point in members], places) if len(everything) <= MOST_LABELS * 4 else []
         if len(series) > 1:
             at = left + 8 + index * (WIDTH - left - right) / len(series)
             body.append(f'<rect x="{at:.1f}" y="4" width="10" height="10" style="fill:{color}"/>')

@@ -36,17 +36,17 @@ def section(cells: Sequence[Cell]) -> str:
     return html.section(
         "Tasks",
         _chart("mean over tasks", drawn, tasks) if several else each[0],
-        html.folded("Each task by size", "\n".join(each)) if several else "",
+        html.fold("Each task by size", "\n".join(each)) if several else "",
         said,
         _grid(asked, tasks),
-        html.folded(suite.RIGHT, html.table(suite.RIGHT, SHARES, [_shares(*line) for line in lines])),
-        html.folded(suite.LIKELIHOOD, html.table(suite.LIKELIHOOD, LOSSES, [_losses(*line) for line in lines])),
+        html.fold(suite.RIGHT, html.table(suite.RIGHT, SHARES, [_shares(*line) for line in lines])),
+        html.fold(suite.LIKELIHOOD, html.table(suite.LIKELIHOOD, LOSSES, [_losses(*line) for line in lines])),
     )
 
 
 def rows(cell: Cell) -> list[Row]:
     """Return the figures of all tasks of a cell; none for one that was not asked or has failed."""
-    return [row for found in (cell.get("suites") or {}).values() for row in found]
+    return [row for suite in (cell.get("suites") or {}).values() for row in suite]
 
 
 def _chart(name: str, cells: Sequence[Cell], tasks: Sequence[str]) -> str:
@@ -56,11 +56,11 @@ def _chart(name: str, cells: Sequence[Cell], tasks: Sequence[str]) -> str:
     """
     points: list[tuple[Cell, float, float]] = []
     for cell in cells:
-        found = [row for row in rows(cell) if row["task"] in tasks]
-        if len(found) < len(tasks):
+        scores = [row for row in rows(cell) if row["task"] in tasks]
+        if len(scores) < len(tasks):
             return ""
-        error = math.sqrt(sum((row["se"] or 0.0) ** 2 for row in found)) / len(found)
-        points.append((cell, sum(row["score"] for row in found) / len(found), error))
+        error = math.sqrt(sum((row["se"] or 0.0) ** 2 for row in scores)) / len(scores)
+        points.append((cell, sum(row["score"] for row in scores) / len(scores), error))
     if len({cell["nbytes"] for cell in cells}) < 2:
         return ""
     front = unbeaten(points, lambda point: point[0]["nbytes"], lambda point: -point[1])
@@ -78,9 +78,9 @@ def _grid(cells: Sequence[Cell], tasks: Sequence[str]) -> str:
     """Return the share of right answers by cell and task, with a star where the paired test finds a difference."""
     shown: list[list[html.Cell]] = []
     for cell in cells:
-        found = {row["task"]: row for row in rows(cell)}
-        scores = [_score(found.get(task)) for task in tasks]
-        mean = sum(row["score"] for row in found.values()) / len(found)
+        by_task = {row["task"]: row for row in rows(cell)}
+        scores = [_score(by_task.get(task)) for task in tasks]
+        mean = sum(row["score"] for row in by_task.values()) / len(by_task)
         shown.append([cell["label"], cell["nbytes"] / MIB, *scores, f"{mean:.1%}"])
     caption = f"Right answers by recipe and task; * differs from the original (McNemar, p < {SIGNIFICANT})"
     return html.table(caption, ("recipe", "MiB", *tasks, "mean"), shown)

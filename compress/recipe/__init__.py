@@ -1,7 +1,7 @@
 """Read recipes from YAML with strict keys and types, and write them back with every default."""
 
-from compress.recipe.read import ambiguous, describe, dump, fingerprint, load, names, text
-from compress.recipe.schema import CalibrationConfig, Recipe, Rule, Step, Target
+from compress.recipe.read import ambiguous, describe, is_paper, load, names, text
+from compress.recipe.schema import CalibrationConfig, Recipe, Rule, Step, Target, dump, fingerprint
 
 __all__ = [
     "CalibrationConfig",
@@ -13,6 +13,7 @@ __all__ = [
     "describe",
     "dump",
     "fingerprint",
+    "is_paper",
     "load",
     "names",
     "text",

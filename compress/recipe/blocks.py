@@ -1,4 +1,4 @@
-"""Read the blocks of a recipe that name a plugin and its settings, from YAML nodes to data."""
+"""Read the blocks of a recipe that name a plugin and its settings: schemes, tables, transforms, tuning, the cache."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from yaml import Node, ScalarNode, SequenceNode
 from compress import plugins
 from compress.errors import RecipeError
 from compress.kv.settings import CacheSettings, cache_settings
-from compress.recipe.yaml import Entries, check_keys, error_at, found, mapping, plain, sequence, value
+from compress.recipe.schema import Step
+from compress.recipe.yaml import Entries, check_keys, describe_node, error_at, mapping, plain, sequence, value
 
 if TYPE_CHECKING:
     from compress.types import Scheme
 
-SCHEME_KEYS = ("method", "incoherence", "activations", "lowrank")  # beside the method's settings
-TABLE_METHOD, TABLE_BITS = "rtn", 8  # of embeddings and head, where their sections do not say otherwise
+SCHEME_KEYS = ("method", "incoherence", "activations", "lowrank")
+# What embeddings and head get where their sections do not say otherwise.
+TABLE_METHOD, TABLE_BITS = "rtn", 8
+# Scope of a step of tuning -> what it tunes.
+TUNED = {"block": "blocks", "model": "the whole model"}
 RULE_KEYS = ("match", "match_any", "keep", *SCHEME_KEYS)
 
 
@@ -38,7 +42,7 @@ def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sche
     else:
         raise error_at(at, f"{where} needs a method, one of {', '.join(plugins.names('quant'))}")
     settings = {key: entry for key, entry in entries.items() if key not in SCHEME_KEYS}
-    config = built(settings, at, f"{where} ({base.method})", base.config, RULE_KEYS if above else SCHEME_KEYS)
+    config = build(settings, at, f"{where} ({base.method})", base.config, RULE_KEYS if above else SCHEME_KEYS)
     activations = _part(entries, "activations", base.activations, Activations())
     lowrank = _part(entries, "lowrank", base.lowrank, Correction())
     return Scheme(base.method, config, value(entries, "incoherence", bool, base.incoherence), activations, lowrank)
@@ -66,11 +70,11 @@ def table(entries: Entries, section: str) -> Scheme | None:
     settings = mapping(node, section)
     if is_kept(settings, section):
         return None
-    found = scheme(settings, at, section, table_default())
-    if section == "embeddings" and (found.incoherence or found.activations is not None or found.lowrank is not None):
+    chosen = scheme(settings, at, section, table_default())
+    if section == "embeddings" and (chosen.incoherence or chosen.activations is not None or chosen.lowrank is not None):
         raise error_at(at, "embeddings: their rows are looked up; remove incoherence, activations and lowrank")
-    check_table(found, at, section)
-    return found
+    check_table(chosen, at, section)
+    return chosen
 
 
 def table_default() -> Scheme:
@@ -80,12 +84,12 @@ def table_default() -> Scheme:
     return Scheme(TABLE_METHOD, plugins.load("quant", TABLE_METHOD).Config(bits=TABLE_BITS))
 
 
-def check_table(found: Scheme, at: Node, where: str) -> None:
+def check_table(chosen: Scheme, at: Node, where: str) -> None:
     """Raise RecipeError for a scheme that needs what only linears of blocks have."""
-    lowrank = found.lowrank
+    lowrank = chosen.lowrank
     if lowrank is not None and (lowrank.train or lowrank.train_blocks or lowrank.metric == "fisher"):
         raise error_at(at, f"{where}: lowrank cannot be trained, nor weighed by gradients, outside of the blocks")
-    if found.activations is not None and found.activations.scale == "tensor":
+    if chosen.activations is not None and chosen.activations.scale == "tensor":
         raise error_at(at, f"{where}: activations can have a scale of each token only; set scale: token")
 
 
@@ -94,9 +98,9 @@ def _part(entries: Entries, key: str, base: Any, default: Any) -> Any:
     if key not in entries:
         return base
     at, node = entries[key]
-    if isinstance(node, ScalarNode) and found(node) == "nothing":
+    if isinstance(node, ScalarNode) and describe_node(node) == "nothing":
         return None
-    return built(mapping(node, key), at, key, base or default)
+    return build(mapping(node, key), at, key, base or default)
 
 
 def method(entries: Entries, kind: str = "quant") -> ModuleType:
@@ -116,7 +120,7 @@ def say_renamed(name: str, present: str) -> None:
         print(f"method {name!r} of the recipe is called {present!r} now", file=sys.stderr)
 
 
-def built(entries: Entries, at: Node, where: str, base: Any, beside: Sequence[str] = ()) -> Any:
+def build(entries: Entries, at: Node, where: str, base: Any, beside: Sequence[str] = ()) -> Any:
     """Return the dataclass instance `base` with the values of `entries`; beside: other keys that the block may hold."""
     hints = plugins.hints(base)
     entries = _without_removed(entries, base, where)
@@ -158,3 +162,45 @@ def cache(at: Node, node: Node) -> CacheSettings:
         return error_at(key, message)
 
     return cache_settings(plain(node, "kv_cache"), error)
+
+
+def transforms(entries: Entries) -> tuple[Step, ...]:
+    """Return the transforms; one of the whole model comes first and once: it would undo those of blocks."""
+    steps: list[Step] = []
+    scopes: list[str] = []
+    for node in sequence(entries, "transform"):
+        block = mapping(node, "a transform")
+        if "method" not in block:
+            raise error_at(node, f"a transform needs a method, one of {', '.join(plugins.names('transform'))}")
+        module = method(block, "transform")
+        name = plugins.current("transform", value(block, "method", str), block)
+        if module.SCOPE == "model" and scopes:
+            raise error_at(
+                node, f"{name} must be the first transform: a scale that is folded into a norm before it has no effect"
+            )
+        rest = {key: entry for key, entry in block.items() if key != "method"}
+        steps.append(Step(name, build(rest, node, f"transform ({name})", module.Config(), ("method",))))
+        scopes.append(module.SCOPE)
+    return tuple(steps)
+
+
+def tuning(entries: Entries) -> tuple[Step, ...]:
+    """Return how stored numbers are tuned: by one step or a list, blocks before the whole model, each scope once."""
+    if "tune" not in entries:
+        return ()
+    at, node = entries["tune"]
+    if "quantize" not in entries:
+        raise error_at(at, "tune needs quantize, which this recipe does not have")
+    steps: dict[str, Step] = {}
+    for part in sequence(entries, "tune") if isinstance(node, SequenceNode) else [node]:
+        block = mapping(part, "tune")
+        if "method" not in block:
+            raise error_at(part, f"tune needs a method, one of {', '.join(plugins.names('tune'))}")
+        module, name = method(block, "tune"), value(block, "method", str)
+        if (scope := module.SCOPE) in steps:
+            raise error_at(part, f"{name}: {steps[scope].method} tunes {TUNED[scope]} already; remove one of them")
+        if steps and scope == "block":
+            raise error_at(part, f"{name} tunes blocks while they are quantized; put it before {steps['model'].method}")
+        rest = {key: entry for key, entry in block.items() if key != "method"}
+        steps[scope] = Step(name, build(rest, part, f"tune ({name})", module.Config(), ("method",)))
+    return tuple(steps.values())

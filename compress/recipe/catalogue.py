@@ -1,8 +1,7 @@
-"""List the built-in recipes by purpose, with what their headers and their settings say about bits, data and cost.
+"""List the built-in recipes by purpose, with their bits, what they read, and their cost.
 
-A header is the comment block at the top of a recipe: `# Goal: ...`, `# Method: ...`, and what was measured (`# Measured
-DATE on ...`, `# Not measured ...` or `# Quality not measured.`). `compress recipes` and docs/generate_recipes.py show
-the same list.
+Figures are those of the section `measured` of a recipe (compress/recipe/facts.py); the rest follows from its settings.
+`compress recipes` and docs/generate_recipes.py show the same list.
 """
 
 from __future__ import annotations
@@ -16,24 +15,31 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from compress import plugins
-from compress.recipe.read import load, names, text
+from compress.recipe import facts
+from compress.recipe.facts import About, Measurement
+from compress.recipe.read import is_paper, load, names, text
+from compress.recipe.yaml import compose, mapping
 
-SMALLER_LAYERS = {"lord", "cut", "structured"}  # methods that store fewer numbers instead of fewer bits
-BLOCK_SCORES = {"lim", "zd"}  # of allocators: scores that need no measurement of every option
+# Methods that store fewer numbers instead of fewer bits.
+SMALLER_LAYERS = {"lord", "cut", "structured"}
+# Scores of allocators that need no measurement of every option.
+CHEAP_SCORES = {"lim", "zd"}
 
-PURPOSES = (  # in the order in which they are shown
-    "Weights, 2 bits",
-    "Weights, 3 bits",
-    "Weights, 4 bits",
-    "Weights, 8 bits",
-    "Weights and activations",
-    "Key-value cache",
-    "Weights and key-value cache",
-    "Bit allocation",
-    "Low rank and smaller layers",
-)
-_OF_WEIGHTS = {purpose: int(purpose.split()[1]) for purpose in PURPOSES if purpose.endswith(" bits")}
-PLANNED_SHAPE = (4096, 4096)  # of a weight whose bits stand for those of a recipe that is not measured
+# Purpose -> its name in a narrow table, in the order in which recipes are shown.
+PURPOSES = {
+    "Weights, 2 bits": "weights, 2 bits",
+    "Weights, 3 bits": "weights, 3 bits",
+    "Weights, 4 bits": "weights, 4 bits",
+    "Weights, 8 bits": "weights, 8 bits",
+    "Weights and activations": "activations, too",
+    "Key-value cache": "cache",
+    "Weights and key-value cache": "cache, too",
+    "Bit allocation": "mixed bits",
+    "Low rank and smaller layers": "low rank",
+}
+BITS_OF_PURPOSES = {purpose: int(purpose.split()[1]) for purpose in PURPOSES if purpose.endswith(" bits")}
+# The weight whose bits stand for those of a recipe that is not measured.
+PLANNED_SHAPE = (4096, 4096)
 WHERE_TO_START = {
     "trellis4bit": "for 4 bits",
     "int4": "for engines that read integers",
@@ -50,31 +56,31 @@ COSTS: dict[Cost, str] = {
 }
 
 
-class Header(NamedTuple):
-    """The three parts of a recipe's comment block, each one line of text."""
-
-    goal: str
-    method: str
-    measured: str
-
-
-class Entry(NamedTuple):
-    """One built-in recipe: its name, its YAML data and its header."""
+class ListedRecipe(NamedTuple):
+    """One built-in recipe: its name, its YAML data, and what it states about itself."""
 
     name: str
     data: dict[str, Any]
-    header: Header
+    about: About = About()
+    measured: tuple[Measurement, ...] = ()
 
     @property
     def description(self) -> str:
         return str(self.data["description"])
 
     @property
+    def is_paper(self) -> bool:
+        """Whether the recipe lies in recipes/papers."""
+        return is_paper(self.name)
+
+    @property
     def bits(self) -> str:
-        """Stored bits per weight, or per coded number of a cache, as measured; else those aimed at, or ""."""
-        bits = figure(r"([\d.]+) (?:stored bits per weight|bits a coded number)", self.header.measured)
-        bits = bits or figure(r"; (\d+) bits a coded number", self.header.method)
-        return bits or figure(r"^([\d.]+)bpw$", str(self.data.get("allocate", {}).get("target")))
+        """Bits per weight, or per coded number of a cache: as measured, else as aimed at, else as planned, or ""."""
+        measured = next((figure for run in self.measured if (figure := run.bpw or run.bits)), "")
+        target = re.match(r"([\d.]+)bpw$", str(self.data.get("allocate", {}).get("target")))
+        if measured or target or "allocate" in self.data or "quantize" not in self.data:
+            return measured or (target[1] if target else "")
+        return f"{_planned_bits(self.name):.4g}"
 
     @property
     def purpose(self) -> str:
@@ -90,8 +96,7 @@ class Entry(NamedTuple):
             return "Weights and key-value cache"
         if "lowrank" in quantize or quantize["method"] in SMALLER_LAYERS:
             return "Low rank and smaller layers"
-        bits = float(self.bits) if self.bits else _planned_bits(self.name)
-        return min(_OF_WEIGHTS, key=lambda purpose: abs(_OF_WEIGHTS[purpose] - bits))
+        return min(BITS_OF_PURPOSES, key=lambda purpose: abs(BITS_OF_PURPOSES[purpose] - float(self.bits)))
 
     @property
     def cost(self) -> Cost:
@@ -100,7 +105,7 @@ class Entry(NamedTuple):
         trained = any(map(_trains, [*(scheme.get("lowrank") or {} for scheme in schemes), *transforms]))
         if trained or "tune" in self.data:
             return "training"
-        if "allocate" in self.data and _damages(self.data["allocate"]) - BLOCK_SCORES:
+        if "allocate" in self.data and _damages(self.data["allocate"]) - CHEAP_SCORES:
             return "search"
         by_block = any(plugins.constant("transform", step["method"], "SCOPE") == "block" for step in transforms)
         cache = self.data.get("kv_cache", {})
@@ -111,34 +116,25 @@ class Entry(NamedTuple):
         return "data-free"
 
 
-def entries() -> list[Entry]:
-    """The built-in recipes by name; ValueError if a header lacks a part."""
-    return [Entry(name, yaml.safe_load(text(name)), header(name)) for name in names()]
+def entries() -> list[ListedRecipe]:
+    """The built-in recipes by name, those of papers behind the others."""
+    return [entry(name) for name in names()]
 
 
-def by_purpose() -> dict[str, list[Entry]]:
+def entry(name: str) -> ListedRecipe:
+    """One built-in recipe."""
+    sections = mapping(compose(text(name), f"{name}.yaml"), "the recipe")
+    return ListedRecipe(name, yaml.safe_load(text(name)), facts.about(sections), facts.measurements(sections))
+
+
+def by_purpose() -> dict[str, list[ListedRecipe]]:
     """Purpose -> its recipes, those of fewer bits first, then those of less loss; ValueError if one has no purpose."""
-    groups: dict[str, list[Entry]] = {purpose: [] for purpose in PURPOSES}
+    groups: dict[str, list[ListedRecipe]] = {purpose: [] for purpose in PURPOSES}
     for entry in sorted(entries(), key=_order):
         if entry.purpose not in groups:
             raise ValueError(f"{entry.name}: PURPOSES has no {entry.purpose!r}")
         groups[entry.purpose].append(entry)
     return groups
-
-
-def header(name: str) -> Header:
-    """The header of a built-in recipe."""
-    comment = []
-    for line in text(name).splitlines():
-        if not line.startswith("#"):
-            break
-        comment.append(line.lstrip("# ").strip())
-    parts = re.fullmatch(r"Goal: (.+?) Method: (.+?) ((?:Measured|(?:Quality n|N)ot measured).+)", " ".join(comment))
-    if parts is None:
-        raise ValueError(
-            f"{name}.yaml: the header needs Goal:, Method: and Measured or Quality not measured, in this order"
-        )
-    return Header(*parts.groups())
 
 
 def _planned_bits(name: str) -> float:
@@ -150,12 +146,6 @@ def _planned_bits(name: str) -> float:
     method = plugins.load("quant", scheme.method)
     stored = Stored(method.FORMAT, method.plan_params(scheme.config, PLANNED_SHAPE))
     return 8 * formats.nbytes(stored, PLANNED_SHAPE) / math.prod(PLANNED_SHAPE)
-
-
-def figure(pattern: str, words: str) -> str:
-    """The first group of the pattern's first match, "" if there is none."""
-    match = re.search(pattern, words)
-    return match[1] if match else ""
 
 
 def _schemes(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -193,6 +183,6 @@ def _codecs(block: dict[str, Any]) -> set[str]:
     return {block[key] for key in ("method",) if key in block}.union(*map(_codecs, filter(None, inner)))
 
 
-def _order(entry: Entry) -> tuple[float, float]:
-    loss = figure(r"KL to the (?:original|exact cache) ([\d.]+)", entry.header.measured)
+def _order(entry: ListedRecipe) -> tuple[float, float]:
+    loss = next((run.kl for run in entry.measured if run.kl), "")
     return float(entry.bits or "inf"), float(loss or "inf")

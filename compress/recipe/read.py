@@ -1,4 +1,4 @@
-"""Read recipes from YAML, strictly, and write them back.
+"""Read recipes from YAML, strictly.
 
     name: gptq4                # by default that of the file
     description: 4-bit GPTQ, one scale for 128 weights
@@ -50,71 +50,97 @@
 Only `quantize.method` or `kv_cache.method` is required; without `quantize` all weights stay as they are. Keys and types
 come from the dataclasses; anything else is an error with its line.
 
-An override `key=value` ("quantize.bits=3", "rules.0.bits=2", "ignore=[]") replaces one value of the file
-(compress/recipe/overrides.py).
+An override `key=value` ("quantize.bits=3", "rules.0.bits=2", "ignore=[]") replaces one value of the tree, which is then
+read like a file that says so. A key without dots that is not a top-level key is a setting of `quantize`. A new method
+keeps those settings of the file that it has, too; settings that are overrides themselves must be the new method's,
+whatever their order.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import yaml
-from yaml import Node, ScalarNode, SequenceNode
+from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from compress import plugins
-from compress.errors import RecipeError, shown
-from compress.recipe import table_options
-from compress.recipe.blocks import built, cache, is_kept, method, scheme, table, table_default
-from compress.recipe.cache_options import cache_options
-from compress.recipe.overrides import overridden
-from compress.recipe.renamed import current
-from compress.recipe.schema import (
-    ALLOCATE_KEYS,
-    KEEP,
-    OF_EXPERTS,
-    RENAMED,
-    TABLES,
-    TOP_KEYS,
-    Allocation,
-    CacheEstimator,
-    CalibrationConfig,
-    Recipe,
-    Rule,
-    Target,
-    Units,
-    settings,
+from compress.errors import RecipeError, cut, shown
+from compress.kv.settings import POLICY_KEYS, SECTION_KEYS
+from compress.recipe import facts
+from compress.recipe.allocation import allocation
+from compress.recipe.blocks import (
+    RULE_KEYS,
+    SCHEME_KEYS,
+    build,
+    cache,
+    fields,
+    is_kept,
+    method,
+    scheme,
+    table,
+    transforms,
+    tuning,
 )
-from compress.recipe.steps import plain_step, plain_tuning, transforms, tuning
-from compress.recipe.yaml import Entries, check_keys, compose, error_at, mapping, rename, sequence, value
+from compress.recipe.schema import ALLOCATE_KEYS, KEEP, RENAMED, TABLES, TOP_KEYS, CalibrationConfig, Recipe, Rule
+from compress.recipe.yaml import (
+    OVERRIDE,
+    Entries,
+    check_keys,
+    compose,
+    error_at,
+    is_override,
+    mapping,
+    rename,
+    replace_at,
+    say_renamed,
+    sequence,
+    value,
+)
 from compress.storage.files import open_regular
 
 if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
     from compress.types import ExpertPruning, Scheme
 
-ALLOCATOR = "knapsack"  # where a target is given and no method
-BITS = (2, 3, 4, 5, 6, 8)  # offered where a recipe lists no options
-TOWER = "rtn"  # for linears beside the text model, where a rule of `towers` names no method
-FILE_LIMIT = 16 << 20  # bytes
+# What quantizes linears beside the text model where a rule of `towers` names nothing else.
+TOWER_METHOD = "rtn"
+MAX_FILE_NBYTES = 16 << 20
+PACKAGE, PAPERS = "compress.recipes", "papers"
 
 
 def names() -> list[str]:
-    """Return the names of the built-in recipes, sorted."""
-    listed = (entry.name for entry in files("compress.recipes").iterdir())
-    return sorted(name.removesuffix(".yaml") for name in listed if name.endswith(".yaml"))
+    """Return the names of the built-in recipes, sorted, those of papers behind the others."""
+    return [*_names_in(files(PACKAGE)), *_names_in(files(PACKAGE) / PAPERS)]
+
+
+def is_paper(name: str) -> bool:
+    """Return whether a built-in recipe lies in recipes/papers, which holds what is not on the frontier."""
+    return name in _names_in(files(PACKAGE) / PAPERS)
 
 
 def text(name: str) -> str:
     """Return the YAML of a built-in recipe, comments included."""
     if name not in names():
-        raise RecipeError(plugins.unknown("recipe", name, names()))
-    return (files("compress.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
+        raise RecipeError(_unknown(name))
+    folder = files(PACKAGE) / PAPERS if is_paper(name) else files(PACKAGE)
+    return (folder / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def _names_in(folder: Traversable) -> list[str]:
+    """Return the names of the recipes in a folder, sorted; none where there is no such folder."""
+    entries = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml"))
+
+
+def _unknown(name: str) -> str:
+    """Return the error for a recipe that does not exist, with the names that are close to it."""
+    close = plugins.close_words(name, names(), 3)
+    guess = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"unknown recipe {shown(name)}; {guess}`compress recipes --all` lists them"
 
 
 def describe(name: str) -> str:
@@ -136,10 +162,10 @@ def load(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
     elif os.path.isdir(name_or_file):
         raise RecipeError(f"{name_or_file} is a directory; give a YAML file, or a built-in recipe (`compress recipes`)")
     else:
-        raise RecipeError(f"there is no such file, and {plugins.unknown('recipe', name_or_file, names())}")
+        raise RecipeError(f"there is no such file, and {_unknown(name_or_file)}")
     rename(root, RENAMED)
     recipe = _recipe(root, name)
-    return _recipe(overridden(root, overrides), name) if overrides else recipe
+    return _recipe(apply_overrides(root, overrides), name) if overrides else recipe
 
 
 def ambiguous(name: str) -> str | None:
@@ -149,81 +175,18 @@ def ambiguous(name: str) -> str | None:
     return f"{name} is the built-in recipe; the file of this name is ./{name}"
 
 
-def dump(recipe: Recipe) -> str:
-    """Return YAML with every default written out; loads back to an equal recipe."""
-    return yaml.safe_dump(_plain(recipe), sort_keys=False, allow_unicode=True, width=120)
-
-
-def fingerprint(recipe: Recipe) -> str:
-    """Return the sha256 (hex) of everything that decides numbers: all but the name and the description.
-
-    calibration.bos is left out where it is auto: what samples begin with is then the tokenizer's matter, and recipes
-    keep the fingerprint that they had before there was this key.
-    """
-    content = {key: part for key, part in _plain(recipe).items() if key not in ("name", "description")}
-    if recipe.calibration.bos == "auto":
-        del content["calibration"]["bos"]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _plain(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe in the layout of its YAML."""
-
-    return {
-        "name": recipe.name,
-        "description": recipe.description,
-        "calibration": dataclasses.asdict(recipe.calibration),
-        "transform": [plain_step(step) for step in recipe.transform],
-        **({"quantize": settings(recipe.quantize)} if recipe.packs else {}),
-        "rules": [_plain_rule(rule) for rule in recipe.rules],
-        "ignore": list(recipe.ignore),
-        **{key: settings(found) for key in TABLES if (found := getattr(recipe, key)) is not None},
-        **({"allocate": _plain_allocation(recipe.allocate)} if recipe.allocate is not None else {}),
-        **plain_tuning(recipe.tune),
-        **({"experts": dataclasses.asdict(recipe.experts)} if recipe.experts is not None else {}),
-        **({"kv_cache": recipe.kv_cache.plain()} if recipe.kv_cache is not None else {}),
-        **({"towers": [_plain_rule(rule) for rule in recipe.towers]} if recipe.towers else {}),
-        **({"export": recipe.export} if recipe.export is not None else {}),
-    }
-
-
-def _plain_allocation(allocation: Allocation) -> dict[str, Any]:
-    return {
-        "method": allocation.method,
-        "target": allocation.target.text if allocation.target is not None else None,
-        "options": [_kept_or(option) for option in allocation.options],
-        **({"tables": [_kept_or(option) for option in allocation.tables]} if allocation.tables else {}),
-        "units": allocation.units,
-        "samples": allocation.samples,
-        "context": allocation.context,
-        "cache_bits": list(allocation.cache_bits),
-        **({"cache_options": [dict(each) for each in allocation.cache_options]} if allocation.cache_options else {}),
-        "cache_estimator": allocation.cache_estimator,
-        **dataclasses.asdict(allocation.config),
-    }
-
-
-def _kept_or(scheme: Scheme | None) -> dict[str, Any]:
-    return settings(scheme) if scheme is not None else {"keep": True}
-
-
-def _plain_rule(rule: Rule) -> dict[str, Any]:
-    match = rule.match[0] if len(rule.match) == 1 else list(rule.match)
-    return {"match_any" if rule.alternatives else "match": match, **_kept_or(rule.scheme)}
-
-
 def _from_file(path: Path) -> Node:
     """Return the tree of a file; one that is no recipe but text is refused without a word of it in the error."""
     try:
         with open_regular(path) as stream:
-            raw = stream.read(FILE_LIMIT + 1)
+            raw = stream.read(MAX_FILE_NBYTES + 1)
         content = raw.decode("utf-8")
     except OSError as error:
         raise RecipeError(f"cannot read the recipe {path}: {error.strerror}; give a YAML file") from error
     except UnicodeDecodeError as error:
         raise RecipeError(f"cannot read the recipe {path}: it is not utf-8 text; give a YAML file") from error
-    if len(raw) > FILE_LIMIT:
-        raise RecipeError(f"{path} is not a recipe: it has more than {FILE_LIMIT >> 20} MiB; give a YAML file")
+    if len(raw) > MAX_FILE_NBYTES:
+        raise RecipeError(f"{path} is not a recipe: it has more than {MAX_FILE_NBYTES >> 20} MiB; give a YAML file")
     root = compose(content, str(path))
     if isinstance(root, ScalarNode) and root.value:
         raise error_at(root, "a recipe must be keys with values, found text; give a YAML file")
@@ -233,11 +196,12 @@ def _from_file(path: Path) -> Node:
 def _recipe(root: Node, default_name: str) -> Recipe:
     entries = mapping(root, "a recipe")
     check_keys(entries, TOP_KEYS, "the recipe")
+    facts.about(entries), facts.measurements(entries)  # checked, and left out: they decide nothing
     quantize = _quantize(entries, root)
     calibration = CalibrationConfig()
     if "calibration" in entries:
         at, block = entries["calibration"]
-        calibration = built(mapping(block, "calibration"), at, "calibration", calibration)
+        calibration = build(mapping(block, "calibration"), at, "calibration", calibration)
     return Recipe(
         name=value(entries, "name", str, default_name),
         description=value(entries, "description", str, ""),
@@ -246,7 +210,7 @@ def _recipe(root: Node, default_name: str) -> Recipe:
         rules=tuple(_rule(node, quantize) for node in sequence(entries, "rules")),
         ignore=value(entries, "ignore", tuple[str, ...], ()),
         transform=transforms(entries),
-        allocate=_allocation(entries, quantize),
+        allocate=allocation(entries, quantize),
         tune=tuning(entries),
         experts=_experts(entries),
         kv_cache=cache(*entries["kv_cache"]) if "kv_cache" in entries else None,
@@ -274,7 +238,8 @@ def _towers(entries: Entries) -> tuple[Rule, ...]:
     nodes = sequence(entries, "towers")
     if nodes and "quantize" not in entries:
         raise error_at(entries["towers"][0], "towers needs quantize, which this recipe does not have")
-    return tuple(_rule(node, Scheme(TOWER, plugins.load("quant", TOWER).Config(bits=8))) for node in nodes)
+    above = Scheme(TOWER_METHOD, plugins.load("quant", TOWER_METHOD).Config(bits=8))
+    return tuple(_rule(node, above) for node in nodes)
 
 
 def _quantize(entries: Entries, root: Node) -> Scheme:
@@ -299,78 +264,7 @@ def _experts(entries: Entries) -> ExpertPruning | None:
     if "experts" not in entries:
         return None
     at, node = entries["experts"]
-    return built(mapping(node, "experts"), at, "experts", ExpertPruning())
-
-
-def _allocation(entries: Entries, quantize: Scheme) -> Allocation | None:
-    if "allocate" not in entries:
-        return None
-    at, node = entries["allocate"]
-    block = current(mapping(node, "allocate"))
-    if "method" in block:
-        module, name = method(block, "allocate"), value(block, "method", str)
-    else:
-        module, name = plugins.load("allocate", ALLOCATOR), ALLOCATOR
-    listed = sequence(block, "options")
-    context = _context(block, entries)
-    if quantize.method == KEEP and listed:
-        raise error_at(block["options"][0], "allocate: options are for weights and need quantize; offer cache_bits")
-    options: tuple[Scheme | None, ...] = tuple(_option(option, quantize) for option in listed)
-    if quantize.method != KEEP and not listed:
-        options = _all_bits(quantize, at)
-    if quantize.method != KEEP and len(set(options)) < max(2, len(options)):
-        raise error_at(block["options"][0] if listed else at, "allocate needs two or more options, all different")
-    target = value(block, "target", str | None)
-    units = value(block, "units", Units, "fused")
-    samples = value(block, "samples", int, Allocation.samples)
-    rest = {key: entry for key, entry in block.items() if key not in ALLOCATE_KEYS}
-    config = built(rest, at, f"allocate ({name})", module.Config(), ALLOCATE_KEYS)
-    if samples < 1:
-        raise error_at(block["samples"][0], f"allocate: samples {samples} is not positive")
-    if units != "expert" and module.needs(config) & OF_EXPERTS:
-        raise error_at(at, f"allocate: {name} chooses for whole experts; set allocate.units to expert, not {units}")
-    tables = tuple(_option(option, table_default()) for option in sequence(block, "tables"))
-    table_options.check(tables, block, entries, quantize)
-    table_options.check_damages(block, name, config, module.needs(config))
-    bits = value(block, "cache_bits", tuple[float, ...], ())
-    try:
-        wanted = Target(target) if target is not None else None
-        if wanted is not None and context is not None and wanted.unit in ("bpw", "kl"):
-            raise ValueError(f"a target with a context is a size (24GiB), not {target}")
-    except ValueError as error:
-        raise error_at(block["target"][0], f"allocate: {error}") from error
-    estimator = value(block, "cache_estimator", CacheEstimator, Allocation.cache_estimator)
-    offered = cache_options(block, entries, estimator)
-    return Allocation(name, config, options, wanted, units, samples, context, bits, estimator, offered, tables)
-
-
-def _context(block: Entries, entries: Entries) -> int | None:
-    """Return how many tokens' cache is within the target."""
-    context = value(block, "context", int | None)
-    if context is not None and context < 1:
-        raise error_at(block["context"][0], f"allocate: context {context} is not positive")
-    asked = {"context": context, "cache_bits": value(block, "cache_bits", tuple[float, ...], ())}
-    for key in [key for key, given in asked.items() if given and "kv_cache" not in entries]:
-        raise error_at(block[key][0], f"allocate: {key} needs kv_cache; use a recipe that has it, such as w4kv4")
-    return context
-
-
-def _option(node: Node, above: Scheme) -> Scheme | None:
-    entries = mapping(node, "an option")
-    return None if is_kept(entries, "an option") else scheme(entries, node, "an option", above)
-
-
-def _all_bits(quantize: Scheme, at: Node) -> tuple[Scheme, ...]:
-    """Return the scheme at every number of bits that its method takes."""
-    options = []
-    for bits in BITS:
-        try:
-            options.append(dataclasses.replace(quantize, config=dataclasses.replace(quantize.config, bits=bits)))
-        except (TypeError, ValueError):  # no such setting, or not this number
-            continue
-    if len(options) < 2:
-        raise error_at(at, f"allocate: {quantize.method} has no bits to choose; list the options")
-    return tuple(options)
+    return build(mapping(node, "experts"), at, "experts", ExpertPruning())
 
 
 def _rule(node: Node, above: Scheme) -> Rule:
@@ -388,5 +282,68 @@ def _rule(node: Node, above: Scheme) -> Rule:
     if not match:
         raise error_at(at, f"{key} is an empty list; name a linear, or remove the rule")
     where = f"the rule for {shown(match[0])}"
-    found = None if is_kept(entries, where) else scheme(entries, node, where, above)
-    return Rule(match, found, key == "match_any")
+    chosen = None if is_kept(entries, where) else scheme(entries, node, where, above)
+    return Rule(match, chosen, key == "match_any")
+
+
+def apply_overrides(root: Node, overrides: Sequence[str]) -> Node:
+    """Return the tree of a valid recipe with the values of `overrides`, which are still to be checked."""
+    for override in overrides:
+        root = _apply_override(root, override)
+    entries = mapping(root, "the recipe")
+    quantize = mapping(entries["quantize"][1], "quantize") if "quantize" in entries else {}
+    if "method" not in quantize:
+        return root
+    config = method(quantize).Config
+    known = [*SCHEME_KEYS, *fields(config)]
+    others = [*TOP_KEYS, *(f"calibration.{name}" for name in fields(CalibrationConfig))]
+    for override in overrides:
+        key = _key(override)
+        if _is_bare(key) and key not in known and key not in plugins.removed_keys(config):
+            raise RecipeError(f"{OVERRIDE}{cut(override)}: {plugins.unknown('key', key, [*known, *others])}")
+    return root
+
+
+def _apply_override(root: Node, override: str) -> Node:
+    source, key = f"{OVERRIDE}{cut(override)}", _key(override)
+    path = ["quantize", key] if _is_bare(key) else key.split(".")
+    if "=" not in override or "" in path:
+        raise RecipeError(f"{source}: expected key=value, with dots between the parts of a nested key")
+    if new_name := RENAMED.get((path[0], path[-1])) if len(path) == 2 else None:
+        say_renamed(source, key, new_name)
+        path = [path[0], new_name]
+    new = compose(override.partition("=")[2], source)
+    root = replace_at(root, path, lambda old: new, source)
+    if path == ["quantize", "method"] or (path[0] == "rules" and path[2:] == ["method"]):
+        root = _drop_unknown_settings(root, path[:-1], method({"method": (new, new)}).Config, source)
+    if path == ["allocate", "method"]:
+        root = _drop_unknown_settings(root, path[:-1], method({"method": (new, new)}, "allocate").Config, source)
+    if path == ["kv_cache", "method"]:
+        root = _drop_unknown_settings(root, path[:-1], method({"method": (new, new)}, "kv").Config, source)
+    return root
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()
+
+
+def _is_bare(key: str) -> bool:
+    """Return whether a key of an override stands for a setting of `quantize`."""
+    return "." not in key and key not in TOP_KEYS
+
+
+def _drop_unknown_settings(root: Node, path: Sequence[str], config: type, source: str) -> Node:
+    """Return the tree without the settings, at `path` and in rules that build on it, that `config` does not have."""
+    sections = {"allocate": ALLOCATE_KEYS, "kv_cache": ("method", *SECTION_KEYS, *POLICY_KEYS)}
+    known = [*sections.get(path[0], RULE_KEYS), *fields(config)]
+
+    def keep_known(block: MappingNode) -> Node:
+        pairs = [(key, content) for key, content in block.value if key.value in known or is_override(key)]
+        return MappingNode(block.tag, pairs, block.start_mark, block.end_mark)
+
+    root = replace_at(root, path, keep_known, source)
+    rules = sequence(mapping(root, "the recipe"), "rules") if path == ["quantize"] else []
+    for index, rule in enumerate(rules):
+        if "method" not in mapping(rule, "a rule"):
+            root = replace_at(root, ["rules", str(index)], keep_known, source)
+    return root

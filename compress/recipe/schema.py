@@ -1,18 +1,23 @@
-"""Define a recipe as data; compress/recipe/read.py reads it from YAML and writes it back."""
+"""Define a recipe as data, and write it as YAML; compress/recipe/read.py reads it."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+import yaml
+
 from compress import plugins
 from compress.process_memory import UNITS
+from compress.recipe import facts
 
 if TYPE_CHECKING:
     from compress.kv.settings import CacheSettings
@@ -21,7 +26,8 @@ if TYPE_CHECKING:
 KEEP = "keep"  # the option, and the method of a scheme, that leaves a weight as it is
 TABLES = ("embeddings", "head")  # sections for what lies outside of the blocks
 OTHER_KEYS = ("allocate", "tune", "experts", "kv_cache", "towers", "export")
-TOP_KEYS = ("name", "description", "calibration", "transform", "quantize", "rules", "ignore", *TABLES, *OTHER_KEYS)
+SETTING_KEYS = ("calibration", "transform", "quantize", "rules", "ignore", *TABLES, *OTHER_KEYS)
+TOP_KEYS = ("name", "description", *SETTING_KEYS, *facts.SECTIONS)
 CACHE_KEYS = ("context", "cache_bits", "cache_options", "cache_estimator")
 ALLOCATE_KEYS = (
     "method",
@@ -175,13 +181,13 @@ def option_names(options: tuple[Scheme | None, ...]) -> list[str]:
         differing = [key for key in plain if key != "method" and any(other[key] != plain[key] for other in kin)]
         if "bits" in differing and len({other["bits"] for other in kin}) == len(kin):
             differing = ["bits"]
-        parts = [_said(key, plain[key], [other[key] for other in kin]) for key in differing]
+        parts = [_setting_words(key, plain[key], [other[key] for other in kin]) for key in differing]
         parts = sorted(filter(None, parts), key=lambda part: part.startswith("+"))
         names.append(" ".join([*([option.method] if len(methods) > 1 or not parts else []), *parts]))
     return names
 
 
-def _said(key: str, value: Any, all_of_kin: list[Any]) -> str:
+def _setting_words(key: str, value: Any, all_of_kin: list[Any]) -> str:
     """Return one setting of an option in a few words; of a part, what differs between those that have it, or ""."""
     if not any(isinstance(other, dict) for other in all_of_kin):
         return f"{key}={value}"
@@ -250,3 +256,78 @@ class Recipe:
         return not any(fnmatchcase(name, pattern) for pattern in self.ignore) and not any(
             rule.matches(name) for rule in self.rules
         )
+
+
+def dump(recipe: Recipe) -> str:
+    """Return YAML with every default written out; loads back to an equal recipe."""
+    return yaml.safe_dump(_plain(recipe), sort_keys=False, allow_unicode=True, width=120)
+
+
+def fingerprint(recipe: Recipe) -> str:
+    """Return the sha256 (hex) of everything that decides numbers: all but the name and the description.
+
+    calibration.bos is left out where it is auto: what samples begin with is then the tokenizer's matter, and recipes
+    keep the fingerprint that they had before there was this key.
+    """
+    content = {key: part for key, part in _plain(recipe).items() if key not in ("name", "description")}
+    if recipe.calibration.bos == "auto":
+        del content["calibration"]["bos"]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _plain(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe in the layout of its YAML."""
+
+    tables = {key: scheme for key in TABLES if (scheme := getattr(recipe, key)) is not None}
+    return {
+        "name": recipe.name,
+        "description": recipe.description,
+        "calibration": dataclasses.asdict(recipe.calibration),
+        "transform": [plain_step(step) for step in recipe.transform],
+        **({"quantize": settings(recipe.quantize)} if recipe.packs else {}),
+        "rules": [_plain_rule(rule) for rule in recipe.rules],
+        "ignore": list(recipe.ignore),
+        **{key: settings(scheme) for key, scheme in tables.items()},
+        **({"allocate": _plain_allocation(recipe.allocate)} if recipe.allocate is not None else {}),
+        **plain_tuning(recipe.tune),
+        **({"experts": dataclasses.asdict(recipe.experts)} if recipe.experts is not None else {}),
+        **({"kv_cache": recipe.kv_cache.plain()} if recipe.kv_cache is not None else {}),
+        **({"towers": [_plain_rule(rule) for rule in recipe.towers]} if recipe.towers else {}),
+        **({"export": recipe.export} if recipe.export is not None else {}),
+    }
+
+
+def _plain_allocation(allocation: Allocation) -> dict[str, Any]:
+    return {
+        "method": allocation.method,
+        "target": allocation.target.text if allocation.target is not None else None,
+        "options": [_kept_or(option) for option in allocation.options],
+        **({"tables": [_kept_or(option) for option in allocation.tables]} if allocation.tables else {}),
+        "units": allocation.units,
+        "samples": allocation.samples,
+        "context": allocation.context,
+        "cache_bits": list(allocation.cache_bits),
+        **({"cache_options": [dict(each) for each in allocation.cache_options]} if allocation.cache_options else {}),
+        "cache_estimator": allocation.cache_estimator,
+        **dataclasses.asdict(allocation.config),
+    }
+
+
+def _kept_or(scheme: Scheme | None) -> dict[str, Any]:
+    return settings(scheme) if scheme is not None else {"keep": True}
+
+
+def _plain_rule(rule: Rule) -> dict[str, Any]:
+    match = rule.match[0] if len(rule.match) == 1 else list(rule.match)
+    return {"match_any" if rule.alternatives else "match": match, **_kept_or(rule.scheme)}
+
+
+def plain_tuning(steps: Sequence[Step]) -> dict[str, Any]:
+    """Return the section `tune` of a recipe: one step as a block, several as a list, nothing without any."""
+    plain = [plain_step(step) for step in steps]
+    return {"tune": plain if len(plain) > 1 else plain[0]} if plain else {}
+
+
+def plain_step(step: Step) -> dict[str, Any]:
+    """Return a step in the layout of its YAML."""
+    return {"method": step.method, **dataclasses.asdict(step.config)}

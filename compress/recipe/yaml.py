@@ -22,8 +22,9 @@ Entries = dict[str, tuple[Node, Node]]  # key -> the node of the key, the node o
 
 OVERRIDE = "--set "  # begins the source of what was not written in a file
 TAG = "tag:yaml.org,2002:"
-DEPTH = 32  # of lists and blocks in each other
-NODES = 100_000  # keys and values, those behind an alias counted wherever it stands
+MAX_DEPTH = 32  # lists and blocks in each other
+# Keys and values of a recipe; those behind an alias count wherever it stands.
+MAX_NODES = 100_000
 
 
 class _Loader(yaml.SafeLoader):
@@ -39,16 +40,17 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()
         is_alias = isinstance(event, AliasEvent)
         self.depth += 1
-        if self.depth > DEPTH:
-            raise RecipeError(f"{_where(event.start_mark)}: nested more than {DEPTH} deep; no recipe needs that")
+        if self.depth > MAX_DEPTH:
+            raise RecipeError(f"{_where(event.start_mark)}: nested more than {MAX_DEPTH} deep; no recipe needs that")
         node = super().compose_node(parent, index)
         self.depth -= 1
         if is_alias and id(node) not in self.sizes:
             raise RecipeError(f"{_where(event.start_mark)}: an alias inside of what it stands for; write it out")
         if node is not None and not is_alias:
             self.sizes[id(node)] = 1 + sum(self.sizes[id(child)] for child in _children(node))
-        if self.sizes.get(id(node), 0) > NODES:
-            raise RecipeError(f"{_where(event.start_mark)}: more than {NODES:,} keys and values; shorten the recipe")
+        if self.sizes.get(id(node), 0) > MAX_NODES:
+            where = _where(event.start_mark)
+            raise RecipeError(f"{where}: more than {MAX_NODES:,} keys and values; shorten the recipe")
         return node
 
 
@@ -88,11 +90,11 @@ def is_override(node: Node) -> bool:
 def mapping(node: Node, where: str) -> Entries:
     """Return the keys and values of a block; `where` names it in messages."""
     if not isinstance(node, MappingNode) or node.tag != f"{TAG}map":
-        raise error_at(node, f"{where} must be keys with values, found {found(node)}")
+        raise error_at(node, f"{where} must be keys with values, found {describe_node(node)}")
     entries: Entries = {}
     for key, content in node.value:
         if not isinstance(key, ScalarNode):
-            raise error_at(key, f"a key of {where} must be a word, found {found(key)}")
+            raise error_at(key, f"a key of {where} must be a word, found {describe_node(key)}")
         if key.value in entries:
             first = _where(entries[key.value][0].start_mark)
             raise error_at(key, f"{where} has {shown(key.value)} twice, first at {first}")
@@ -112,7 +114,7 @@ def sequence(entries: Entries, key: str) -> list[Node]:
         return []
     at, node = entries[key]
     if not isinstance(node, SequenceNode) or node.tag != f"{TAG}seq":
-        raise error_at(at, f"{key} must be a list, found {found(node)}")
+        raise error_at(at, f"{key} must be a list, found {describe_node(node)}")
     return node.value
 
 
@@ -126,7 +128,7 @@ def value(entries: Entries, key: str, hint: Any, default: Any = None) -> Any:
     at, node = entries[key]
     result = typed(_scalar(node), hint)
     if result is MISMATCH:
-        raise error_at(at, f"{key} must be {expected(hint)}, found {found(node)}")
+        raise error_at(at, f"{key} must be {expected(hint)}, found {describe_node(node)}")
     return result
 
 
@@ -138,11 +140,11 @@ def plain(node: Node, where: str) -> Any:
         return {key: plain(content, f"{where}.{key}") for key, (_, content) in mapping(node, where).items()}
     result = _scalar(node)
     if result is MISMATCH:
-        raise error_at(node, f"{where} cannot be {found(node)}")
+        raise error_at(node, f"{where} cannot be {describe_node(node)}")
     return result
 
 
-def found(node: Node) -> str:
+def describe_node(node: Node) -> str:
     """Return a node in words."""
     tag = node.tag.removeprefix(TAG)
     if tag == "str":
@@ -164,23 +166,23 @@ def say_renamed(where: str, old: str, new: str) -> None:
     print(f"compress: {where}: {old} is now called {new}", file=sys.stderr)
 
 
-def changed(node: Node | None, path: Sequence[str], change: Callable[[Any], Node], source: str) -> Node:
+def replace_at(node: Node | None, path: Sequence[str], change: Callable[[Any], Node], source: str) -> Node:
     """Return a copy of the tree with `change(old node or None)` at `path`, with the blocks on the way."""
     if not path:
         return change(node)
     head, rest = path[0], path[1:]
     if isinstance(node, SequenceNode) and head.isdecimal() and int(head) < len(node.value):
         items = list(node.value)
-        items[int(head)] = changed(items[int(head)], rest, change, source)
+        items[int(head)] = replace_at(items[int(head)], rest, change, source)
         return SequenceNode(node.tag, items, node.start_mark, node.end_mark)
     if node is not None and not isinstance(node, MappingNode):
         size = f" of {len(node.value)}, counted from 0" if isinstance(node, SequenceNode) else ""
-        raise RecipeError(f"{source}: there is no {shown(head)} in {found(node)}{size}")
+        raise RecipeError(f"{source}: there is no {shown(head)} in {describe_node(node)}{size}")
     mark = start(source)
     node = node or MappingNode(f"{TAG}map", [], mark, mark)
     old = next((content for key, content in node.value if key.value == head), None)
     pairs = [(key, content) for key, content in node.value if key.value != head]
-    pairs.append((ScalarNode(f"{TAG}str", head, mark, mark), changed(old, rest, change, source)))
+    pairs.append((ScalarNode(f"{TAG}str", head, mark, mark), replace_at(old, rest, change, source)))
     return MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
 
 

@@ -10,6 +10,8 @@
     DIR/answers/TASK.json     what the original has answered, where tasks are asked; DIR/answers/lock
     DIR/study.json, study.csv, study.html
 
+Layouts of compress/storage/json_text.py say what each file holds: a damaged one, or one of another version, is refused.
+
 Locks are those of the kernel (flock): they end with their process, so that nothing stale is left by one that was
 killed, and on a network file system that knows them they hold between machines.
 """
@@ -27,21 +29,85 @@ from pathlib import Path
 from typing import Any
 
 from compress import recipe
-from compress.errors import CheckpointError, OutputError, shown
+from compress.errors import CheckpointError, OutputError, cut, shown
 from compress.evaluate.items import Outcome, Task
-from compress.storage import json_text
+from compress.model import fingerprint
 from compress.storage.checkpoint import read_json, write_text
 from compress.storage.files import lock_descriptor, make_folder, open_lock, open_new
-from compress.storage.json_text import LINES, NUMBER, SOME, TEXT
+from compress.storage.json_text import INTEGER, LINES, NUMBER, SOME, TEXT, Maybe, mismatch
 from compress.storage.workdir import WorkDirectory, writing
-from compress.study import grid, layouts
+from compress.study import grid
 from compress.study.grid import Cell, Settings
-from compress.study.layouts import FAILED
 
 ASKED, RECIPE, RESULT, LOG, CHECKPOINT = "asked.json", "recipe.yaml", "cell.json", "log", "checkpoint"
-BEGUN = {"lock", "cells", "run.json.part"}  # in the folder of a study that has no settings yet
+# What a folder of a study holds before it has settings.
+FIRST_FILES = {"lock", "cells", "run.json.part"}
 SETTINGS = {field.name for field in dataclasses.fields(Settings)}
-OUTCOME: Any = {
+DONE, FAILED = "done", "failed"
+CELL_LAYOUT: Any = {
+    **{"name": LINES, "label": LINES, "overrides": [LINES], "calib": Maybe(LINES)},
+    **{"needs_text": (bool,), "cost": INTEGER, "has_recipe": (bool,)},
+    "settings": {
+        **{"model": LINES, "texts": [LINES], "dtype": TEXT, "device": TEXT, "keep": (bool,)},
+        **dict.fromkeys(("window", "max_tokens", "seed"), INTEGER),
+        **{"max_memory": Maybe(INTEGER), "speed": Maybe((bool,), True), "suite": Maybe(TEXT, True)},
+        **{"tasks": Maybe([LINES], True), "quantize_dtype": Maybe(TEXT, True)},
+    },
+}
+RUN_LAYOUT: Any = {"identity": {"model": TEXT}}
+RESULT_LAYOUT: Any = {  # every result
+    **{"version": INTEGER, "key": TEXT, "status": TEXT, "name": LINES, "label": LINES, "overrides": [LINES]},
+    **{"calib": Maybe(LINES)},
+}
+CACHE_LAYOUT: Any = {"bytes_per_token": NUMBER, "exact_bytes_per_token": NUMBER, "context": INTEGER}
+SCORES_LAYOUT: Any = [
+    {
+        **{"text": LINES, "tokens": INTEGER, "perplexity": NUMBER},
+        **dict.fromkeys(("kl_mean", "kl_se", "kl_p99", "same_top1", "base_perplexity"), Maybe(NUMBER, True)),
+    }
+]
+PAIRED_LAYOUT: Any = {
+    **dict.fromkeys(("difference", "difference_low", "difference_high", "p_value"), NUMBER),
+    **{"lost": INTEGER, "gained": INTEGER},
+    **dict.fromkeys(("nll_difference", "nll_low", "nll_high"), Maybe(NUMBER)),
+}
+TASKS_LAYOUT: Any = [
+    {
+        **{"task": LINES, "score": NUMBER, "n": INTEGER, "paired": Maybe(PAIRED_LAYOUT)},
+        **dict.fromkeys(("se", "base", "nll", "nll_se"), Maybe(NUMBER)),
+    }
+]
+MEASURED_LAYOUT: Any = {  # a cell that was measured
+    **{"is_cache_only": (bool,), "purpose": LINES, "nbytes": INTEGER, "texts": SCORES_LAYOUT, "versions": {str: LINES}},
+    **{
+        "suites": Maybe({str: TASKS_LAYOUT}, True),
+        "parameters": Maybe(INTEGER, True),
+        "positions": Maybe(INTEGER, True),
+    },
+    "speed": Maybe(
+        {
+            **{"device": TEXT, "threads": INTEGER, "prompt_tokens": INTEGER, "new_tokens": INTEGER},
+            **dict.fromkeys(("prefill_tokens_per_s", "decode_tokens_per_s"), NUMBER),
+        }
+    ),
+    "cost": {
+        **{"scoring_seconds": NUMBER},
+        **dict.fromkeys(("scoring_peak", "tasks_seconds"), Maybe(NUMBER, True)),
+    },
+}
+QUANTIZED_LAYOUT: Any = {  # one with a recipe
+    **{"bpw": Maybe(NUMBER), "whole_bpw": Maybe(NUMBER), "packed_share": Maybe(NUMBER, True)},
+    **{"cache": Maybe(CACHE_LAYOUT), "notes": [LINES]},
+    "calibration": Maybe(
+        {**{"source": LINES, "num_samples": INTEGER, "seq_len": INTEGER}, "self_generated": (bool,)},
+    ),
+    "cost": {
+        **MEASURED_LAYOUT["cost"],
+        **{"seconds": NUMBER, "quantize_seconds": NUMBER, "resumed_blocks": INTEGER},
+        **dict.fromkeys(("predicted_peak", "measured_peak"), Maybe(NUMBER)),
+    },
+}
+OUTCOME_LAYOUT: Any = {
     **{"name": LINES, "chosen": LINES, "right": (bool,), "right_by_bytes": (bool, type(None))},
     **{"nll": SOME, "tokens_right": SOME, "kl": SOME, "figures": {str: NUMBER}},
 }
@@ -63,20 +129,20 @@ class StudyFolder(WorkDirectory):
         """Make the directory, or check that the study in it is this one. Raises OutputError, for other files, too."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not self.run.exists() and (others := sorted(set(os.listdir(self.folder)) - BEGUN)):
+            if not self.run.exists() and (others := sorted(set(os.listdir(self.folder)) - FIRST_FILES)):
                 raise OutputError(f"{self.folder} holds {shown(others[0])} and no study; give another --out")
             make_folder(self.records)
-            with self.locked():
+            with self.hold_lock():
                 self.begin(identity, {})
 
     @property
     def identity(self) -> dict[str, Any]:
         """What all cells of the study share."""
-        found: dict[str, Any] = self._read(self.run, layouts.RUN)["identity"]
-        return found
+        shared: dict[str, Any] = self._read(self.run, RUN_LAYOUT)["identity"]
+        return shared
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def hold_lock(self) -> Iterator[None]:
         """Hold the lock of the whole study, once it is free."""
         with writing(self.folder, self.option):
             lock = open_lock(self.folder / "lock")
@@ -93,7 +159,7 @@ class StudyFolder(WorkDirectory):
         return [CellFolder(path.parent) for path in sorted(self.records.glob(f"*/{ASKED}"))]
 
     @contextmanager
-    def locked_answers(self) -> Iterator[None]:
+    def hold_lock_of_answers(self) -> Iterator[None]:
         """Hold the lock of the original's answers, once it is free."""
         with writing(self.answered):
             make_folder(self.answered)
@@ -110,13 +176,13 @@ class StudyFolder(WorkDirectory):
         path = self.answered / f"{task.name}.json"
         if not path.is_file():
             return None
-        found = self._read(path, {"questions": TEXT, "outcomes": [OUTCOME]})
-        if found["questions"] != task.digest:
+        stored = self._read(path, {"questions": TEXT, "outcomes": [OUTCOME_LAYOUT]})
+        if stored["questions"] != task.digest:
             raise OutputError(
                 f"{path} answers other questions than task {task.name} asks now; its cells cannot be compared with new "
                 "ones: give another --out"
             )
-        return [Outcome(**outcome) for outcome in found["outcomes"]]
+        return [Outcome(**outcome) for outcome in stored["outcomes"]]
 
     def keep_answers(self, task: Task, outcomes: Sequence[Outcome]) -> None:
         """Write what the original has answered in a task, whole or not at all."""
@@ -148,18 +214,18 @@ class CellFolder:
         return StudyFolder(self.path.parent.parent)
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def request(self) -> dict[str, Any]:
         """What the cell is: name, label, overrides, calib, cost, has_recipe, and `settings`."""
-        found = self._read(ASKED)
-        wrong = json_text.mismatch(found, layouts.ASKED)
-        if more := sorted(found["settings"].keys() - SETTINGS) if wrong is None else []:
+        request = self._read(ASKED)
+        wrong = mismatch(request, CELL_LAYOUT)
+        if more := sorted(request["settings"].keys() - SETTINGS) if wrong is None else []:
             wrong = f"settings has {shown(more[0])}"
-        return self._checked(ASKED, found, wrong)
+        return self._check(ASKED, request, wrong)
 
     @property
     def settings(self) -> Settings:
         """What the cell shares with the others."""
-        values = {name: value for name, value in self.asked["settings"].items() if value is not None}
+        values = {name: value for name, value in self.request["settings"].items() if value is not None}
         return Settings(**{**values, **{name: tuple(values.get(name, ())) for name in ("texts", "tasks")}})
 
     @property
@@ -167,13 +233,27 @@ class CellFolder:
         """The result; None until there is one."""
         if not (self.path / RESULT).is_file():
             return None
-        found = self._read(RESULT)
-        return self._checked(RESULT, found, layouts.of_result(found, self.key, grid.ORIGINAL))
+        result = self._read(RESULT)
+        return self._check(RESULT, result, mismatch_of_result(result, self.key, grid.ORIGINAL))
 
     @property
     def checkpoint(self) -> Path:
         """Where the quantized model is written."""
         return self.path / CHECKPOINT
+
+    def describe(self) -> dict[str, Any]:
+        """Return what every result of the cell begins with."""
+        request = self.request
+        written_by = grid.SELF if request["needs_text"] else None
+        return {
+            "version": grid.VERSION,
+            "key": self.key,
+            **{name: request[name] for name in ("name", "label", "overrides")},
+            "calib": grid.source_name(request["calib"]) if request["calib"] else written_by,
+            "versions": fingerprint.versions(),
+            "device": request["settings"]["device"],
+            "seed": request["settings"]["seed"],
+        }
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write the result, whole or not at all."""
@@ -182,8 +262,8 @@ class CellFolder:
 
     def forget_failure(self) -> None:
         """Remove the result of a cell that failed, unless another process is at it."""
-        found = self.result
-        if found is not None and found["status"] == FAILED and (lock := self.take()) is not None:
+        result = self.result
+        if result is not None and result["status"] == FAILED and (lock := self.take()) is not None:
             with suppress(FileNotFoundError):
                 (self.path / RESULT).unlink()
             os.close(lock)
@@ -211,17 +291,38 @@ class CellFolder:
         except CheckpointError as error:
             raise OutputError(f"{self.path / name} is damaged; delete {self.path} to measure it again") from error
 
-    def _checked(self, name: str, found: dict[str, Any], wrong: str | None) -> dict[str, Any]:
+    def _check(self, name: str, content: dict[str, Any], wrong: str | None) -> dict[str, Any]:
         """Return what a file holds. Raises OutputError if something is wrong with it."""
         if wrong:
             raise OutputError(
                 f"{self.path / name} is damaged, or of another version ({wrong}); delete {self.path} to measure it "
                 "again"
             )
-        return found
+        return content
 
 
-ANSWERS = 2  # version of how tasks are asked; 2: through the cache of a cell that has one
+def failure(reason: str) -> dict[str, Any]:
+    """Return the result of a cell that could not be measured, and why, in one line."""
+    return {"status": FAILED, "reason": cut(reason, 300)}
+
+
+def mismatch_of_result(result: Any, key: str, original: str) -> str | None:
+    """Return what is wrong with the result of the cell `key`, None if nothing is. original: the name of that cell."""
+    if wrong := mismatch(result, RESULT_LAYOUT):
+        return wrong
+    layouts: dict[str, Any] = {
+        FAILED: {"reason": LINES},
+        DONE: MEASURED_LAYOUT if result["name"] == original else {**MEASURED_LAYOUT, **QUANTIZED_LAYOUT},
+    }
+    if result["status"] not in layouts:
+        return f"status is {result['status']}"
+    if result["key"] != key:
+        return f"it is of the cell {result['key']}"
+    return mismatch(result, layouts[result["status"]])
+
+
+# Version of how tasks are asked; 2: through the cache of a cell that has one.
+ANSWERS_VERSION = 2
 
 
 def identity(settings: Settings, model: str, begins_with: str = "") -> dict[str, Any]:
@@ -233,17 +334,17 @@ def identity(settings: Settings, model: str, begins_with: str = "") -> dict[str,
     has_tasks = settings.suite is not None or bool(settings.tasks)
     parts = [each.partition("=") for each in settings.tasks]
     asked = {
-        "answers": ANSWERS if has_tasks else None,
+        "answers": ANSWERS_VERSION if has_tasks else None,
         "suite": settings.suite,
         "begins with": begins_with,
         "quantize type": settings.quantize_dtype,
-        "tasks": sorted(f"{name}{sign}{grid.hashed(file)}" for name, sign, file in parts),
+        "tasks": sorted(f"{name}{sign}{grid.identify_source(file)}" for name, sign, file in parts),
     }
     return {
         **{key: value for key, value in asked.items() if value},
         "version": grid.VERSION,
         "model": model,
-        "texts": [grid.hashed(text) for text in settings.texts],
+        "texts": [grid.identify_source(text) for text in settings.texts],
         "window": settings.window,
         "tokens": settings.max_tokens,
         "type": settings.dtype,

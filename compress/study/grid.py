@@ -24,11 +24,12 @@ from compress.calib.documents import source_name
 from compress.errors import RecipeError
 from compress.progress import note
 from compress.recipe import Recipe
-from compress.recipe.catalogue import COSTS, Entry, Header
+from compress.recipe.catalogue import COSTS, ListedRecipe
 from compress.recipe.schema import Bos
 from compress.storage.files import open_regular
 
-VERSION = 1  # of what a cell is and holds; another version measures all cells anew
+# Version of what a cell is and holds; another version measures all cells anew.
+VERSION = 1
 ORIGINAL = "original"  # the cell of the model as it is
 SELF = "self"  # the calibration source that the model writes itself
 NAME_LENGTH = 60  # characters of a cell's folder before the hash
@@ -92,43 +93,43 @@ class Cell:
         content = {
             "shared": identity,
             "recipe": None if self.recipe is None else recipe.fingerprint(self.recipe),
-            "calibration": hashed(self.calib) if self.needs_text and self.calib is not None else None,
+            "calibration": identify_source(self.calib) if self.needs_text and self.calib is not None else None,
         }
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
         words = re.sub(r"[^\w.=-]+", "-", "-".join((self.name, *self.overrides)))[:NAME_LENGTH].strip("-")
         return f"{words}-{digest}"
 
 
-def chosen(patterns: Sequence[str]) -> tuple[str, ...]:
+def match_recipes(patterns: Sequence[str]) -> tuple[str, ...]:
     """Return the recipes that names, patterns (int*) and files stand for, all built-in ones for none.
 
     Raises RecipeError for a pattern that matches nothing.
     """
     known = recipe.names()
-    found = dict[str, None]()
+    matches = dict[str, None]()
     for pattern in patterns or ("*",):
         if pattern in known or not any(sign in pattern for sign in "*?["):
-            found[pattern] = None
+            matches[pattern] = None
             continue
         matching = [name for name in known if fnmatchcase(name, pattern)]
         if not matching:
             raise RecipeError(f"no built-in recipe matches {pattern}; `compress recipes` lists them")
-        found |= dict.fromkeys(matching)
-    return tuple(found)
+        matches |= dict.fromkeys(matching)
+    return tuple(matches)
 
 
 def values(text: str) -> tuple[str, ...]:
     """Split values at commas that lie in no bracket and no quotes: "2,3" gives 2 and 3, "[1, 2]" one value."""
-    found, depth, quote, begin = list[str](), 0, "", 0
+    split, depth, quote, begin = list[str](), 0, "", 0
     for at, sign in enumerate(text):
         if quote or sign in "\"'":
             quote = "" if sign == quote else quote or sign
             continue
         depth += (sign in "[{(") - (sign in "]})")
         if sign == "," and not depth:
-            found.append(text[begin:at])
+            split.append(text[begin:at])
             begin = at + 1
-    parts = tuple(part.strip() for part in (*found, text[begin:]))
+    parts = tuple(part.strip() for part in (*split, text[begin:]))
     if not all(parts):
         raise RecipeError(f"{text!r} has an empty value; give values with commas between them, such as 2,3,4")
     return parts
@@ -148,12 +149,12 @@ def cells(axes: Axes) -> list[Cell]:
     What a recipe does not take of an axis is left out, with a note; a recipe that takes nothing of it stays as it is.
     Raises RecipeError for a recipe that cannot be used, and for a value that no recipe takes.
     """
-    found, taken = dict[tuple[Any, ...], Cell](), set[str]()
+    unique, taken = dict[tuple[Any, ...], Cell](), set[str]()
     refused = dict[str, RecipeError]()
     for name in axes.recipes:
         kept: list[list[str]] = []
         for key, options in _axes_of(recipe.load(name), axes):
-            overrides, errors = _accepted(name, key, options)
+            overrides, errors = _try_overrides(name, key, options)
             refused |= errors
             if overrides:
                 kept.append(overrides)
@@ -161,15 +162,15 @@ def cells(axes: Axes) -> list[Cell]:
                 for override in errors:
                     note(f"{name} is not studied with {override}: {errors[override]}")
         for chosen_ones in itertools.product(*kept):
-            for cell in _calibrated(recipe.load(name, chosen_ones), chosen_ones, axes):
-                found.setdefault((cell.name, recipe.fingerprint(cell.recipe), cell.calib), cell)  # type: ignore[arg-type]
+            for cell in _vary_calibration(recipe.load(name, chosen_ones), chosen_ones, axes):
+                unique.setdefault((cell.name, recipe.fingerprint(cell.recipe), cell.calib), cell)  # type: ignore[arg-type]
     known = {_value(override) for override in taken}
     if wrong := [error for override, error in refused.items() if _value(override) not in known]:
         raise wrong[0]
-    return [Cell(None), *sorted(found.values(), key=lambda cell: cell.cost)]
+    return [Cell(None), *sorted(unique.values(), key=lambda cell: cell.cost)]
 
 
-def hashed(source: str) -> str:
+def identify_source(source: str) -> str:
     """Return what tells a source of text apart: the sha256 of a file, the name of anything else."""
     path = Path(source)
     if not path.is_file():
@@ -193,7 +194,7 @@ def _axes_of(plain: Recipe, axes: Axes) -> Iterator[tuple[str, Sequence[str]]]:
             yield "calibration.seq_len", [str(length) for length in axes.seq_len]
 
 
-def _accepted(name: str, key: str, options: Sequence[str]) -> tuple[list[str], dict[str, RecipeError]]:
+def _try_overrides(name: str, key: str, options: Sequence[str]) -> tuple[list[str], dict[str, RecipeError]]:
     """Return the overrides of an axis that a recipe takes, and why it does not take the others."""
     accepted, refused = list[str](), dict[str, RecipeError]()
     for override in (f"{key}={option}" for option in options):
@@ -211,7 +212,7 @@ def _value(override: str) -> str:
     return re.sub(r"^(quantize|kv_cache)\.bits=", "bits=", override)
 
 
-def _calibrated(resolved: Recipe, overrides: Sequence[str], axes: Axes) -> Iterator[Cell]:
+def _vary_calibration(resolved: Recipe, overrides: Sequence[str], axes: Axes) -> Iterator[Cell]:
     """Give a recipe with each source of calibration text; once if it needs none."""
     cost, shown = _cost(resolved), tuple(overrides)
     if not _needs_text(resolved):
@@ -227,5 +228,5 @@ def _needs_text(resolved: Recipe) -> bool:
 
 def _cost(resolved: Recipe) -> int:
     """Return the place of a recipe's most expensive part in COSTS; the first is free of data."""
-    entry = Entry(resolved.name, yaml.safe_load(recipe.dump(resolved)), Header("", "", ""))
+    entry = ListedRecipe(resolved.name, yaml.safe_load(recipe.dump(resolved)))
     return list(COSTS).index(entry.cost)

@@ -36,7 +36,7 @@ LAYOUT: Any = {
 
 
 @dataclass(frozen=True)
-class Loss:
+class RecipeLoss:
     """What one recipe lost on one text."""
 
     recipe: str
@@ -56,15 +56,15 @@ class Known:
     text: str
     parameters: int  # of the original; 0: not known
     fingerprint: str
-    losses: Mapping[str, Loss]  # by recipe, that change weights
-    caches: Mapping[str, Loss]  # by recipe, of the cache alone
+    losses: Mapping[str, RecipeLoss]  # by recipe, that change weights
+    caches: Mapping[str, RecipeLoss]  # by recipe, of the cache alone
 
     @property
-    def frontier(self) -> list[Loss]:
+    def frontier(self) -> list[RecipeLoss]:
         """What no other beats in both loss and size, by the whole file or by bits a packed weight."""
         sizes = (lambda loss: float(loss.nbytes)), (lambda loss: float(loss.bpw or 16.0))
-        found = {loss.recipe for size in sizes for loss in unbeaten(list(self.losses.values()), size)}
-        return [loss for loss in self.losses.values() if loss.recipe in found]
+        front = {loss.recipe for size in sizes for loss in unbeaten(list(self.losses.values()), size)}
+        return [loss for loss in self.losses.values() if loss.recipe in front]
 
 
 def unbeaten(losses: Sequence[Any], size: Any) -> list[Any]:
@@ -78,44 +78,44 @@ def points(path: Path) -> list[dict[str, Any]]:
     Each has "model", "text", "window", "begins_with" and "recipes": "label", "nbytes", "kl_mean", "kl_se", "tokens".
     Raises OutputError for what is no study.
     """
-    found = _checked(path)
+    study = _read_study(path)
     keys = ("kl_mean", "kl_se", "tokens")
     rows = []
-    for text in found["settings"]["texts"]:
+    for text in study["settings"]["texts"]:
         recipes = [
             {
                 "label": str(cell.get("label", cell["name"])),
                 "nbytes": cell["nbytes"],
                 **{key: row.get(key) for key in keys},
             }
-            for cell in found["cells"]
+            for cell in study["cells"]
             if not cell.get("is_cache_only") and (row := _row(cell, text)) is not None
         ]
-        scored = (row for cell in found["cells"] if (row := _row(cell, text)) is not None)
+        scored = (row for cell in study["cells"] if (row := _row(cell, text)) is not None)
         begun = next(scored, {}).get("begins_with", "")
-        shared = {"model": found["model"], "text": text, "window": found["settings"]["window"]}
+        shared = {"model": study["model"], "text": text, "window": study["settings"]["window"]}
         rows.append({**shared, "begins_with": begun, "recipes": recipes})
     if wrong := json_text.mismatch(rows, record.STUDIES_LAYOUT):
         raise OutputError(f"{path} is no study, or of another version ({wrong})")
     return rows
 
 
-def shipped() -> list[Known]:
+def read_shipped() -> list[Known]:
     """Return the studies that come with the package, by the name of their file."""
     folder = files("compress.study") / SHIPPED
     return [read(Path(str(each))) for each in sorted(folder.iterdir(), key=str) if each.name.endswith(".json")]
 
 
-def _checked(path: Path) -> dict[str, Any]:
+def _read_study(path: Path) -> dict[str, Any]:
     """Return what a study.json holds. Raises OutputError for what is none."""
     try:
-        found = read_json(path)
+        study = read_json(path)
     except CheckpointError as error:
         raise OutputError(f"{path} cannot be read; give the study.json of `compress study`") from error
-    wrong = json_text.mismatch(found, LAYOUT)
-    if wrong or not found["settings"]["texts"]:
+    wrong = json_text.mismatch(study, LAYOUT)
+    if wrong or not study["settings"]["texts"]:
         raise OutputError(f"{path} is no study, or of another version ({wrong or 'no text'})")
-    return found
+    return study
 
 
 def _row(cell: Mapping[str, Any], text: str) -> Mapping[str, Any] | None:
@@ -126,11 +126,11 @@ def _row(cell: Mapping[str, Any], text: str) -> Mapping[str, Any] | None:
 
 def read(path: Path) -> Known:
     """Return the study in a file. Raises OutputError for what is none."""
-    found = _checked(path)
-    text, names = found["settings"]["texts"][0], set(recipe.names())
-    losses: dict[str, Loss] = {}
-    caches: dict[str, Loss] = {}
-    for cell in found["cells"]:
+    study = _read_study(path)
+    text, names = study["settings"]["texts"][0], set(recipe.names())
+    losses: dict[str, RecipeLoss] = {}
+    caches: dict[str, RecipeLoss] = {}
+    for cell in study["cells"]:
         is_plain = all(each.startswith(CALIBRATION) for each in cell["overrides"])
         row = _row(cell, text)
         if cell["name"] in names and is_plain and row is not None:
@@ -138,15 +138,15 @@ def read(path: Path) -> Known:
             loss = _loss(cell, row)
             if cell["name"] not in kept or loss.kl < kept[cell["name"]].kl:
                 kept[cell["name"]] = loss
-    parameters = (found.get("original") or {}).get("parameters") or 0
-    return Known(found["model"], text, parameters, found.get("fingerprint") or "", losses, caches)
+    parameters = (study.get("original") or {}).get("parameters") or 0
+    return Known(study["model"], text, parameters, study.get("fingerprint") or "", losses, caches)
 
 
-def _loss(cell: Mapping[str, Any], row: Mapping[str, Any]) -> Loss:
+def _loss(cell: Mapping[str, Any], row: Mapping[str, Any]) -> RecipeLoss:
     cache = cell.get("cache")
     exact = cache["exact_bytes_per_token"] if cache else 0
     share = cache["bytes_per_token"] / exact if cache and exact else None
-    return Loss(cell["name"], row["kl_mean"], row.get("kl_se"), row["tokens"], cell["nbytes"], cell["bpw"], share)
+    return RecipeLoss(cell["name"], row["kl_mean"], row.get("kl_se"), row["tokens"], cell["nbytes"], cell["bpw"], share)
 
 
 def nearest(studies: Sequence[Known], parameters: int, fingerprint: str) -> Known:

@@ -26,16 +26,16 @@ import yaml
 
 from compress import recipe
 from compress.errors import CompressError, RecipeError
-from compress.importers import open_checkpoint
 from compress.kv.settings import cache_settings
-from compress.model import fingerprint, positions
+from compress.model import positions
 from compress.model.cache_pass import cached_layers
 from compress.progress import Progress, note, silent
 from compress.recipe import Recipe
 from compress.run import kv_cache, prepare, source
 from compress.run.job import Job, Prepared
 from compress.study import losses
-from compress.study.losses import Known, Loss
+from compress.study.checkpoints import identify
+from compress.study.losses import Known, RecipeLoss
 
 SENSIBLE = 0.1  # nats a token: some 10% of perplexity
 BEST, TRADE, SMALLEST = "best quality", "best trade", "smallest sensible"
@@ -43,7 +43,7 @@ LEAST_KL = 1e-6  # nats a token; what is below counts as this much where logarit
 
 
 @dataclass(frozen=True)
-class Choice:
+class RecipeChoice:
     """A recipe, with or without another one's cache."""
 
     recipe: str
@@ -61,7 +61,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Wanted:
     """What is to fit."""
 
     job: Job  # of the model; its recipe is replaced
@@ -75,31 +75,33 @@ def none_usable(left_out: Mapping[str, str]) -> str:
     return f"no recipe of the study can be used on this model: {next(iter(reasons), 'it has none')}"
 
 
-def choices(asked: Asked, study: Known, progress: Progress = silent) -> tuple[list[Choice], dict[str, str]]:
+def choices(wanted: Wanted, study: Known, progress: Progress = silent) -> tuple[list[RecipeChoice], dict[str, str]]:
     """Return all choices, whether they fit or not, and the recipes that this model cannot use with the reasons."""
-    found, left_out = list[Choice](), dict[str, str]()
-    caches: Mapping[str | None, tuple[int, Loss | None]] | None = None
+    options, left_out = list[RecipeChoice](), dict[str, str]()
+    caches: Mapping[str | None, tuple[int, RecipeLoss | None]] | None = None
     candidates = study.frontier
     for done, loss in enumerate(candidates):
         progress("planning recipes", done, len(candidates))
         resolved = recipe.load(loss.recipe)
         try:
-            nbytes, is_bound, prepared = size(dataclasses.replace(asked.job, recipe=resolved))
+            nbytes, is_bound, prepared = size(dataclasses.replace(wanted.job, recipe=resolved))
         except CompressError as error:
             left_out[loss.recipe] = str(error)
             continue
         if caches is None:
-            caches = _caches(asked, study, prepared)
+            caches = _caches(wanted, study, prepared)
         if resolved.kv_cache is not None:
             exact = caches[None][0]
-            found.append(
-                Choice(loss.recipe, None, nbytes, is_bound, int(exact * (loss.cache_share or 1)), loss.kl, loss.se)
+            options.append(
+                RecipeChoice(
+                    loss.recipe, None, nbytes, is_bound, int(exact * (loss.cache_share or 1)), loss.kl, loss.se
+                )
             )
             continue
         for name, (cache_nbytes, extra) in caches.items():
             kl, se = (loss.kl, loss.se) if extra is None else _sum(loss, extra)
-            found.append(Choice(loss.recipe, name, nbytes, is_bound, cache_nbytes, kl, se))
-    return found, left_out
+            options.append(RecipeChoice(loss.recipe, name, nbytes, is_bound, cache_nbytes, kl, se))
+    return options, left_out
 
 
 def size(job: Job) -> tuple[int, bool, Prepared]:
@@ -115,7 +117,7 @@ def size(job: Job) -> tuple[int, bool, Prepared]:
     return rest + math.ceil(allocation.target.value * linears / 8), True, prepared
 
 
-def three(found: Sequence[Choice], limit: int) -> dict[str, Choice]:
+def three(found: Sequence[RecipeChoice], limit: int) -> dict[str, RecipeChoice]:
     """Return the recommended choices by name; none if nothing fits. One may have several names."""
     front = losses.unbeaten([choice for choice in found if choice.total <= limit], lambda choice: choice.total)
     if not front:
@@ -127,10 +129,10 @@ def three(found: Sequence[Choice], limit: int) -> dict[str, Choice]:
     return {BEST: best, TRADE: min(between, key=lambda choice: _above(choice, smallest, best)), SMALLEST: smallest}
 
 
-def command(asked: Asked, choice: Choice) -> list[str]:
+def command(wanted: Wanted, choice: RecipeChoice) -> list[str]:
     """Return the words of the command line that makes a choice."""
-    words = ["compress", "quantize", asked.job.model, "--recipe", choice.recipe]
-    words += ["--calib", asked.job.calib] if asked.job.calib is not None else []
+    words = ["compress", "quantize", wanted.job.model, "--recipe", choice.recipe]
+    words += ["--calib", wanted.job.calib] if wanted.job.calib is not None else []
     if choice.cache is not None:
         said = yaml.safe_dump(shortest(choice.cache), default_flow_style=True, sort_keys=False, width=10**6).strip()
         words += ["--set", f"kv_cache={said}"]
@@ -139,16 +141,16 @@ def command(asked: Asked, choice: Choice) -> list[str]:
 
 def shortest(name: str) -> dict[str, Any]:
     """Return the kv_cache of a built-in recipe without the keys that say only what is the default."""
-    found: dict[str, Any] = yaml.safe_load(recipe.text(name))["kv_cache"]
-    meant = cache_settings(found)
-    for key in list(found):
-        less = {other: value for other, value in found.items() if other != key}
+    section: dict[str, Any] = yaml.safe_load(recipe.text(name))["kv_cache"]
+    meant = cache_settings(section)
+    for key in list(section):
+        less = {other: value for other, value in section.items() if other != key}
         with suppress(RecipeError):  # of a key that must be given
-            found = less if cache_settings(less) == meant else found
-    return found
+            section = less if cache_settings(less) == meant else section
+    return section
 
 
-def with_cache(choice: Choice) -> Recipe:
+def with_cache(choice: RecipeChoice) -> Recipe:
     """Return the recipe of a choice."""
     resolved = recipe.load(choice.recipe)
     if choice.cache is None:
@@ -164,30 +166,28 @@ class Studied(NamedTuple):
     is_same: bool  # whether it is of the very model that is asked about
 
 
-def studied(job: Job, study: Path | None) -> Studied:
+def choose_study(job: Job, study: Path | None) -> Studied:
     """Return the study of the model, or else of the one nearest in size. Raises CompressError where there is none."""
-    known = losses.shipped() if study is None else [losses.read(study)]
+    known = losses.read_shipped() if study is None else [losses.read(study)]
     known = [each for each in known if each.losses]
     if not known:
         raise CompressError("no study is at hand; make one with `compress study` and give its study.json with --study")
-    checkpoint = open_checkpoint(source.of(job))
-    parameters = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in checkpoint.tensors.values())
-    own = fingerprint.fingerprint(checkpoint)
+    own, parameters = identify(source.of(job))
     nearest = losses.nearest(known, parameters, own)
     return Studied(nearest, [each for each in known if each is not nearest], nearest.fingerprint == own)
 
 
-def _caches(asked: Asked, study: Known, prepared: Prepared) -> dict[str | None, tuple[int, Loss | None]]:
+def _caches(wanted: Wanted, study: Known, prepared: Prepared) -> dict[str | None, tuple[int, RecipeLoss | None]]:
     """Return recipe of the cache -> its bytes at the context and its loss; None: the exact cache."""
-    if asked.context is None:
+    if wanted.context is None:
         return {None: (0, None)}
     skeleton = prepared.skeleton
-    if remark := positions.beyond(skeleton.config, asked.context):
+    if remark := positions.beyond(skeleton.config, wanted.context):
         note(remark)
     heads = cached_layers(skeleton.config).by_layer.values()
     a_token = sum(math.prod(shape) for each in heads for shape in (each.keys, each.values)) * skeleton.dtype.itemsize
-    exact = a_token * asked.context
-    found: dict[str | None, tuple[int, Loss | None]] = {None: (exact, None)}
+    exact = a_token * wanted.context
+    caches: dict[str | None, tuple[int, RecipeLoss | None]] = {None: (exact, None)}
     sized = [loss for loss in study.caches.values() if loss.cache_share is not None]
     for loss in losses.unbeaten(sized, lambda loss: loss.cache_share):
         settings = recipe.load(loss.recipe).kv_cache
@@ -199,23 +199,23 @@ def _caches(asked: Asked, study: Known, prepared: Prepared) -> dict[str | None, 
             continue
         nbytes = int(exact * (loss.cache_share or 1))
         if not settings.needs():
-            measured = kv_cache.bytes_at_context(skeleton.config, settings, {}, skeleton.dtype, asked.context)
-            nbytes = int(measured.bytes_per_token * asked.context)
+            measured = kv_cache.bytes_at_context(skeleton.config, settings, {}, skeleton.dtype, wanted.context)
+            nbytes = int(measured.bytes_per_token * wanted.context)
         if nbytes < exact:
-            found[loss.recipe] = (nbytes, loss)
-    return found
+            caches[loss.recipe] = (nbytes, loss)
+    return caches
 
 
-def _sum(one: Loss, other: Loss) -> tuple[float, float | None]:
+def _sum(one: RecipeLoss, other: RecipeLoss) -> tuple[float, float | None]:
     """Return loss and standard error of two that come together."""
     se = None if one.se is None or other.se is None else math.hypot(one.se, other.se)
     return one.kl + other.kl, se
 
 
-def _above(choice: Choice, smallest: Choice, best: Choice) -> float:
+def _above(choice: RecipeChoice, smallest: RecipeChoice, best: RecipeChoice) -> float:
     """Return how far a choice lies above the line between two others, in bytes against log KL; negative: below."""
 
-    def height(one: Choice) -> float:
+    def height(one: RecipeChoice) -> float:
         return math.log(max(one.kl, LEAST_KL))
 
     span = best.total - smallest.total
@@ -223,6 +223,6 @@ def _above(choice: Choice, smallest: Choice, best: Choice) -> float:
     return height(choice) - (height(smallest) + share * (height(best) - height(smallest)))
 
 
-def plain(choice: Choice) -> dict[str, Any]:
+def plain(choice: RecipeChoice) -> dict[str, Any]:
     """Return a choice as JSON values."""
     return {**dataclasses.asdict(choice), "total": choice.total}

@@ -21,19 +21,19 @@ from compress import ranks
 from compress.ranks import children
 from compress.storage.files import open_new, read_text
 from compress.storage.workdir import writing
-from compress.study import cell as measuring
-from compress.study.folder import LOG, CellFolder
+from compress.study.folder import LOG, CellFolder, failure
 
 POLL = 0.1  # seconds between two looks at the own processes
 LOOK = 1.0  # seconds between two looks at cells that others measure
-COMMAND = children.module_command(measuring.__name__)  # of a child; the folder of its cell follows
+# The command of a child; the folder of its cell follows.
+COMMAND = children.module_command("compress.study.cell")
 TAIL = 2000  # characters of a log in which the reason of a failure is looked for
 
 OnResult = Callable[[CellFolder], None]
 
 
 @dataclass(frozen=True)
-class Effort:
+class RunLimits:
     """Settings of how cells are measured; none changes a figure."""
 
     jobs: int = 1  # cells at a time
@@ -60,7 +60,7 @@ class _Running:
         os.close(self.lock)
 
 
-def run(cells: Sequence[CellFolder], effort: Effort, on_result: OnResult) -> None:
+def run(cells: Sequence[CellFolder], effort: RunLimits, on_result: OnResult) -> None:
     """Measure all cells that have no result; `on_result` sees each that this process has measured.
 
     Returns when all cells have a result, whoever has measured them. An exception ends the children; what they have
@@ -86,7 +86,7 @@ def run(cells: Sequence[CellFolder], effort: Effort, on_result: OnResult) -> Non
             each.end()
 
 
-def _start_next(waiting: list[CellFolder], running: list[_Running], effort: Effort) -> bool:
+def _start_next(waiting: list[CellFolder], running: list[_Running], effort: RunLimits) -> bool:
     """Start the first cell that is free; return whether there was one."""
     for each in waiting:
         if (lock := each.take()) is None:
@@ -96,12 +96,12 @@ def _start_next(waiting: list[CellFolder], running: list[_Running], effort: Effo
             continue
         place = min(set(range(effort.jobs)) - {other.place for other in running})
         waiting.remove(each)
-        running.append(_Running(each, _started(each, lock, place, effort), lock, time.monotonic(), place))
+        running.append(_Running(each, _start(each, lock, place, effort), lock, time.monotonic(), place))
         return True
     return False
 
 
-def _started(cell: CellFolder, lock: int, place: int, effort: Effort) -> Popen[bytes]:
+def _start(cell: CellFolder, lock: int, place: int, effort: RunLimits) -> Popen[bytes]:
     """Start the process of a cell, which has the lock, too."""
     threads = max(1, (os.cpu_count() or 1) // effort.jobs) if effort.jobs > 1 else None
     environment = ranks.environment_alone(place, effort.devices, threads)
@@ -125,7 +125,7 @@ def _has_ended(running: _Running, limit: float | None) -> bool:
     else:
         reason = _reason(code or 0, running.cell.path / LOG)
     if running.cell.result is None:
-        running.cell.finish({**measuring.described(running.cell), **measuring.failure(reason)})
+        running.cell.finish({**running.cell.describe(), **failure(reason)})
     running.end()
     return True
 

@@ -20,8 +20,7 @@ from compress.pages.scatter import unbeaten
 from compress.storage.checkpoint import write_text
 from compress.storage.workdir import writing
 from compress.study import grid
-from compress.study.folder import StudyFolder
-from compress.study.layouts import DONE
+from compress.study.folder import DONE, StudyFolder
 
 JSON, CSV, PAGE = "study.json", "study.csv", "study.html"
 SCORES = ("text", "tokens", "kl_mean", "kl_se", "kl_p99", "same_top1", "perplexity", "base_perplexity")
@@ -39,12 +38,12 @@ Result = Mapping[str, Any]
 
 def write(folder: StudyFolder) -> dict[str, Any]:
     """Write the files of a study and return what study.json holds."""
-    with writing(folder.folder), folder.locked():
-        found = gather(folder)
-        plain: dict[str, Any] = html.finite(found)
+    with writing(folder.folder), folder.hold_lock():
+        study = gather(folder)
+        plain: dict[str, Any] = html.finite(study)
         write_text(folder.folder / JSON, json.dumps(plain, indent=1, allow_nan=False) + "\n")
-        write_text(folder.folder / CSV, table(found))
-        write_text(folder.folder / PAGE, page.page(found))
+        write_text(folder.folder / CSV, table(study))
+        write_text(folder.folder / PAGE, page.page(study))
     return plain
 
 
@@ -58,7 +57,7 @@ def gather(folder: StudyFolder) -> dict[str, Any]:
     named = labels([*done, *(x for x in results if x["status"] != DONE)])
     cells = [{**cell, "label": named[cell["key"]]} for cell in cells]
     failed = [{**x, "label": named[x["key"]]} for x in results if x["status"] != DONE]
-    settings: dict[str, Any] = asked[0][0].asked["settings"] if asked else {"model": "", "texts": []}
+    settings: dict[str, Any] = asked[0][0].request["settings"] if asked else {"model": "", "texts": []}
     return {
         "version": grid.VERSION,
         "model": Path(settings["model"].rstrip("/")).name,
@@ -70,7 +69,7 @@ def gather(folder: StudyFolder) -> dict[str, Any]:
         "original": original,
         "cells": cells,
         "failed": sorted(failed, key=lambda x: (x["label"], x["key"])),
-        "pending": sorted(cell.asked["label"] for cell, result in asked if result is None),
+        "pending": sorted(cell.request["label"] for cell, result in asked if result is None),
         "frontier": frontiers(cells),
     }
 
@@ -80,15 +79,15 @@ def labels(results: Sequence[Result]) -> dict[str, str]:
     alike: dict[str, list[Result]] = {}
     for result in results:
         alike.setdefault(result["name"], []).append(result)
-    found = {}
+    labelled = {}
     for name, members in alike.items():
         shared = set.intersection(*(set(member["overrides"]) for member in members))
         sources = {member["calib"] for member in members}
         for member in members:
             varied = [_short(each) for each in member["overrides"] if each not in shared]
             source = [member["calib"] or "no text"] if len(sources) > 1 else []
-            found[member["key"]] = " ".join((name, *varied, *source))
-    return found
+            labelled[member["key"]] = " ".join((name, *varied, *source))
+    return labelled
 
 
 def _short(override: str) -> str:
@@ -103,11 +102,11 @@ def frontiers(cells: Sequence[Result]) -> dict[str, dict[str, list[str]]]:
         "weights": ([cell for cell in cells if not cell["is_cache_only"]], lambda cell: cell["nbytes"]),
         "cache": ([cell for cell in cells if cell["is_cache_only"] and cell["cache"]], _cache_size),
     }
-    found: dict[str, dict[str, list[str]]] = {}
+    fronts: dict[str, dict[str, list[str]]] = {}
     for kind, (members, size) in kinds.items():
         texts = dict.fromkeys(row["text"] for cell in members for row in cell["texts"])
-        found[kind] = {text: _front(members, size, text) for text in texts}
-    return found
+        fronts[kind] = {text: _front(members, size, text) for text in texts}
+    return fronts
 
 
 def _front(cells: Sequence[Result], size: Callable[[Result], float], text: str) -> list[str]:
@@ -152,8 +151,8 @@ def table(found: Mapping[str, Any]) -> str:
 
 def _tasks(cell: Result) -> dict[str, Any]:
     """Return what the columns of tasks hold; the original has no p_value."""
-    found = [(row["task"], {**row, **(row["paired"] or {})}) for row in tasks.rows(cell)]
-    return {f"{task}_{key}": row.get(key) for task, row in found for key in TASK}
+    columns = [(row["task"], {**row, **(row["paired"] or {})}) for row in tasks.rows(cell)]
+    return {f"{task}_{key}": row.get(key) for task, row in columns for key in TASK}
 
 
 def _cache_size(cell: Result) -> float:

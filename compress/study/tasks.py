@@ -36,11 +36,11 @@ def check(settings: Settings) -> None:
     names = [each.partition("=")[0] for each in settings.tasks]
     if doubled := sorted(name for name in set(names) if names.count(name) > 1):
         raise RecipeError(f"--task {doubled[0]} is given twice; make it one file, so that figures can be told apart")
-    if not _made(settings)[0]:
+    if not _tasks_with_material(settings)[0]:
         raise RecipeError("no task has questions for this model: it reads too few tokens, or knows too few")
 
 
-def measured(
+def measure(
     study: StudyFolder, settings: Settings, model: Path | None, has_cache: bool = False
 ) -> tuple[dict[str, list[dict[str, Any]]], float | None]:
     """Return the figures of each task under the name of the suite, and the seconds that they took.
@@ -50,7 +50,7 @@ def measured(
     """
     if settings.suite is None and not settings.tasks:
         return {}, None
-    made, stuff = _made(settings)
+    made, stuff = _tasks_with_material(settings)
     original = _of_original(study, settings, made, stuff)
     begun = time.monotonic()
     if model is None:
@@ -65,14 +65,14 @@ def measured(
     return {settings.suite or "tasks": rows}, round(time.monotonic() - begun, 2)
 
 
-def _asked(settings: Settings) -> suite.SuiteRequest:
+def _suite_request(settings: Settings) -> suite.SuiteRequest:
     size = suite.size_of(suite.SuiteRequest(settings.suite))
     return suite.SuiteRequest(settings.suite, settings.texts, settings.tasks, min(size.seq_len, settings.window))
 
 
-def _made(settings: Settings) -> tuple[list[Task], Material]:
+def _tasks_with_material(settings: Settings) -> tuple[list[Task], Material]:
     """Return the tasks with their items, and what these are made of."""
-    base, asked = resolve(settings.model), _asked(settings)
+    base, asked = resolve(settings.model), _suite_request(settings)
     size = suite.size_of(asked)
     cut = text_windows([base], asked.texts[0], size.seq_len, size.max_tokens, settings.bos)
     stuff = task_runs.material(lm.load_tokenizer(base), [lm.load_config(base)], cut.prefix, cut.tokens)
@@ -83,7 +83,7 @@ def _of_original(
     study: StudyFolder, settings: Settings, made: Sequence[Task], stuff: Material
 ) -> Mapping[str, list[Outcome]]:
     """Return the original's answers by task; those that the study does not have yet are made and kept."""
-    with study.locked_answers():
+    with study.hold_lock_of_answers():
         if missing := [task for task in made if study.answers(task) is None]:
             reader = Reader(lm.load_model(resolve(settings.model), settings.dtype, settings.device))
             for task in missing:
@@ -93,17 +93,17 @@ def _of_original(
 
 def row(task: Task, outcomes: Sequence[Outcome], original: Sequence[Outcome] | None = None) -> dict[str, Any]:
     """Return the figures of a task; "paired" is what scores.json of `compress eval` has under this name."""
-    found = task_scores.of_task(task, outcomes, original)
+    scores = task_scores.of_task(task, outcomes, original)
     return {
         "task": task.name,
-        "score": found.accuracy,
+        "score": scores.accuracy,
         "se": intervals.share_error(sum(outcome.right for outcome in outcomes), len(outcomes)),
-        "base": None if found.paired is None else found.paired.base_accuracy,
-        "n": found.items,
-        "nll": found.nll,
-        "nll_se": found.nll_se,
-        "figures": dict(found.figures),
-        "paired": None if found.paired is None else asdict(found.paired),
-        "by": found.by,
-        "groups": [asdict(group) for group in found.groups],
+        "base": None if scores.paired is None else scores.paired.base_accuracy,
+        "n": scores.items,
+        "nll": scores.nll,
+        "nll_se": scores.nll_se,
+        "figures": dict(scores.figures),
+        "paired": None if scores.paired is None else asdict(scores.paired),
+        "by": scores.by,
+        "groups": [asdict(group) for group in scores.groups],
     }

@@ -19,7 +19,7 @@ from compress.errors import RecipeError
 from compress.importers import open_checkpoint
 from compress.kv import generation, hooks
 from compress.kv.settings import KINDS, cache_settings
-from compress.recipe.read import dump
+from compress.recipe import dump
 from compress.run.job import Job
 from compress.runtime import hf  # noqa: F401  # registers the format
 from pico import build, save_pico

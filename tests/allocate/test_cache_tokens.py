@@ -24,7 +24,7 @@ from compress.evaluate.reader import Candidate
 from compress.kv import generation, hooks
 from compress.kv.evict import kept_tokens
 from compress.kv.settings import KINDS, CacheSettings, cache_settings
-from compress.recipe.read import dump
+from compress.recipe import dump
 from compress.runtime import hf  # noqa: F401  # registers the format
 from pico import build, save_pico
 from runs import TEXT, cli, one_line

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import math
 from pathlib import Path
 
+import pytest
 import yaml
 
 from compress import plugins, recipe
-from compress.cli import settings
-from compress.recipe import catalogue
+from compress.cli import lists
+from compress.recipe import catalogue, keys
 from compress.version import __version__
 from runs import cli, one_line
+
+SCREEN_LINES = 45
 
 
 def succeeded(*words: str) -> str:
@@ -22,25 +27,53 @@ def succeeded(*words: str) -> str:
     return result.out
 
 
+def lines_at_100_columns(text: str, rows: int) -> int:
+    """Lines of a screen: a row of the table has one line on a terminal, other lines are wrapped."""
+    return rows + sum(math.ceil(len(line) / 100) for line in text.splitlines()[rows:])
+
+
 def test_recipes() -> None:
     listed = json.loads(succeeded("recipes", "--json"))
-    assert sorted(listed) == recipe.names()
+    assert list(dict.fromkeys(row["purpose"] for row in listed.values())) == list(catalogue.PURPOSES)
+    assert sorted(listed) == sorted(recipe.names())
     assert {name: row["description"] for name, row in listed.items()} == {n: recipe.describe(n) for n in recipe.names()}
-    first, *lines = succeeded("recipes").splitlines()
-    assert first.startswith(
-        "Where to start: trellis4bit for 4 bits, int4 for engines that read integers, vq2bit for 2 bits"
-    )
-    assert [line for line in lines if line in catalogue.PURPOSES] == list(catalogue.PURPOSES)
-    rows = {line.split()[0]: line for line in lines if line.startswith(" ")}
-    assert rows.keys() - {"recipe"} == set(recipe.names())
-    for name, row in listed.items():
-        assert row["description"] in rows[name] and row["cost"] in rows[name] and row["purpose"] in lines
-        assert row["calibration"] == (row["cost"] != "data-free")
+    core = [name for name, row in listed.items() if not row["is_paper"]]
+    for words, names in ((("recipes",), core), (("recipes", "--all"), list(listed))):
+        head, *lines = succeeded(*words).splitlines()
+        assert head.split(maxsplit=4) == ["recipe", "purpose", "bits", "cost", "what it is"]
+        rows = {line.split()[0]: line for line in lines[: len(names)]}
+        assert list(rows) == names
+        assert lines[len(names)].startswith(
+            "Where to start: trellis4bit for 4 bits, int4 for engines that read integers, vq2bit for 2 bits"
+        )
+        assert ("compress recipes --all" in lines[-1]) == (names == core)
+        for name in names:
+            row = listed[name]
+            assert row["description"] in rows[name] and row["cost"] in rows[name]
+            assert catalogue.PURPOSES[row["purpose"]] in rows[name]
+            assert row["calibration"] == (row["cost"] != "data-free")
     costs = {"int8": "data-free", "kv4": "data-free", "int4": "one pass", "kv2": "one pass", "w8a8-smooth": "one pass"}
     costs |= {"mixed3bit": "search", "evo3bit": "search", "layerwise-zd": "one pass", "int2-lrec": "training"}
     assert {name: listed[name]["cost"] for name in costs} == costs
     bits = {"int4": 4.125, "kv2": 2.266, "kv4": 5, "mixed2bit": 2.25, "lord20": 12.75}
     assert {name: listed[name]["bits"] for name in bits} == bits
+    assert {name for name, row in listed.items() if not row["measured"]} == {"mixed2bit", "layerwise-zd"}
+
+
+@pytest.mark.parametrize("what", ["recipes", "methods"])
+def test_the_core_fits_one_screen(what: str) -> None:
+    listed = json.loads(succeeded(what, "--json"))
+    rows = 1 + sum(not row["is_paper"] for row in listed.values())
+    assert lines_at_100_columns(succeeded(what), rows) <= SCREEN_LINES
+
+
+def test_rows_are_cut_at_the_width_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setenv("COLUMNS", "20")
+    lists._print_lines(("a", "b"), [("long", "x" * 14), ("one", "y" * 15)])
+    assert stream.getvalue() == f"a     b\nlong  {'x' * 14}\none   {'y' * 13}…\n"
 
 
 def test_the_cost_of_a_recipe_is_what_its_settings_ask_for() -> None:
@@ -64,16 +97,23 @@ def test_a_printed_recipe_is_one_to_start_from(tmp_path: Path) -> None:
     mine, built_in = recipe.load(str(tmp_path / "mine.yaml")), recipe.load("int4")
     assert recipe.fingerprint(mine) == recipe.fingerprint(built_in)
     result = cli("recipes", "int44")
-    assert result.code == 1 and one_line(result).startswith("unknown recipe 'int44'; known: ")
+    assert result.code == 1 and one_line(result).startswith("unknown recipe 'int44'; did you mean int4 or ")
 
 
 def test_methods() -> None:
-    found = json.loads(succeeded("methods", "--json"))
-    known = {f"{kind}/{name}" for kind in plugins.SETTABLE for name in plugins.names(kind)}
-    assert found.keys() == known | {f"recipe/{section}" for section in settings.SECTIONS}
-    assert {"quant/rtn", "quant/gptq", "formats/int", "formats/dense"} <= found.keys() and all(found.values())
-    lines = succeeded("methods").splitlines()
-    assert {line.split()[0]: line.split(maxsplit=1)[1] for line in lines} == found
+    listed = json.loads(succeeded("methods", "--json"))
+    known = {
+        f"{kind}/{name}": plugins.is_paper(kind, name) for kind in plugins.SETTABLE for name in plugins.names(kind)
+    }
+    sections = {f"recipe/{section}": False for section in keys.SECTIONS}
+    assert {name: row["is_paper"] for name, row in listed.items()} == known | sections
+    assert {"quant/rtn", "quant/gptq", "formats/int", "formats/dense"} <= listed.keys()
+    assert all(row["description"] for row in listed.values())
+    described = {name: row["description"] for name, row in listed.items()}
+    core = {name: text for name, text in described.items() if not listed[name]["is_paper"]}
+    for words, expected in ((("methods",), core), (("methods", "--all"), described)):
+        lines = succeeded(*words).splitlines()[1 : 1 + len(expected)]
+        assert {line.split()[0]: line.split(maxsplit=1)[1] for line in lines} == expected
 
 
 def test_settings_of_one_method() -> None:
@@ -97,7 +137,7 @@ def test_settings_of_one_method() -> None:
 
 
 def test_every_setting_is_explained() -> None:
-    silent = [f"{full}: {key.name}" for full in settings.all_names() for key in settings.settings(full) if not key.text]
+    silent = [f"{full}: {key.name}" for full in keys.all_names() for key in keys.settings(full) if not key.text]
     assert silent == [], "write what these are in a comment behind the field:\n" + "\n".join(silent)
 
 
@@ -105,7 +145,7 @@ def test_defaults_and_names_are_those_of_the_class() -> None:
     for kind in plugins.SETTABLE:
         for name in plugins.names(kind):
             cls = getattr(plugins.load(kind, name), plugins.KINDS[kind][0])
-            listed = settings.settings(f"{kind}/{name}")
+            listed = keys.settings(f"{kind}/{name}")
             assert [key.name for key in listed] == [field.name for field in dataclasses.fields(cls)]
             for key, field in zip(listed, dataclasses.fields(cls), strict=True):
                 assert (key.default is None) == (field.default is dataclasses.MISSING)

@@ -10,7 +10,7 @@ import torch
 from compress.evaluate import pair
 from compress.evaluate.reader import Reader
 from compress.model import load
-from compress.pages import lost_tokens as page
+from compress.pages import suite as page
 from pico import build, save
 
 WINDOWS, LENGTH = 3, 24
@@ -62,7 +62,7 @@ def test_equal_models_have_lost_nothing(models: list[Any]) -> None:
         [Reader(each) for each in models], windows, torch.zeros(1, 3, dtype=torch.float64), "a.txt", spelled
     )
     assert (found.half, found.worst) == (0.0, ()) and found.classes[0]["tokens"] == 1.0 and len(found.classes) == 1
-    assert "largest KL" not in page.section([found.plain()])
+    assert "largest KL" not in page.lost_tokens([found.plain()])
 
 
 def test_classes_hold_every_token_once() -> None:
@@ -94,7 +94,7 @@ def test_a_letter_of_two_tokens_is_shown_whole_where_it_ends() -> None:
 
 
 def test_what_is_not_printable_is_seen() -> None:
-    assert page.quoted('a\n\t"\x00\u2028') == '“a↵⇥"��”'
+    assert page.quote('a\n\t"\x00\u2028') == '“a↵⇥"��”'
     found = {"text": "<b>", "half": 0.031, "classes": [], "worst": []}
-    assert page.sentence(found) == "half of the KL on <b> lies on 3.1% of its tokens"
-    assert "<b>" not in page.section([found])
+    assert page.half_of_loss(found) == "half of the KL on <b> lies on 3.1% of its tokens"
+    assert "<b>" not in page.lost_tokens([found])

@@ -17,7 +17,7 @@ from compress.evaluate import record
 from compress.evaluate.scores import Comparison
 from compress.evaluate.speed import LayerSpeed, Speed
 from compress.evaluate.suite import SuiteResult
-from compress.pages import speed
+from compress.pages import measurements
 
 SAID = {"prompt": "Once\nupon", "base": " a time,\n\tthere", "model": "\x00\u2028"}
 
@@ -107,15 +107,17 @@ def test_rates_are_replaced_by_those_of_the_same_device(tmp_path: Path) -> None:
     record.add_speed(tmp_path, dataclasses.replace(rates, decode_tokens_per_s=20.0).plain())
     found = record.load(tmp_path)["speed"]
     assert [(row["device"], row["decode_tokens_per_s"]) for row in found] == [("cuda", 10.0), ("cpu", 20.0)]
-    shown = speed.section(found)
+    shown = measurements.speed(found)
     assert "cpu, 1 thread, batch 1" in shown and ">8×16<" in shown and 'data-value="2.0"' in shown
-    assert speed.headline(found) == [("20", "tokens decoded a second, cpu, 1 thread, batch 1")]
+    assert measurements.speed_headline(found) == [("20", "tokens decoded a second, cpu, 1 thread, batch 1")]
     beside = dataclasses.replace(rates, base="llama", base_prefill_tokens_per_s=50.0, base_decode_tokens_per_s=40.0)
     record.add_speed(tmp_path, beside.plain())
     found = record.load(tmp_path)["speed"]
-    assert speed.headline(found)[1] == ("0.25×", "as fast as the original in decoding")
-    assert "as fast as llama, in turns with it: 2.00 in reading the prompt, 0.25 in decoding." in speed.section(found)
-    assert speed.section(()) == "" and speed.headline(()) == []
+    assert measurements.speed_headline(found)[1] == ("0.25×", "as fast as the original in decoding")
+    assert "as fast as llama, in turns with it: 2.00 in reading the prompt, 0.25 in decoding." in measurements.speed(
+        found
+    )
+    assert measurements.speed(()) == "" and measurements.speed_headline(()) == []
     (tmp_path / record.FILE).write_text(json.dumps({"speed": [{"device": "cpu"}]}))
     with pytest.raises(CheckpointError, match="has no threads"):
         record.load(tmp_path)

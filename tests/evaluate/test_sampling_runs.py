@@ -20,7 +20,7 @@ from compress.evaluate import record, sampling, sampling_runs, sampling_temperat
 from compress.evaluate.reader import Reader
 from compress.evaluate.sampling_distributions import SamplingSetting, dense, filtered_law, order
 from compress.evaluate.sampling_temperature import TemperatureAdvice
-from compress.pages import sampling as page
+from compress.pages import measurements as page
 from pico import pico_tokenizer
 
 HELDOUT = Path(__file__).parents[1] / "data" / "books_heldout.txt"
@@ -208,8 +208,8 @@ def test_command_keeps_writes_and_shows(models: tuple[Path, Path], tmp_path: Pat
     listed = json.loads((directory / "compress_manifest.json").read_text())
     assert listed["files"][own] != "0" * 64 and listed["sizes"][own] == (directory / own).stat().st_size
     assert [row["filters"] for row in kept[0]["settings"]] == ["top-p 0.9"] * 2 + ["none"] * 2
-    shown = page.section(kept)
-    assert shown.count("<svg") == 2 and f"use {at_one['best']:.3f}" in shown and page.section([]) == ""
+    shown = page.sampling(kept)
+    assert shown.count("<svg") == 2 and f"use {at_one['best']:.3f}" in shown and page.sampling([]) == ""
     again = json.loads(run(*words[:-3], "--device", "cpu", "--json").stdout)
     assert (
         len(record.load(directory)["sampling"]) == 1

@@ -76,8 +76,9 @@ KEYS = (
 def _built_in() -> dict[str, str]:
     from compress import recipe
 
-    bare = {name: re.sub(r"^#.*\n", "", recipe.text(name), flags=re.MULTILINE) for name in recipe.names()}
-    return {**bare, "commented": recipe.text("int2-lrec")}
+    facts = r"^(?:#.*\n|(?:about|measured):\n(?: .*\n)*)"
+    bare = {name: re.sub(facts, "", recipe.text(name), flags=re.MULTILINE) for name in recipe.names()}
+    return {**bare, "whole": recipe.text("int2-lrec")}
 
 
 def make(random: Random, folder: Path, few: bool = False) -> Case:

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from compress.pages import checkpoint, frontier, html, svg
+from compress.pages import checkpoint, html, measurements, svg
 from compress.run.report import OPTIONAL, PAGE_KEYS
 from compress.storage import json_text
 
@@ -136,14 +136,18 @@ def test_a_checkpoint_among_the_recipes_of_a_study() -> None:
     ]
     study = {"model": HOSTILE, "text": "a.txt", "window": 512, "recipes": recipes}
     own = {"text": "a.txt", "kl_mean": 0.2, "kl_se": 0.01, "seq_len": 256, "tokens": 4080}
-    page = frontier.section([study], 2 << 20, [{**own, "text": "b.txt"}, own])
+    page = measurements.among_recipes([study], 2 << 20, [{**own, "text": "b.txt"}, own])
     parsed(page)
     assert "Beaten by no other: small, this checkpoint, large" in page and "in windows of 256, 4,080 tokens" in page
-    page = frontier.section([study], 2 << 20, [{**own, "cache": "kv2", "base": "packed"}])
+    page = measurements.among_recipes([study], 2 << 20, [{**own, "cache": "kv2", "base": "packed"}])
     assert "4,080 tokens, through the cache kv2, beside packed." in page
-    page = frontier.section([study], 2 << 20, [{**own, "text": "b.txt"}])
+    page = measurements.among_recipes([study], 2 << 20, [{**own, "text": "b.txt"}])
     assert "Beaten by no other: small, large" in page and "this checkpoint was not scored on a.txt" in page
-    assert frontier.section([{**study, "recipes": []}], 1, [own]) == frontier.section([], 1, [own]) == ""
+    assert (
+        measurements.among_recipes([{**study, "recipes": []}], 1, [own])
+        == measurements.among_recipes([], 1, [own])
+        == ""
+    )
 
 
 def luminance(color: str) -> float:

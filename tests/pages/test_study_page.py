@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from compress.evaluate.items import Outcome, Task
-from compress.pages import calibrations, html, scatter, study, svg
+from compress.pages import html, scatter, study, svg
 from compress.study import summary, tasks
 
 HOSTILE = '<script>alert("x")</script>'
@@ -141,7 +141,9 @@ def test_tasks_are_shown_by_size_and_beside_the_original() -> None:
 
 
 def test_numbers_that_json_does_not_have_are_null() -> None:
-    said = html.embedded({"a": [math.inf, -math.inf, 1.5], "b": (math.nan, HOSTILE), "c": {"d": None, "e": True}})
+    said = html.json_for_script(
+        {"a": [math.inf, -math.inf, 1.5], "b": (math.nan, HOSTILE), "c": {"d": None, "e": True}}
+    )
     assert "<" not in said
     assert json.loads(said, parse_constant=pytest.fail) == {
         **{"a": [None, None, 1.5], "b": [None, HOSTILE], "c": {"d": None, "e": True}}
@@ -160,7 +162,7 @@ def test_calibrations_are_compared_where_there_are_several(count: int) -> None:
         )
         for at in range(count)
     ]
-    found = calibrations.section(cells, ["a.txt"])
+    found = study.calibrations(cells, ["a.txt"])
     assert (found == "") == (count == 1)
     if count > 1:
         assert "least loss is 0.1 (s0.txt, 8×16), the largest 0.3 (its own text, 8×16), 3.00 times" in found

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from compress import api, formats, recipe
+from compress import api, formats, plugins, recipe
 from compress.formats import transforms as ops
-from compress.recipe.steps import plain_step
+from compress.recipe.schema import plain_step
 from compress.run import verify
 from compress.run.report import from_dict
 from compress.runtime import activation_quant
@@ -52,7 +52,7 @@ METHOD = {
 }
 PLAIN = {name: method for name, method in METHOD.items() if not recipe.load(name).transform}
 FIRST = {method: name for name, method in reversed(PLAIN.items())}  # one recipe of each method
-NEW = [name for method, name in FIRST.items() if method not in ("rtn", "gptq")]
+NEW = [name for method, name in FIRST.items() if method != "gptq" and "hessian" in plugins.load("quant", method).NEEDS]
 WHOLE = ("llama", "mixtral", "gpt_neox")
 TURN = list(zip([model for model in PICO if model not in WHOLE], itertools.cycle(NEW)))  # noqa: B905 (endless)
 ROUTED = ("mixtral", "w4a4-tuned")  # a step of a 4-bit input sends a token to another expert, here or there

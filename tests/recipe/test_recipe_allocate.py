@@ -9,7 +9,7 @@ import pytest
 
 from compress import recipe
 from compress.errors import RecipeError
-from compress.recipe import renamed
+from compress.recipe import allocation
 from compress.recipe.schema import Target, option_names
 from compress.types import Correction
 
@@ -117,7 +117,7 @@ def test_options_with_parts_have_short_names() -> None:
 
 def test_former_names_of_estimators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They mean what they meant, and each says once what it is called now."""
-    renamed._tell.cache_clear()
+    allocation._tell.cache_clear()
     path = tmp_path / "mine.yaml"
     for method, key, former, name in (
         ("knapsack", "estimator", "swap", "kl_one_at_a_time"),

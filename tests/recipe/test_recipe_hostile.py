@@ -9,8 +9,8 @@ import pytest
 
 from compress import recipe
 from compress.errors import RecipeError
-from compress.recipe.read import FILE_LIMIT
-from compress.recipe.yaml import DEPTH, NODES
+from compress.recipe.read import MAX_FILE_NBYTES
+from compress.recipe.yaml import MAX_DEPTH, MAX_NODES
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
@@ -33,11 +33,11 @@ def refused(text: str | bytes, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("text", ["[" * 10_000, "a: " + "{b: " * 10_000, "- " * 10_000, "? " * 10_000])
 def test_deep(text: str, tmp_path: Path) -> None:
-    assert refused(text, tmp_path) == f"my.yaml, line 1: nested more than {DEPTH} deep; no recipe needs that"
+    assert refused(text, tmp_path) == f"my.yaml, line 1: nested more than {MAX_DEPTH} deep; no recipe needs that"
 
 
 def test_aliases(tmp_path: Path) -> None:
-    assert f"line 6: more than {NODES:,} keys and values" in refused(LAUGHS, tmp_path)
+    assert f"line 6: more than {MAX_NODES:,} keys and values" in refused(LAUGHS, tmp_path)
     for text in ("&a [*a]", "a: &a {b: *a}", "a: &a [[*a]]"):
         assert refused(text, tmp_path) == "my.yaml, line 1: an alias inside of what it stands for; write it out"
 
@@ -70,7 +70,7 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
     assert "a\x00b" not in refused("a\x00b", tmp_path)
     assert "it is not utf-8 text" in refused(b"\xff\xfe\x00", tmp_path)
     with (tmp_path / "my.yaml").open("wb") as stream:
-        stream.truncate(FILE_LIMIT + 1)
+        stream.truncate(MAX_FILE_NBYTES + 1)
     with pytest.raises(RecipeError, match=r"my\.yaml is not a recipe: it has more than 16 MiB"):
         recipe.load(str(tmp_path / "my.yaml"))
 

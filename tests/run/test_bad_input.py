@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compress import api, recipe
+from compress import api
 from compress.errors import OutputError
 from compress.storage import workdir
 from compress.storage.checkpoint import CONFIG, INDEX
@@ -67,7 +67,7 @@ def test_impossible_bits(model: Path, tmp_path: Path) -> None:
 
 def test_an_unknown_recipe(model: Path) -> None:
     line = quantize(model, Setup("int44"))
-    assert f"unknown recipe 'int44'; known: {', '.join(recipe.names())}; did you mean 'int4'?" in line
+    assert "unknown recipe 'int44'; did you mean int4 " in line
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,12 @@ def labels(axes: Axes) -> list[str]:
 
 
 def test_patterns_name_recipes_once() -> None:
-    assert grid.chosen(["int*", "int4"]) == tuple(dict.fromkeys(n for n in grid.recipe.names() if n.startswith("int")))
-    assert grid.chosen([]) == tuple(grid.recipe.names())
+    assert grid.match_recipes(["int*", "int4"]) == tuple(
+        dict.fromkeys(n for n in grid.recipe.names() if n.startswith("int"))
+    )
+    assert grid.match_recipes([]) == tuple(grid.recipe.names())
     with pytest.raises(RecipeError, match="no built-in recipe matches zz"):
-        grid.chosen(["zz*"])
+        grid.match_recipes(["zz*"])
 
 
 def test_values_are_split_outside_of_brackets_and_quotes() -> None:

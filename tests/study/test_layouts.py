@@ -32,7 +32,7 @@ SIZE = {"bytes_per_token": 10.5, "exact_bytes_per_token": 40.0, "context": 64}
 
 def result(cell: CellFolder, cost: dict[str, Any]) -> dict[str, Any]:
     """What a cell's process writes; int2 has failed."""
-    asked = cell.asked
+    asked = cell.request
     found = {
         **{"version": 1, "key": cell.key, "calib": None, "versions": {"torch": "2"}, "device": "cpu", "seed": 0},
         **{key: asked[key] for key in ("name", "label", "overrides")},
@@ -121,7 +121,7 @@ def test_a_study_that_others_are_compared_with(study: StudyFolder) -> None:
 
 def test_settings_of_a_later_version_are_refused(study: StudyFolder) -> None:
     cell = study.cells()[0]
-    asked = cell.asked
+    asked = cell.request
     asked["settings"]["colour"] = "red"
     (cell.path / ASKED).write_text(json.dumps(asked))
     with pytest.raises(

@@ -21,12 +21,12 @@ from compress.errors import OutputError
 from compress.kv.settings import cache_settings
 from compress.run.job import Job
 from compress.study import losses, recommend
-from compress.study.recommend import BEST, SMALLEST, TRADE, Asked, Choice
+from compress.study.recommend import BEST, SMALLEST, TRADE, RecipeChoice, Wanted
 from runs import RTN, TEXT, cli, job, one_line, stored_tensors
 
 
-def choice(name: str, nbytes: int, kl: float) -> Choice:
-    return Choice(name, None, nbytes, False, 0, kl, None)
+def choice(name: str, nbytes: int, kl: float) -> RecipeChoice:
+    return RecipeChoice(name, None, nbytes, False, 0, kl, None)
 
 
 def row(name: str, nbytes: int, kl: float, bpw: float | None = 4.0, cache: float | None = None) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def test_a_study_is_read_as_far_as_it_is_of_recipes_as_they_are(tmp_path: Path) 
 
 
 def test_what_is_shipped_can_be_read() -> None:
-    for known in losses.shipped():
+    for known in losses.read_shipped():
         assert known.losses and known.parameters > 0 and known.frontier
 
 
@@ -137,7 +137,7 @@ def test_sizes_are_what_is_written(pico_dir: Callable[..., Path], tmp_path: Path
     model = pico_dir("llama")
     known = losses.read(study(tmp_path / "s.json", *CELLS))
     job = Job(str(model), recipe.load("int8"), tmp_path / "out", calib=str(TEXT))
-    found, left_out = recommend.choices(Asked(job, 1 << 30, 256), known)
+    found, left_out = recommend.choices(Wanted(job, 1 << 30, 256), known)
     assert {(each.recipe, each.cache) for each in found} == {(w, c) for w in ("int8", "int4") for c in (None, "kv4")}
     assert not left_out
     exact = next(each for each in found if each.recipe == "int8" and each.cache is None)
@@ -145,7 +145,7 @@ def test_sizes_are_what_is_written(pico_dir: Callable[..., Path], tmp_path: Path
     assert exact.cache_nbytes == 2 * 2 * 16 * 2 * 4 * 256  # layers, heads, width, keys and values, float32, tokens
     both = next(each for each in found if each.recipe == "int4" and each.cache == "kv4")
     assert both.kl == pytest.approx(0.012) and both.cache_nbytes < exact.cache_nbytes
-    words = recommend.command(Asked(job, 1), both)
+    words = recommend.command(Wanted(job, 1), both)
     made = recipe.load(words[words.index("--recipe") + 1], [words[words.index("--set") + 1]])
     assert made.kv_cache == recipe.load("kv4").kv_cache
     mixed = dataclasses.replace(job, recipe=recipe.load("mixed3bit"), out=tmp_path / "x")
@@ -195,5 +195,5 @@ def test_a_context_beyond_the_models_positions_is_said(
     job = Job(str(pico_dir("llama")), recipe.load("int8"), tmp_path / "out", calib=str(TEXT))
     said = "a context of 257 tokens is longer than the 256 positions that the model is made for"
     for context, times in ((256, 0), (257, 1)):
-        recommend.choices(Asked(job, 1 << 30, context), known)
+        recommend.choices(Wanted(job, 1 << 30, context), known)
         assert [record.message for record in caplog.records].count(said) == times

@@ -16,7 +16,7 @@ from compress.errors import OutputError
 from compress.study import folder, grid, runner, summary
 from compress.study.folder import CellFolder, StudyFolder
 from compress.study.grid import Axes, Settings
-from compress.study.runner import Effort
+from compress.study.runner import RunLimits
 
 IDENTITY = {"model": "fingerprint"}
 CHILD = """
@@ -82,7 +82,7 @@ def started(study: StudyFolder) -> int:
         return pid
     try:
         with (study.folder / f"by-{os.getpid()}").open("w", buffering=1) as said:
-            runner.run(study.cells(), Effort(), lambda cell: print(cell.key, file=said))
+            runner.run(study.cells(), RunLimits(), lambda cell: print(cell.key, file=said))
     finally:
         os._exit(0)
 
@@ -102,7 +102,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def test_each_cell_is_measured_once_and_failures_are_rows(tmp_path: Path, child: Path) -> None:
     study, cells = asked(tmp_path / "s", 0.0, Axes(("int4", "int8", "kv4")))
     seen: list[str] = []
-    runner.run(cells, Effort(jobs=2), lambda cell: seen.append(cell.key))
+    runner.run(cells, RunLimits(jobs=2), lambda cell: seen.append(cell.key))
     assert sorted(seen) == sorted(begun(study.folder)) == sorted(cell.key for cell in cells)
     found = summary.write(study)
     assert {row["name"]: row["reason"] for row in found["failed"]} == {
@@ -110,11 +110,11 @@ def test_each_cell_is_measured_once_and_failures_are_rows(tmp_path: Path, child:
         "kv4": "killed by the system, which was out of memory",
     }
     assert [row["name"] for row in found["cells"]] == ["int4"] and found["original"] and not found["pending"]
-    runner.run(cells, Effort(), lambda cell: seen.append(cell.key))
+    runner.run(cells, RunLimits(), lambda cell: seen.append(cell.key))
     assert len(seen) == len(cells)  # nothing is measured again
     for cell in cells:
         cell.forget_failure()
-    runner.run(cells, Effort(), lambda cell: seen.append(cell.key))
+    runner.run(cells, RunLimits(), lambda cell: seen.append(cell.key))
     assert len(seen) == len(cells) + 2
 
 
@@ -125,14 +125,14 @@ def test_a_cell_without_memory_says_so_in_words(tmp_path: Path) -> None:
 
 def test_a_killed_study_goes_on_and_gives_the_same(tmp_path: Path, child: Path) -> None:
     whole, cells = asked(tmp_path / "whole", 0.0, BITS)
-    runner.run(cells, Effort(), lambda cell: None)
+    runner.run(cells, RunLimits(), lambda cell: None)
     study, cells = asked(tmp_path / "killed", 0.4, BITS)
     pid = started(study)
     wait_until(lambda: len(measured_by(study, pid)) > 0 and len(begun(study.folder)) > 1)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert len(summary.gather(study)["pending"]) == len(cells) - 1
-    runner.run(cells, Effort(), lambda cell: None)
+    runner.run(cells, RunLimits(), lambda cell: None)
     assert len(begun(study.folder)) == len(cells) + 1  # the one that was interrupted is begun twice
     assert plain(study) == plain(whole)
 
@@ -165,7 +165,7 @@ def sorted_(cells: list[CellFolder]) -> list[CellFolder]:
 
 def test_what_takes_too_long_has_failed(tmp_path: Path, child: Path) -> None:
     study, cells = asked(tmp_path / "s", 30.0, Axes(("int8",)))
-    runner.run(cells, Effort(jobs=2, seconds=0.2), lambda cell: None)
+    runner.run(cells, RunLimits(jobs=2, seconds=0.2), lambda cell: None)
     assert [row["reason"] for row in summary.write(study)["failed"]] == ["took longer than 0 s"] * 2
 
 

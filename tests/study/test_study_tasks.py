@@ -79,10 +79,10 @@ def test_others_wait_for_the_answers_of_the_original(
     study, found = StudyFolder(tmp_path / "study"), list[Any]()
     study.open({"model": "m"})
     monkeypatch.setattr(load, "load_model", lambda *given: pytest.fail("the answers are there"))
-    made, _ = tasks._made(settings)
+    made, _ = tasks._tasks_with_material(settings)
     kept = [Outcome("a", True, "\u2028\n", figures={"f1": 0.5}), Outcome("b", False, "", figures={"f1": 0.0})]
-    waiting = threading.Thread(target=lambda: found.append(tasks.measured(study, settings, None)))
-    with study.locked_answers():
+    waiting = threading.Thread(target=lambda: found.append(tasks.measure(study, settings, None)))
+    with study.hold_lock_of_answers():
         waiting.start()
         waiting.join(1.0)
         assert waiting.is_alive() and not found
@@ -100,5 +100,5 @@ def test_others_wait_for_the_answers_of_the_original(
 
 
 def test_nothing_is_asked_where_nothing_was_asked_for(tmp_path: Path) -> None:
-    assert tasks.measured(StudyFolder(tmp_path), Settings("none", ()), None) == ({}, None)
+    assert tasks.measure(StudyFolder(tmp_path), Settings("none", ()), None) == ({}, None)
     assert not list(tmp_path.iterdir())
