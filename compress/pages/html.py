@@ -6,20 +6,26 @@ screen. A page has no script but the one that sorts tables, and all of it can be
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-TEMPLATES = Path(__file__).parent / "templates"
-STYLE = (TEMPLATES / "page.css").read_text(encoding="utf-8")
-SORTING = (TEMPLATES / "page.js").read_text(encoding="utf-8")
+TEMPLATES = PackageLoader("compress.pages", "templates")
+ENVIRONMENT = Environment(
+    loader=TEMPLATES,
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+STYLE = TEMPLATES.get_source(ENVIRONMENT, "page.css")[0]
+SORTING = TEMPLATES.get_source(ENVIRONMENT, "page.js")[0]
 
 Cell = str | float | int | None
 # Text that stands in a table like a number.
@@ -41,36 +47,20 @@ class _Column(NamedTuple):
     kind: str
 
 
-@functools.cache
-def _environment() -> Environment:
-    return Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-
-
 def _part(name: str, *values: Any) -> str:
     """Return a part of templates/parts.html, filled."""
-    return str(getattr(_environment().get_template("parts.html").module, name)(*values))
+    return str(getattr(ENVIRONMENT.get_template("parts.html").module, name)(*values))
 
 
 def page(title: str, lead: str, sections: Sequence[str], data: Any = None) -> str:
     """Return the whole page. lead: HTML under the title; data: what stands in the page for programs, as JSON."""
-    return (
-        _environment()
-        .get_template("page.html")
-        .render(
-            title=title,
-            lead=Markup(lead),
-            sections=Markup("".join(sections)),
-            data="" if data is None else Markup(json_for_script(data)),
-            style=Markup(STYLE),
-            sorting=Markup(SORTING),
-        )
+    return ENVIRONMENT.get_template("page.html").render(
+        title=title,
+        lead=Markup(lead),
+        sections=Markup("".join(sections)),
+        data="" if data is None else Markup(json_for_script(data)),
+        style=Markup(STYLE),
+        sorting=Markup(SORTING),
     )
 
 

@@ -37,7 +37,6 @@ ALLOWED = {
     "compress.export.targets.gguf": "a new file in the folder of an export",
     "compress.export.peft": "reads weights with safetensors, once they are known to be a file",
     "compress.runtime.kv_config": "transformers saves a model where its user wants it",
-    "compress.pages.html": "templates of this package",
     "compress.study.checkpoints": "copies a text within the folder of a study",
     "compress.cli.use": "a text that the user names, which may come from a pipe",
     "compress.calib.documents": "reads a parquet file, once it is known to be a file",
