@@ -84,20 +84,21 @@ def methods(
         from compress.recipe import keys
 
         if name is None:
-            listed = {n: {"is_paper": keys.is_paper(n), "description": keys.describe(n)} for n in keys.all_names()}
+            described = {each: keys.describe(each) for each in keys.all_names()}
             if as_json:
-                print(json.dumps(listed))
+                print(json.dumps(described))
                 return
-            lines = [(n, str(facts["description"])) for n, facts in listed.items() if papers or not facts["is_paper"]]
+            lines = [(each, text) for each, text in described.items() if papers or not keys.is_paper(each)]
             _print_lines(("name", "what it is"), lines)
-            if count := len(listed) - len(lines):
+            if count := len(described) - len(lines):
                 print(f"{count} more, of papers: compress methods --all")
             return
         full = keys.full_name(name)
         settings = keys.settings(full)
         if as_json:
             plain = [setting._asdict() for setting in settings]
-            print(json.dumps({"name": full, "description": keys.describe(full), "settings": plain}))
+            facts = {"name": full, "is_paper": keys.is_paper(full), "description": keys.describe(full)}
+            print(json.dumps({**facts, "settings": plain}))
             return
         print(f"{full}: {keys.describe(full)}")
         rows = [(s.name, s.type, "-" if s.default is None else s.default, s.unit, s.text) for s in settings]

@@ -63,7 +63,8 @@ def test_recipes() -> None:
 @pytest.mark.parametrize("what", ["recipes", "methods"])
 def test_the_core_fits_one_screen(what: str) -> None:
     listed = json.loads(succeeded(what, "--json"))
-    rows = 1 + sum(not row["is_paper"] for row in listed.values())
+    is_paper = keys.is_paper if what == "methods" else recipe.is_paper
+    rows = 1 + sum(not is_paper(name) for name in listed)
     assert lines_at_100_columns(succeeded(what), rows) <= SCREEN_LINES
 
 
@@ -101,19 +102,18 @@ def test_a_printed_recipe_is_one_to_start_from(tmp_path: Path) -> None:
 
 
 def test_methods() -> None:
-    listed = json.loads(succeeded("methods", "--json"))
-    known = {
+    described = json.loads(succeeded("methods", "--json"))
+    kinds = {
         f"{kind}/{name}": plugins.is_paper(kind, name) for kind in plugins.SETTABLE for name in plugins.names(kind)
     }
-    sections = {f"recipe/{section}": False for section in keys.SECTIONS}
-    assert {name: row["is_paper"] for name, row in listed.items()} == known | sections
-    assert {"quant/rtn", "quant/gptq", "formats/int", "formats/dense"} <= listed.keys()
-    assert all(row["description"] for row in listed.values())
-    described = {name: row["description"] for name, row in listed.items()}
-    core = {name: text for name, text in described.items() if not listed[name]["is_paper"]}
+    assert list(described) == [*kinds, *(f"recipe/{section}" for section in keys.SECTIONS)]
+    assert {"quant/rtn", "quant/gptq", "formats/int", "formats/dense"} <= described.keys()
+    assert all(described.values())
+    core = {name: text for name, text in described.items() if not kinds.get(name)}
     for words, expected in ((("methods",), core), (("methods", "--all"), described)):
         lines = succeeded(*words).splitlines()[1 : 1 + len(expected)]
         assert {line.split()[0]: line.split(maxsplit=1)[1] for line in lines} == expected
+    assert [json.loads(succeeded("methods", name, "--json"))["is_paper"] for name in ("gptq", "glvq")] == [False, True]
 
 
 def test_settings_of_one_method() -> None:
