@@ -34,6 +34,7 @@ from compress.errors import RecipeError
 
 if TYPE_CHECKING:
     from compress.evaluate.sampling import SamplingComparison, SamplingSetting
+    from compress.progress import Progress
     from compress.study.recommend import RecipeChoice, Studied, Wanted
 
 
@@ -211,10 +212,7 @@ def recommend(
             if not usable:
                 raise RecipeError(choosing.none_usable(left_out))
             chosen = choosing.three(usable, limit)
-            costs: dict[RecipeChoice, dict[str, Any]] = {}
-            for choice in set(chosen.values()) if timing else ():  # one that trains takes minutes to time
-                progress(f"timing a block of {choice.recipe}", len(costs), len(chosen))
-                costs[choice] = _cost(asked, choice)
+            costs = _costs(asked, set(chosen.values()), progress) if timing else {}
         result = {
             "fits": limit,
             "context": context,
@@ -236,6 +234,15 @@ def recommend(
             _show_recommendation(result, asked, studied)
         if not chosen:
             raise typer.Exit(1)
+
+
+def _costs(asked: Wanted, chosen: set[RecipeChoice], progress: Progress) -> dict[RecipeChoice, dict[str, Any]]:
+    """Return what making each choice takes; timing one that trains takes minutes."""
+    costs: dict[RecipeChoice, dict[str, Any]] = {}
+    for choice in chosen:
+        progress(f"timing a block of {choice.recipe}", len(costs), len(chosen))
+        costs[choice] = _cost(asked, choice)
+    return costs
 
 
 def _cost(asked: Wanted, choice: RecipeChoice) -> dict[str, Any]:
