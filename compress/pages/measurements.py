@@ -1,7 +1,8 @@
 """Write sections of a checkpoint's page on what was measured after it was made.
 
 Each shows what a command has kept in scores.json: `compress bench` speed, `compress sampling` what is drawn in each
-generation setting, and `compress report --study` the other recipes of a study, with those joined that no other beats.
+generation setting, and `compress inspect --page --study` the other recipes of a study, with those joined that no other
+beats.
 """
 
 from __future__ import annotations
