@@ -106,12 +106,22 @@ def _part(entries: Entries, key: str, base: Any, default: Any) -> Any:
 def method(entries: Entries, kind: str = "quant") -> ModuleType:
     """Return the method that a block names; one line on stderr where the block has its former name."""
     name = value(entries, "method", str)
-    present = plugins.current(kind, name, entries)
+    present = present_name(entries, kind)
     say_renamed(name, present)
     try:
         return plugins.load(kind, present)
     except RecipeError as error:
         raise error_at(entries["method"][0], str(error)) from error
+
+
+def present_name(entries: Entries, kind: str) -> str:
+    """Return the present name of the method of a block; keys at the values that it works with now move nothing."""
+    name = value(entries, "method", str)
+    if (kind, name) not in plugins.MOVED_KEYS:
+        return plugins.current(kind, name)
+    removed = plugins.removed_keys(plugins.load(kind, name).Config)
+    keys = [key for key, (_, node) in entries.items() if key not in removed or plain(node, key) != removed[key]]
+    return plugins.current(kind, name, keys)
 
 
 @functools.cache  # once a process: a block is read more than once
@@ -173,7 +183,7 @@ def transforms(entries: Entries) -> tuple[Step, ...]:
         if "method" not in block:
             raise error_at(node, f"a transform needs a method, one of {', '.join(plugins.names('transform'))}")
         module = method(block, "transform")
-        name = plugins.current("transform", value(block, "method", str), block)
+        name = present_name(block, "transform")
         if module.SCOPE == "model" and scopes:
             raise error_at(
                 node, f"{name} must be the first transform: a scale that is folded into a norm before it has no effect"

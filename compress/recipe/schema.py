@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 KEEP = "keep"  # the option, and the method of a scheme, that leaves a weight as it is
 TABLES = ("embeddings", "head")  # sections for what lies outside of the blocks
 OTHER_KEYS = ("allocate", "tune", "experts", "kv_cache", "towers", "export")
+# Sections of a recipe that name methods -> the kind of these.
+KINDS_OF_SECTIONS = {
+    **dict.fromkeys(("quantize", "rules", "towers", *TABLES), "quant"),
+    **{"transform": "transform", "tune": "tune"},
+}
 SETTING_KEYS = ("calibration", "transform", "quantize", "rules", "ignore", *TABLES, *OTHER_KEYS)
 TOP_KEYS = ("name", "description", *SETTING_KEYS, *facts.SECTIONS)
 CACHE_KEYS = ("context", "cache_bits", "cache_options", "cache_estimator")
@@ -267,12 +272,24 @@ def fingerprint(recipe: Recipe) -> str:
     """Return the sha256 (hex) of everything that decides numbers: all but the name and the description.
 
     calibration.bos is left out where it is auto: what samples begin with is then the tokenizer's matter, and recipes
-    keep the fingerprint that they had before there was this key.
+    keep the fingerprint that they had before there was this key. Keys that a method had once are in it, at the values
+    that it works with now, so that a run begun before goes on, and what was measured before is used.
     """
     content = {key: part for key, part in _plain(recipe).items() if key not in ("name", "description")}
+    _add_removed_keys(content, KINDS_OF_SECTIONS)
+    _add_removed_keys(content.get("allocate", {}), {"options": "quant", "tables": "quant"})
     if recipe.calibration.bos == "auto":
         del content["calibration"]["bos"]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _add_removed_keys(content: dict[str, Any], kinds: Mapping[str, str]) -> None:
+    """Add to the settings of each method in these sections the keys that it had once."""
+    for section, kind in kinds.items():
+        blocks = content.get(section, [])
+        for block in blocks if isinstance(blocks, list) else [blocks]:
+            if "method" in block:
+                block.update(plugins.removed_keys(plugins.load(kind, block["method"]).Config))
 
 
 def _plain(recipe: Recipe) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,8 @@ class Config:
     values: bool = True  # R2: rotate the values of each head; merged into weights
     online: bool = True  # R4 and head mixing: Hadamard transforms at run time of the inputs of quantized down and
     # output projections
+
+    REMOVED_KEYS: ClassVar[dict[str, Any]] = {"seeds": 1, "search_samples": 8, "learn": 0}  # other values: see spin
 
 
 def apply(skeleton: Skeleton, config: Config, seed: int) -> Rotation:

@@ -15,7 +15,7 @@ import yaml
 
 from compress import plugins, recipe
 from compress.errors import RecipeError
-from compress.recipe import CalibrationConfig, Recipe, Rule, read
+from compress.recipe import CalibrationConfig, Recipe, Rule, blocks, read
 from compress.types import Scheme
 from fake_methods import Make, maker, settings
 
@@ -193,6 +193,36 @@ def test_what_samples_begin_with_leaves_older_fingerprints_as_they_were(make: Ma
     assert recipe.fingerprint(plain) == older
     others = {recipe.fingerprint(make("quantize: {method: beta}", f"calibration.bos={x}")) for x in ("never", "always")}
     assert len(others | {older}) == 3
+
+
+# The first digits of fingerprints, as versions wrote them whose methods had keys that were taken away since.
+OLDER_FINGERPRINTS = {
+    "int4": "565fc6b31838071a",
+    "quarot4bit": "381cec9e386f22f0",
+    "e8p2bit": "c2e7a1b316399bd7",
+    "gptvq2bit": "b855833e2c16a7f0",
+    "glvq2bit": "540bc8b7d72f86d5",
+    "vptq2bit": "3a98ce722f12ee29",
+    "lord20": "6e648d8baa4126ea",
+    "lq-lora2.75": "e9cbc312eeb020bb",
+}
+
+
+def test_keys_that_were_taken_away_leave_older_fingerprints_as_they_were() -> None:
+    assert {name: recipe.fingerprint(recipe.load(name))[:16] for name in OLDER_FINGERPRINTS} == OLDER_FINGERPRINTS
+
+
+def test_keys_that_moved_to_another_method_rename_nothing_at_their_former_defaults(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As recipes hold them that earlier versions wrote into checkpoints, with every default."""
+    blocks.say_renamed.cache_clear()  # it speaks once a process
+    text = "quantize: {method: beta}\ntransform: [{method: rotate, %s}]"
+    (step,) = make(text % "seeds: 1, search_samples: 8, learn: 0").transform
+    assert (step.method, capsys.readouterr().err) == ("rotate", "")
+    (step,) = make(text % "seeds: 1, search_samples: 8, learn: 2").transform
+    assert (step.method, step.config.learn) == ("spin", 2)
+    assert capsys.readouterr().err == "method 'rotate' of the recipe is called 'spin' now\n"
 
 
 @pytest.fixture

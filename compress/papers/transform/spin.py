@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ class Config(rotate.Config):
     search_samples: int = 8  # [samples] of calibration on which rotations are tried
     learn: int = 0  # [steps] of learning the rotation, each about ten times a pass of 2048 tokens, with the whole model
     # in memory (learned_rotation.py)
+
+    REMOVED_KEYS: ClassVar[dict[str, Any]] = {}
 
     def __post_init__(self) -> None:
         for key, least in (("seeds", 1), ("search_samples", 1), ("learn", 0)):
