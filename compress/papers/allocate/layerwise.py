@@ -11,8 +11,6 @@ Not done: options between the two; the score says nothing of how much an option 
 knapsack with measured damages does better; this is the fallback where nothing can be measured. KL of
 layerwise-zd at 3.184 bits is 0.0186, of mixed3bit at 3.122 bits 0.0077 (bundled model, 16,352 tokens).
 
-Score whole blocks by LIM and ZD (arXiv 2406.17415), for compress/papers/allocate/layerwise.py.
-
 LIM ranks a block by how far it turns the hidden states, ZD, without data, by how many of its weights lie far above the
 mean. The paper leaves open over what the cosine is averaged; here it is tokens.
 """
@@ -24,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +32,6 @@ from compress.allocate.sensitivity import Measurements
 from compress.errors import BudgetError, RecipeError
 from compress.model import blockwise
 from compress.model.skeleton import Skeleton
-
-if TYPE_CHECKING:
-    from compress.allocate.sensitivity import Measurements
 
 
 @dataclass(frozen=True)
