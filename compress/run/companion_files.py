@@ -12,7 +12,7 @@ from compress.progress import note
 from compress.run.job import RunState
 from compress.run.source import code_references, model_files, without_code
 from compress.runtime import hf
-from compress.storage import config_json, files, known_files
+from compress.storage import files, json_text, known_files
 from compress.storage.checkpoint import CONFIG, INDEX, read_header, read_json, write_text
 from compress.storage.manifest import RECIPE
 
@@ -31,7 +31,7 @@ def write_config(directory: Path, run: RunState, cache: dict[str, Any] | None = 
     config = {**config, "dtype": dtype}
     quantization = hf.build_config({row.name: row.stored for row in run.layers}, run.prunings).to_dict()
     if run.layers:
-        config = config_json.add_notice({**config, "quantization_config": quantization})
+        config = json_text.add_notice({**config, "quantization_config": quantization})
     if cache is not None:
         config["quantization_config"] = {**quantization, "kv_cache": cache}
     write_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")
