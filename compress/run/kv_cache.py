@@ -29,8 +29,8 @@ from compress.kv.evict import settings as eviction
 from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import EXACT, KINDS, CacheSettings, Coding, Codings
 from compress.kv.token_store import Bytes
+from compress.model.architectures import max_positions
 from compress.model.cache_pass import CachedHeads, CachedLayers, cached_layers
-from compress.model.positions import max_positions
 from compress.numerics import kl
 from compress.run import memory_plan
 from compress.run.memory_plan import CacheSizes
