@@ -17,7 +17,8 @@ the format gives. None means that the format has to decode them.
 `prepare` must not read the elements of the tensors. They may be on the meta device, where dispatch asks what a kernel
 would do, and their elements may change afterwards as long as they stay where they are.
 
-Kernels that read keys and values are given the layouts of codes, and keep the limits below. Such a kernel is the file `compress/kernels/<folder of the device>/kv_<name>.py`, which `dispatch.kv(device, name)` finds:
+Kernels that read keys and values are given the layouts of codes, and keep the limits below. Such a kernel is the file
+`compress/kernels/<folder of the device>/kv_<name>.py`, which `dispatch.kv(device, name)` finds:
 
 - affine: scores and mixed values of min-max integers (compress/kv/codecs/kivi.py), `decode`: the same written out;
 - levels: scores and mixed values of codes of one table with a norm for each token (compress/kv/codecs/lloyd.py);

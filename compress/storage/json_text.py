@@ -1,4 +1,4 @@
-"""Read JSON that somebody else has written, with limits on what it may cost, and check the sizes that a config.json has.
+"""Read JSON that others have written, with limits on what it may cost, and check the sizes that a config.json has.
 
 A module tree of a billion layers, or a table for 2^40 positions, would take the machine's memory although no weight is
 read. No model has more layers than tensors, and none is wider than its largest tensor has numbers.

@@ -8,10 +8,9 @@ an earlier save, whose hashes say nothing about the present files.
 When a model is loaded, the sizes of its weight files are compared, and their hashes where that takes little beside
 loading: up to HASHED_NBYTES together. COMPRESS_VERIFY=1 compares the hash of every listed file that is there.
 
-Know the files of a model that go along into what is made of it, and to the hub: by name, and from its own folder.
-
-What else lies beside a model may be anybody's: keys, logs, data. The names are those that transformers' tokenizers and
-processors save, those of licenses, and those that this package writes.
+The files of a model that go along into what is made of it, and to the hub, are known by their names: those that
+transformers' tokenizers and processors save, those of licenses, and those that this package writes. What else lies
+beside a model may be anybody's: keys, logs, data.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import CheckpointError, shown
-from compress.storage.checkpoint import CONFIG, INDEX, MANIFEST, read_json, sha256
+from compress.storage.checkpoint import INDEX, MANIFEST, read_json, sha256
 from compress.storage.paths import CONFIG, EXPORTED
 
 ASKED = "COMPRESS_VERIFY"

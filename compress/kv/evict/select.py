@@ -10,9 +10,8 @@ Papers: AdaKV, arXiv 2407.11550 (`head_counts`); CriticalKV, arXiv 2502.03805 (`
 layer would be more than all of its tokens, the excess goes to the other layers here, so that the mean stays what was
 set.
 
-Count the tokens that stay in a layer, and those that layers store at a context, before there is a cache.
-
-A context of n tokens is a prompt, from which tokens are evicted, and TOKENS_AFTER_PROMPT tokens, which came later and
+The tokens that stay in a layer, and those that layers store at a context, are counted before there is a cache. A
+context of n tokens is a prompt, from which tokens are evicted, and TOKENS_AFTER_PROMPT tokens, which came later and
 stay: as many as those on which errors of eviction are measured (compress/evaluate/cache_scores.py).
 
 Not exact where the text decides: `layers: variance` and `heads: ada` count as layers and heads that keep the mean. Nor
