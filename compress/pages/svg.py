@@ -18,7 +18,7 @@ WIDTH = 720.0
 MARGIN = (14.0, 16.0, 46.0, 80.0)
 SERIES = 6  # colors of series: --series-0 ...
 TICK = 4.0
-ROUND_STEPS = 5  # of an axis, about
+STEPS_PER_AXIS = 5
 LOW, HIGH = 0.6, 0.835  # shares of the heat below and above which figures on it have a color of their own
 
 
@@ -65,8 +65,8 @@ _TENTHS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
 
 
 def _round_steps(low: float, high: float) -> list[float]:
-    step = 10.0 ** math.floor(math.log10((high - low) / ROUND_STEPS))
-    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= ROUND_STEPS + 1)
+    step = 10.0 ** math.floor(math.log10((high - low) / STEPS_PER_AXIS))
+    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= STEPS_PER_AXIS + 1)
     first = math.ceil(low / step)
     return [step * number for number in range(first, math.floor(high / step) + 1)]
 
