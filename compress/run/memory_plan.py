@@ -26,7 +26,7 @@ from compress.model.skeleton import Skeleton
 from compress.numerics import products
 from compress.run import sizes
 from compress.tune import held_block, low_rank
-from compress.tune.whole_model import WholeModelSizes
+from compress.tune.trained import WholeModelSizes
 from compress.types import LayerPlan, LinearSpec, Plan
 
 BATCH_TOKENS = 2048  # tokens of a batch when memory allows: products are efficient, activations small

@@ -36,7 +36,8 @@ def test_recipes() -> None:
     listed = json.loads(succeeded("recipes", "--json"))
     assert list(dict.fromkeys(row["purpose"] for row in listed.values())) == list(catalogue.PURPOSES)
     assert sorted(listed) == sorted(recipe.names())
-    assert {name: row["description"] for name, row in listed.items()} == {n: recipe.describe(n) for n in recipe.names()}
+    for name, row in listed.items():
+        assert row["description"] == recipe.load(name).description
     core = [name for name, row in listed.items() if not row["is_paper"]]
     for words, names in ((("recipes",), core), (("recipes", "--all"), list(listed))):
         head, *lines = succeeded(*words).splitlines()

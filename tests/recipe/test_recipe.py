@@ -211,7 +211,7 @@ def built_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_built_in_recipes(built_in: Path) -> None:
     assert recipe.names() == ["alpha4", "beta3"]
     assert recipe.text("alpha4").startswith("# goal\n")
-    assert [recipe.describe(name) for name in recipe.names()] == ["four bits", ""]
+    assert [recipe.load(name).description for name in recipe.names()] == ["four bits", ""]
     assert recipe.load("beta3", ["bits=2"]).quantize.config.bits == 2
     assert recipe.load("alpha4").name == "alpha4"
 
@@ -235,10 +235,9 @@ def test_an_unknown_recipe_names_those_that_are_close(built_in: Path, name: str)
     with pytest.raises(RecipeError) as caught:
         recipe.load(name)
     assert str(caught.value) == f"there is no such file, and {known}"
-    for call in (recipe.text, recipe.describe):
-        with pytest.raises(RecipeError) as caught:
-            call(name)
-        assert str(caught.value) == known
+    with pytest.raises(RecipeError) as caught:
+        recipe.text(name)
+    assert str(caught.value) == known
 
 
 @pytest.mark.parametrize("name", ["../alpha4", "__init__", ""])
@@ -257,7 +256,7 @@ def test_every_built_in_recipe_loads_and_round_trips(make: Make) -> None:
     for name in recipe.names():
         loaded = recipe.load(name)
         assert loaded.name == name
-        assert recipe.describe(name) == loaded.description != ""
+        assert loaded.description != ""
         assert make(recipe.dump(loaded)) == loaded
 
 
@@ -274,7 +273,7 @@ def test_listing_recipes_imports_neither_torch_nor_transformers() -> None:
         sys.modules.update(torch=None, transformers=None)  # an import would fail
         from compress import recipe
         for name in recipe.names():
-            recipe.text(name), recipe.describe(name)
+            recipe.text(name)
         print("done")
     """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
