@@ -25,6 +25,7 @@ def _make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
     return maker(monkeypatch, tmp_path)
 
 
+NO_NUMBERS = ("name", "description")  # sections that decide nothing
 FULL = """# goal: a test
 name: full
 description: every key
@@ -184,15 +185,35 @@ def test_fingerprint_depends_on_everything_but_name_and_description(make: Make) 
 def test_what_samples_begin_with_leaves_older_fingerprints_as_they_were(make: Make) -> None:
     """A study that an older version began goes on: its cells are found by the fingerprints of their recipes."""
     plain = make("quantize: {method: beta}")
-    content = {
-        key: part for key, part in yaml.safe_load(recipe.dump(plain)).items() if key not in ("name", "description")
-    }
+    content = {key: part for key, part in yaml.safe_load(recipe.dump(plain)).items() if key not in NO_NUMBERS}
     assert content["calibration"].pop("bos") == "auto"
     older = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     assert recipe.fingerprint(plain) == recipe.fingerprint(make("quantize: {method: beta}", "calibration.bos=auto"))
     assert recipe.fingerprint(plain) == older
     others = {recipe.fingerprint(make("quantize: {method: beta}", f"calibration.bos={x}")) for x in ("never", "always")}
     assert len(others | {older}) == 3
+
+
+@pytest.mark.parametrize("name", ["rotate", "spin"])
+def test_keys_that_went_or_moved_leave_older_fingerprints_as_they_were(name: str, tmp_path: Path) -> None:
+    """As above; e8p had `candidates`, and rotate had `seeds`, `search_samples` and `learn`, which spin has now."""
+    (path := tmp_path / "mine.yaml").write_text(
+        f"transform: [{{method: {name}}}]\nquantize: {{method: e8p}}\nrules: [{{match: a, method: lord}}]\n"
+    )
+    loaded = recipe.load(str(path))
+    content = {key: part for key, part in yaml.safe_load(recipe.dump(loaded)).items() if key not in NO_NUMBERS}
+    del content["calibration"]["bos"]
+    content["transform"][0] |= {"method": "rotate", "seeds": 1, "search_samples": 8, "learn": 0}
+    content["quantize"]["candidates"], content["rules"][0]["alpha"] = 2, 0.5
+    assert recipe.fingerprint(loaded) == hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    learned = recipe.load(str(path), ["transform.0.method=spin", "transform.0.learn=3"])
+    assert recipe.fingerprint(learned) != recipe.fingerprint(loaded)
+
+
+def test_other_shares_of_a_target_correction_are_other_runs(make: Make) -> None:
+    shares = ("0", "0.5", "1", "1.0")
+    prints = {recipe.fingerprint(make(FULL, f"calibration.target_correction={share}")) for share in shares}
+    assert len(prints) == 3
 
 
 @pytest.fixture
