@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import problems
 from compress import api, plugins
-from compress.errors import UnsupportedModelError
+from compress.errors import RecipeError, UnsupportedModelError
 from compress.model import graph as structure
 from compress.papers.transform import clover, qk_pairs
 from compress.recipe import load
@@ -159,10 +159,16 @@ def test_what_is_left_is_trained(pico_dir: Callable[..., Path]) -> None:
     torch.testing.assert_close(keys[:, 0].nan_to_num().amax(-1), keys[:, 1].nan_to_num().amax(-1))  # of a pair
 
 
-@pytest.mark.parametrize("settings", [{"prune": 1.0}, {"prune_keys": -0.1}, {"train": -1}, {"train_rate": 0.0}])
+@pytest.mark.parametrize("settings", [{"prune": 1.0}, {"prune_keys": -0.1}, {"train": -1}])
 def test_settings_that_cannot_be(settings: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(settings)).partition("_r")[0]):
+    with pytest.raises(ValueError, match=next(iter(settings))):
         clover.Config(**settings)  # type: ignore[arg-type]
+
+
+def test_recipes_that_name_the_rate_of_training_work_at_its_value() -> None:
+    assert load("clover50", ["transform=[{method: clover, train_rate: 0.01}]"]).transform[0].config == clover.Config()
+    with pytest.raises(RecipeError, match=r"train_rate was taken away and is always 0\.01; remove the key"):
+        load("clover50", ["transform=[{method: clover, train_rate: 0.1}]"])
 
 
 def test_the_recipe_from_end_to_end(tmp_path: Path) -> None:
