@@ -17,16 +17,29 @@ UNUSED = Path(__file__).with_name("unused_keys.yaml")
 USES = (("recipes", "*.yaml"), ("docs", "*.md"), ("benchmarks", "*.py"), ("benchmarks", "*.md"))
 
 
+# Where a word stands as a key: `key: value`, `key=value` (also behind dots), or `key` and `key: value` in backticks.
+AS_A_KEY = re.compile(r"(?<![\w-])(\w+): |^[ -]*(\w+):$|\b(\w+)=|`(?:[\w./-]+\.)?(\w+)(?:[:= ][^`\n]*)?`", re.MULTILINE)
+# Sections of a recipe that tell of it and set nothing.
+TOLD = re.compile(r"^(?:about|measured|description):.*?(?=^\w|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def named_keys(text: str) -> frozenset[str]:
+    """The words of a text that stand as keys."""
+    return frozenset(word for groups in AS_A_KEY.findall(text) for word in groups if word)
+
+
 @cache
-def words() -> frozenset[str]:
-    """The identifiers in recipes, pages and benchmarks, and in README.md."""
+def keys_in_use() -> frozenset[str]:
+    """The keys that recipes, pages, benchmarks and README.md name."""
     files = [ROOT / "README.md", *(path for folder, pattern in USES for path in (ROOT / folder).rglob(pattern))]
-    return frozenset(word for path in files for word in re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    texts = [TOLD.sub("", text) if path.suffix == ".yaml" else text for path, text in zip(files, texts, strict=True)]
+    return frozenset().union(*map(named_keys, texts))
 
 
 def unused() -> list[str]:
     names = [f"{kind}/{name}" for kind in plugins.SETTABLE for name in plugins.names(kind)]
-    return [f"{name}.{key.name}" for name in names for key in keys.settings(name) if key.name not in words()]
+    return [f"{name}.{key.name}" for name in names for key in keys.settings(name) if key.name not in keys_in_use()]
 
 
 def test_every_key_is_used() -> None:
@@ -34,3 +47,12 @@ def test_every_key_is_used() -> None:
     now = set(unused())
     assert now <= set(listed), "no recipe, page or benchmark names these: use them, or remove the option"
     assert set(listed) <= now, f"these are used now, or gone; take them off {UNUSED.name}"
+
+
+def test_a_word_of_a_sentence_is_no_key() -> None:
+    assert named_keys("each damp weight, `rate: 0.1` or tune.0.steps=3\n  bits: 2\nlist:\n") == {
+        "rate",
+        "steps",
+        "bits",
+        "list",
+    }
