@@ -43,7 +43,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return base, folder / "packed"
 
 
-def run(models: tuple[Path, Path], texts: tuple[str, ...], name: str | None = "quick", **more: Any) -> suite.Result:
+def run(
+    models: tuple[Path, Path], texts: tuple[str, ...], name: str | None = "quick", **more: Any
+) -> suite.SuiteResult:
     return suite.run(models[1], models[0], SuiteRequest(name, texts, **{**ASKED, **more}), Execution())
 
 

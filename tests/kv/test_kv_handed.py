@@ -134,7 +134,7 @@ def test_a_saved_prompt_that_crosses_the_line(tmp_path: Path, monkeypatch: pytes
     folder = tmp_path / "model"
     pico.save(pico.of_type(*MODELS["phi3"]), folder)
     text = "a saved prompt of some seventy characters, which is more than 64 ones"
-    monkeypatch.setattr(saved_cache, "CHUNK", 48)
+    monkeypatch.setattr(saved_cache, "CHUNK_TOKENS", 48)
     for words in (text[:40], text):
         saved_cache.save(folder, words, tmp_path / "prompt.kv", "lossless")
         written = saved_cache.write_on(folder, tmp_path / "prompt.kv", "", 30)

@@ -142,7 +142,8 @@ def test_importance_moves_the_grid() -> None:
 def test_row_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch, symmetric: bool) -> None:
     target, config = problems.random(40, 100), grid.GridConfig(bits=3, symmetric=symmetric)
     whole = grid.fit(target, None, config, torch.float16)
-    monkeypatch.setattr(grid, "CHUNK", 40 * 17)
+    monkeypatch.setattr(grid, "WEIGHTS_AT_A_TIME", 40 * 17)
+    monkeypatch.setattr(grid, "COMPILED_WEIGHTS_AT_A_TIME", 40 * 17)
     parts = grid.fit(target, None, config, torch.float16)
     assert torch.equal(whole.scale, parts.scale) and torch.equal(whole.zero, parts.zero)
 

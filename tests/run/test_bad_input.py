@@ -88,7 +88,7 @@ def test_an_unknown_recipe(model: Path) -> None:
         ("pvq", "bpw=0", "bpw 0.0 is not in (0, 8]"),
         ("pvq", "vector_dim=7", "vector_dim 7 is not one of 8, 16, 32, 64, 128"),
         ("e8p", "bits=5", "bits 5 is not one of (2, 3, 4)"),
-        ("glvq", "dim=9", "dim 9 is not one of (8, 16, 32)"),
+        ("glvq", "dim=9", "dim was taken away and is always 8; remove the key"),
         ("glvq", "group_size=100", "group_size 100 is not a positive multiple of 16"),
     ],
 )

@@ -20,7 +20,7 @@ from compress.storage.manifest import PAGE, SCORES, Manifest
 from runs import GPTQ, RTN, SMALL, Setup, contents, job
 
 KINDS = {"no text": RTN, "transform": Setup("quarot4bit", SMALL), "cache alone": Setup("kv8")}
-SUITE = suite.Result("quick", "base", (), {}, (), ("<this> looks odd",), (), 1.0).plain()
+SUITE = suite.SuiteResult("quick", "base", (), {}, (), ("<this> looks odd",), (), 1.0).plain()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from compress.errors import OutputError
-from compress.evaluate import Execution, answers, suite
+from compress.evaluate import Execution, answers, suite, task_runs
 from compress.evaluate.items import Outcome
 from compress.model import load
 from compress.study import cell, grid, summary, tasks
@@ -26,7 +26,7 @@ FEW = ["continuation", "tracking"]  # by likelihood and greedy; the suite has mo
 
 @pytest.fixture
 def settings(pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Settings:
-    monkeypatch.setattr(suite, "tasks_of", lambda name: FEW)
+    monkeypatch.setattr(task_runs, "tasks_of", lambda name: FEW)
     return Settings(str(pico_dir("llama")), (str(HELD_OUT),), 64, 256, keep=True, suite="quick")
 
 
