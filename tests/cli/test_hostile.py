@@ -99,6 +99,8 @@ NEEDED: dict[str, list[str]] = {  # what a command must be given beside the chec
     "recommend": ["--fits", "1GiB", "--no-timing"],
     "sampling": ["--text", str(TEXT), "--seq-len", "32", "--max-tokens", "64", "--prompts", "2", "--new-tokens", "2"],
     "study": ["--recipes", "int8", "--text", str(TEXT), "--window", "32", "--max-tokens", "64", "--out", "study"],
+    "kv save": ["--prompt", "a", "--out", "saved.kv"],
+    "kv load": ["saved.kv"],
     "kv bench": ["--text", str(TEXT), "--kv", "kv8", "--context", "64", "--max-tokens", "128", "--no-speed"],
 }
 
@@ -110,16 +112,16 @@ def commands() -> dict[str, Any]:
     assert isinstance(group, typer.core.TyperGroup)
     inner = {f"kv {name}": command for name, command in group.commands["kv"].commands.items()}  # type: ignore[attr-defined]
     names = {"model", "directory"}
+    every = {**group.commands, **inner, "inspect --page": group.commands["inspect"]}
     return {
-        name: command
-        for name, command in {**group.commands, **inner}.items()
-        if names & {parameter.name for parameter in command.params}
+        name: command for name, command in every.items() if names & {parameter.name for parameter in command.params}
     }
 
 
 def words(name: str, directory: Path) -> list[str]:
     """A command line on this checkpoint, which is given wherever one can be."""
-    options = ["--base", str(directory)] if "base" in {p.name for p in commands()[name].params} else []
+    has_base = name != "inspect" and "base" in {p.name for p in commands()[name].params}  # which is for its page
+    options = ["--base", str(directory)] if has_base else []
     return [*name.split(), str(directory), *NEEDED.get(name, []), *options]
 
 

@@ -141,18 +141,18 @@ def test_an_outlier_is_spread_over_the_weight() -> None:
 # ---------------------------------------------------------------- what methods are given
 
 
-def test_methods_get_the_rotated_problem_and_a_seed(
+def test_methods_get_the_rotated_problem(
     pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weight and statistics rotated alike, the statistics once for each input; the seed is the layer's own."""
-    given: list[tuple[Tensor, Stats, int]] = []
+    """Weight and statistics rotated alike, the statistics once for each input."""
+    given: list[tuple[Tensor, Stats]] = []
     measured: dict[str, tuple[Tensor, Stats]] = {}
     rotations: list[Any] = []
-    real_quantize, real_measure, real_rotate = gptq.quantize, report.measure, transforms.rotate_hessian
+    real_prepare, real_measure, real_rotate = gptq.prepare, report.measure, transforms.rotate_hessian
 
-    def quantize(weight: Tensor, stats: Stats, config: gptq.Config, seed: int) -> Quantized:
-        given.append((weight.clone(), Stats(stats.hessian.clone(), stats.count), seed))
-        return real_quantize(weight, stats, config, seed)
+    def prepare(weight: Tensor, stats: Stats, config: gptq.Config) -> gptq.Rounding:
+        given.append((weight.clone(), Stats(stats.hessian.clone(), stats.count)))
+        return real_prepare(weight, stats, config)
 
     def measure(layer: Any, weight: Tensor, packed: Any, stats: Stats, notes: Any) -> Any:
         measured[layer.spec.name] = (weight.clone(), Stats(stats.hessian.clone(), stats.count))
@@ -162,18 +162,31 @@ def test_methods_get_the_rotated_problem_and_a_seed(
         rotations.append(words)
         return real_rotate(*words)
 
-    monkeypatch.setattr(gptq, "quantize", quantize)
+    monkeypatch.setattr(gptq, "prepare", prepare)
     monkeypatch.setattr(report, "measure", measure)
     monkeypatch.setattr(transforms, "rotate_hessian", rotate)
     api.quantize(job(pico_dir("llama"), ROTATED, tmp_path / "out"))
     assert len(rotations) == 2 * 4 and len(given) == len(measured) == 2 * 7
-    for (weight, stats, _), (original, unrotated) in zip(given, measured.values(), strict=True):
+    for (weight, stats), (original, unrotated) in zip(given, measured.values(), strict=True):
         assert stats.count == unrotated.count
         here = ((original @ unrotated.hessian) * original).sum()
         assert torch.allclose(((weight @ stats.hessian) * weight).sum(), here, rtol=1e-4)
         assert not torch.allclose(weight, original, atol=0.01)
         assert torch.allclose(weight.norm(), original.norm(), rtol=1e-4)
-    assert len({seed for _, _, seed in given}) == len(given)
+
+
+def test_each_linear_has_a_seed_of_its_own(
+    pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seeds = rtn.quantize, list[int]()
+
+    def quantize(weight: Tensor, stats: Stats | None, config: rtn.Config, seed: int) -> Quantized:
+        seeds.append(seed)
+        return real(weight, stats, config, seed)
+
+    monkeypatch.setattr(rtn, "quantize", quantize)
+    api.quantize(job(pico_dir("llama"), RTN.set("incoherence=true"), tmp_path / "out"))
+    assert len(set(seeds)) == len(seeds) == 2 * 7
 
 
 def test_only_layers_that_ask_for_it_are_rotated(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
@@ -266,9 +279,9 @@ def test_a_resumed_run_writes_the_same_bytes(
 ) -> None:
     """Interrupted in block 1; killed processes are the matter of test_resume.py."""
     out, calls = run("llama").with_name("resumed"), 0
-    real = gptq.quantize
+    real = gptq.prepare
 
-    def quantize(*words: Any) -> Quantized:
+    def prepare(*words: Any) -> gptq.Rounding:
         nonlocal calls
         calls += 1
         if calls == 10:  # of seven linears a block
@@ -276,7 +289,7 @@ def test_a_resumed_run_writes_the_same_bytes(
         return real(*words)
 
     asked = job(pico_dir("llama"), ROTATED, out)
-    monkeypatch.setattr(gptq, "quantize", quantize)
+    monkeypatch.setattr(gptq, "prepare", prepare)
     with pytest.raises(KeyboardInterrupt):
         api.quantize(asked)
     assert not out.exists()

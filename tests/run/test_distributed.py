@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import forked
 import in_processes
 import pytest
-import torch
 
 from compress import evaluate, ranks
 from compress.__main__ import main as compress_main
@@ -256,14 +256,14 @@ def test_a_process_that_stands_still_ends_the_other(folder: Path, capfd: pytest.
 def test_an_error_of_one_process_ends_all_with_its_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    real = gptq.quantize
+    real = gptq.quantize_rows
 
-    def failing(weight: torch.Tensor, *others: object) -> object:
+    def failing(rounding: Any, rows: slice) -> object:
         if ranks.current().rank == 1:
             raise NumericalError("its own bad luck")
-        return real(weight, *others)  # type: ignore[arg-type]
+        return real(rounding, rows)
 
-    monkeypatch.setattr(gptq, "quantize", failing)
+    monkeypatch.setattr(gptq, "quantize_rows", failing)
 
     def work() -> None:
         with pytest.raises(NumericalError if ranks.given()[0] else ProcessLostError, match="its own bad luck"):

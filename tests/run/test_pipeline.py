@@ -23,7 +23,7 @@ from compress.run import calibration_text, prepare, report
 from compress.run.report import from_dict, to_dict
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear
-from compress.types import PackedWeight, Quantized, Stats, Stored
+from compress.types import PackedWeight, Stats, Stored
 from pico import PICO
 from runs import GPTQ, RTN, TEXT, Setup, contents, job, report_of, stored_tensors
 
@@ -282,19 +282,19 @@ def test_a_block_is_calibrated_on_what_the_quantized_ones_before_it_give(
 ) -> None:
     """The Hessian of block 1 is that of the inputs in the finished model, of block 0 that in the original one."""
     seen: dict[str, Stats] = {}
-    real_measure, real_quantize = report.measure, gptq.quantize
+    real_measure, real_prepare = report.measure, gptq.prepare
 
-    def quantize(weight: Tensor, stats: Stats | None, config: gptq.Config, seed: int) -> Quantized:
+    def prepare_linear(weight: Tensor, stats: Stats | None, config: gptq.Config) -> gptq.Rounding:
         assert stats is not None
         kept.append(Stats(stats.hessian.clone(), stats.count))
-        return real_quantize(weight, stats, config, seed)
+        return real_prepare(weight, stats, config)
 
     def measure(layer: Any, *rest: Any) -> Any:
         seen[layer.spec.name] = kept.pop()
         return real_measure(layer, *rest)
 
     kept: list[Stats] = []
-    monkeypatch.setattr(gptq, "quantize", quantize)
+    monkeypatch.setattr(gptq, "prepare", prepare_linear)
     monkeypatch.setattr(report, "measure", measure)
     asked = job(pico_dir("llama"), GPTQ, tmp_path / "out")
     api.quantize(asked)
