@@ -19,8 +19,8 @@ USES = (("recipes", "*.yaml"), ("docs", "*.md"), ("benchmarks", "*.py"), ("bench
 
 # Where a word stands as a key: `key: value`, `key=value` (also behind dots), or `key` and `key: value` in backticks.
 AS_A_KEY = re.compile(r"(?<![\w-])(\w+): |^[ -]*(\w+):$|\b(\w+)=|`(?:[\w./-]+\.)?(\w+)(?:[:= ][^`\n]*)?`", re.MULTILINE)
-# Sections of a recipe that tell of it and set nothing.
-TOLD = re.compile(r"^(?:about|measured|description):.*?(?=^\w|\Z)", re.MULTILINE | re.DOTALL)
+# Sections of a recipe that set nothing.
+DESCRIPTIVE_SECTIONS = re.compile(r"^(?:about|measured|description):.*?(?=^\w|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def named_keys(text: str) -> frozenset[str]:
@@ -33,7 +33,10 @@ def keys_in_use() -> frozenset[str]:
     """The keys that recipes, pages, benchmarks and README.md name."""
     files = [ROOT / "README.md", *(path for folder, pattern in USES for path in (ROOT / folder).rglob(pattern))]
     texts = [path.read_text(encoding="utf-8") for path in files]
-    texts = [TOLD.sub("", text) if path.suffix == ".yaml" else text for path, text in zip(files, texts, strict=True)]
+    texts = [
+        DESCRIPTIVE_SECTIONS.sub("", text) if path.suffix == ".yaml" else text
+        for path, text in zip(files, texts, strict=True)
+    ]
     return frozenset().union(*map(named_keys, texts))
 
 
