@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,19 @@ AS_A_KEY = re.compile(r"(?<![\w-])(\w+): |^[ -]*(\w+):$|\b(\w+)=|`(?:[\w./-]+\.)
 DESCRIPTIVE_SECTIONS = re.compile(r"^(?:about|measured|description):.*?(?=^\w|\Z)", re.MULTILINE | re.DOTALL)
 
 
+def code(path: Path) -> str:
+    """What a recipe sets, the blocks and words in backticks of a page, the strings of a program and its arguments."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".yaml":
+        return DESCRIPTIVE_SECTIONS.sub("", text)
+    if path.suffix == ".md":
+        blocks = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
+        return "\n".join([*blocks, *re.findall(r"`[^`]+`", re.sub(r"(?ms)^```.*?^```", "", text))])
+    nodes = list(ast.walk(ast.parse(text)))
+    strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return "\n".join([*strings, *(f"{node.arg}=" for node in nodes if isinstance(node, ast.keyword))])
+
+
 def named_keys(text: str) -> frozenset[str]:
     """The words of a text that stand as keys."""
     return frozenset(word for groups in AS_A_KEY.findall(text) for word in groups if word)
@@ -32,12 +46,7 @@ def named_keys(text: str) -> frozenset[str]:
 def keys_in_use() -> frozenset[str]:
     """The keys that recipes, pages, benchmarks and README.md name."""
     files = [ROOT / "README.md", *(path for folder, pattern in USES for path in (ROOT / folder).rglob(pattern))]
-    texts = [path.read_text(encoding="utf-8") for path in files]
-    texts = [
-        DESCRIPTIVE_SECTIONS.sub("", text) if path.suffix == ".yaml" else text
-        for path, text in zip(files, texts, strict=True)
-    ]
-    return frozenset().union(*map(named_keys, texts))
+    return frozenset().union(*(named_keys(code(path)) for path in files))
 
 
 def unused() -> list[str]:
