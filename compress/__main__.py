@@ -7,8 +7,11 @@ import sys
 def main() -> None:
     """Run the command line; a signal, also while it is imported, ends the process with one line."""
     try:
+        from compress.cli import streams
+
+        streams.open_all()  # before modules that ask whether the output is a terminal
         from compress import ranks
-        from compress.cli import app, interruption, options, streams
+        from compress.cli import app, interruption, options
         from compress.progress import NOTES
     except KeyboardInterrupt:
         print("compress: interrupted", file=sys.stderr)
@@ -16,7 +19,6 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no warning when a process forks
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # what libraries start imports nothing from the working directory
-    streams.open_all()
     if ranks.given()[0] > 0:
         streams.mute()
     try:

@@ -32,7 +32,7 @@ print(json.dumps(done))
 """
 
 
-RUNS = ("quantize MODEL", "plan MODEL", "transform MODEL -r quarot4bit", "measure MODEL", "allocate MODEL")
+RUNS = ("quantize MODEL", "plan MODEL", "transform MODEL -r quarot4bit", "allocate --measure MODEL", "allocate MODEL")
 SCORERS = ("eval MODEL --text good.txt", "kv bench MODEL --text good.txt", "generate MODEL --prompt x")
 READERS = ("bench MODEL", "inspect MODEL", "verify MODEL")
 WRITERS, BY_RECIPE, SIZED = (RUNS[0], RUNS[2]), (RUNS[0], RUNS[1], *RUNS[3:]), (*RUNS[:2], RUNS[4])
