@@ -126,7 +126,8 @@ def test_channels_that_matter_least_on_the_inputs(name: str) -> None:
     assert torch.equal(gone, expected) and count == int(gone.sum()) and 0 < lost < 0.4
 
 
-def test_what_is_left_is_trained(pico_dir: Callable[..., Path]) -> None:
+def test_what_is_left_is_trained(pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clover, "TRAIN_RATE", 0.03)  # few steps
     model, found = parts("llama", pico_dir("llama"))
     block, hidden, call = called(model, "llama")
     attention = found[0][1]
@@ -135,7 +136,7 @@ def test_what_is_left_is_trained(pico_dir: Callable[..., Path]) -> None:
 
     def error(steps: int) -> tuple[float, list[str], dict[str, Tensor]]:
         other = copy.deepcopy(block)
-        config = clover.Config(0.5, 0.5, "weights", steps, 0.03)
+        config = clover.Config(0.5, 0.5, "weights", steps)
         notes = clover.apply(other, sites, lambda: [(hidden, call)], config, {})
         return (
             (other(hidden, *call.args, **call.kwargs) - wanted).square().sum().item(),
