@@ -28,8 +28,7 @@ from runs import GPTQ, RTN, Setup, cli, command, contents, interrupt, job, repor
 
 FULL = GPTQ.set("calibration.target_correction=1")
 ROTATED = FULL.set("incoherence=true")
-COLUMNS = 24
-TOKENS = 20 * COLUMNS
+COLUMNS, TOKENS = 24, 20 * 24
 
 
 def streams(tokens: int = TOKENS, columns: int = COLUMNS) -> tuple[Tensor, Tensor]:
