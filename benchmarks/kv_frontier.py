@@ -188,7 +188,7 @@ def run(args: argparse.Namespace) -> None:
     from compress.calib.data import token_windows
     from compress.evaluate.reader import Execution, load_model
     from compress.model import load as lm
-    from compress.model.positions import max_positions
+    from compress.model.architectures import max_positions
 
     torch.set_num_threads(args.threads)
     directory = Path(args.model).resolve()

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from compress.calib import chats, prefix
-from compress.calib.documents import documents, is_text_file, source_name
-from compress.calib.pieces import DocumentPiece, piece_batches
+from compress.calib.documents import DocumentPiece, documents, is_text_file, piece_batches, source_name
 from compress.calib.prefix import Prefix
 from compress.errors import BudgetError, CalibrationError, CheckpointError
 from compress.importers import open_checkpoint

@@ -1,4 +1,8 @@
-"""Read the texts of a source, document by document, as they are asked for."""
+"""Read the texts of a source as they are asked for, and cut them into pieces that can be tokenized at a time.
+
+Tokenizing takes some 200 bytes of memory a byte of text, so that no more than PIECE_NBYTES of it are tokenized at a
+time. Shorter documents are never cut, and their tokens do not depend on what is tokenized beside them.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from compress.calib import chats
-from compress.calib.pieces import PIECE_NBYTES
 from compress.errors import CalibrationError, cut, first_line, needs, one_line
 from compress.storage import json_text, paths
 from compress.storage.files import open_regular
@@ -20,6 +23,9 @@ LINE_NBYTES = 1 << 16  # how much further a piece may go to end where a line end
 DEFAULT_COLUMN = "text"
 
 Chat = chats.Writer | None
+PIECE_NBYTES = 1 << 20  # so much text, as UTF-8, is tokenized at a time
+CUT_SEARCH_NBYTES = 1 << 16  # the end of a piece, searched for a good place to cut
+CONTINUATION_BYTES = range(0x80, 0xC0)  # any but the first one of a character in UTF-8
 
 
 def documents(source: str | Path, column: str = DEFAULT_COLUMN, chat: Chat = None) -> Iterator[str]:
@@ -186,3 +192,55 @@ def _unreachable(source: str | Path) -> str:
     return (
         f"{source} is neither a file nor a data set that can be reached; give --calib a .txt, .jsonl or .parquet file"
     )
+
+
+class DocumentPiece(NamedTuple):
+    """A document, or a part of one."""
+
+    text: str
+    begins: bool  # a document; False: goes on with the one before
+
+
+def piece_batches(documents: Iterable[str]) -> Iterator[list[DocumentPiece]]:
+    """Yield pieces of the documents that are not empty, in lists of at most PIECE_NBYTES."""
+    batch: list[DocumentPiece] = []
+    size = 0
+    for document in filter(None, documents):
+        begins = True
+        for raw in cut_document(document.encode("utf-8", "surrogatepass")):
+            if batch and size + len(raw) > PIECE_NBYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(DocumentPiece(raw.decode("utf-8", "surrogatepass"), begins))
+            size += len(raw)
+            begins = False
+            if size >= PIECE_NBYTES:  # before the next document is read
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def cut_document(document: bytes) -> Iterator[bytes]:
+    """Yield the parts of a UTF-8 document, at most PIECE_NBYTES each."""
+    start = 0
+    while len(document) - start > PIECE_NBYTES:
+        end = _end(document, start, start + PIECE_NBYTES)
+        yield document[start:end]
+        start = end
+    yield document[start:]
+
+
+def _end(document: bytes, start: int, most: int) -> int:
+    """Return where a part from `start` ends, not behind `most`: after a line, else before a space, else a character.
+
+    Most tokenizers have no token across the first two.
+    """
+    least = max(start, most - CUT_SEARCH_NBYTES)
+    if (line := document.rfind(b"\n", least, most)) >= 0:
+        return line + 1
+    if (space := document.rfind(b" ", least + 1, most)) >= 0:
+        return space
+    while document[most] in CONTINUATION_BYTES:
+        most -= 1
+    return most

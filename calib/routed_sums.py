@@ -2,7 +2,7 @@
 
 Every process runs some batches through a block. What an expert reads of a batch is one product of its Hessian; here it
 is handed to the expert's owner, which makes the product. So each process holds the Hessians of its own experts only,
-and the sums are the same to the bit as those of one process (compress/calib/stats.py).
+and the sums are the same to the bit as those of one process (calib/stats.py).
 """
 
 from __future__ import annotations

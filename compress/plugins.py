@@ -42,7 +42,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,8 +68,8 @@ KINDS = {
 SETTABLE = tuple(kind for kind in KINDS if kind not in ("codes", "importers", "export", "task"))  # in recipes
 # (kind, former name) -> the present name of a plugin, for recipes and checkpoints of earlier versions
 ALIASES = {("quant", "cut"): "structured", ("formats", "cut"): "structured"}
-# (kind, name) -> keys that another plugin has taken over, and which: the same file with more in it
-MOVED_KEYS = {("transform", "rotate"): (frozenset({"seeds", "search_samples", "learn"}), "spin")}
+# (kind, name) -> keys that another plugin has taken over, with their defaults, and which one: it has more in it
+MOVED_KEYS = {("transform", "rotate"): ({"seeds": 1, "search_samples": 8, "learn": 0}, "spin")}
 _FOLDERS = {
     "allocate": "allocate.methods",
     "kv": "kv.codecs",
@@ -131,8 +131,16 @@ def load(kind: str, name: str) -> ModuleType:
 
 def current(kind: str, name: str, keys: Iterable[str] = ()) -> str:
     """Return the present name of a plugin that was renamed, or of the one that has some of these keys now."""
-    moved, successor = MOVED_KEYS.get((kind, name), (frozenset(), ""))
-    return ALIASES.get((kind, name), successor if moved.intersection(keys) else name)
+    moved, successor = MOVED_KEYS.get((kind, name), ({}, ""))
+    return ALIASES.get((kind, name), successor if moved.keys() & set(keys) else name)
+
+
+def before_move(kind: str, name: str) -> tuple[str, Mapping[str, Any]]:
+    """Return the plugin that had a plugin's settings before some of its keys moved, and these with their defaults."""
+    for (of, former), (moved, successor) in MOVED_KEYS.items():
+        if of == kind and name in (former, successor):
+            return former, moved
+    return name, {}
 
 
 def constant(kind: str, name: str, attribute: str) -> Any:
@@ -279,3 +287,22 @@ def _is_plugin(kind: str, tree: ast.Module) -> bool:
     """Tell a plugin from a file that plugins share: it defines the first two names itself, imports do not count."""
     defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     return defined.issuperset(KINDS[kind][:2])
+
+
+def check(config: object, *counts: str, least: int = 0, **choices: Sequence[int | str]) -> None:
+    """Raise ValueError unless settings `counts` are at least `least`, and the others among their choices or range."""
+    for key in counts:
+        value = getattr(config, key)
+        if value < least:
+            raise ValueError(f"{key} {value} is {f'less than {least}' if least else 'negative'}")
+    for key, allowed in choices.items():
+        value = getattr(config, key)
+        if value not in allowed:
+            span = f"{allowed[0]}..{allowed[-1]}" if isinstance(allowed, range) else ", ".join(map(str, allowed))
+            raise ValueError(f"{key} {value!r} is not one of {span}")
+
+
+def check_damp(damp: float) -> None:
+    """Raise ValueError unless damp, the fraction of the mean diagonal added to a Hessian, is in [0, 1)."""
+    if not 0 <= damp < 1:
+        raise ValueError(f"damp {damp} is not in [0, 1)")

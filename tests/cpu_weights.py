@@ -12,7 +12,8 @@ from compress.formats import codebook, e8p, trellis
 from compress.formats import int as int_format
 from compress.kernels import dispatch, llvm
 from compress.kernels.contract import Prepared
-from compress.types import PackedWeight
+from compress.runtime import integer
+from compress.types import Activations, PackedWeight
 
 INT = [  # shape, bits, group, symmetric
     ((64, 512), 4, 128, True),
@@ -104,3 +105,10 @@ def kernel_of(weight: PackedWeight) -> Prepared:
         pytest.skip("no byte permutations on this processor")
     assert kernel is not None
     return kernel
+
+
+def is_real(
+    format: str, params: Any, shape: tuple[int, int], activations: Activations, device: torch.device | str
+) -> bool:
+    """Whether products without gradients are computed from the codes, rather than from dequantized numbers."""
+    return not integer.obstacle(integer.IntegerProduct(format, params, shape, activations), torch.device(device))

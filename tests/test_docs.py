@@ -24,6 +24,7 @@ README_BYTES = 9000
 TUTORIAL = ROOT / "docs" / "adding_a_method.md"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 RECIPES = {path.stem for path in (ROOT / "recipes").rglob("*.yaml")}
+SOURCE_PATH = re.compile(r"(?<![\w/.-])((?:compress|calib|recipes|tests|docs|benchmarks)/[\w/.-]*\.(?:py|yaml|md))\b")
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -95,6 +96,22 @@ def test_commands_have_their_present_names(page: Path) -> None:
 def test_recipes_that_are_named_exist(page: Path) -> None:
     own = set(re.findall(r"^## .*`recipes/([\w.-]+)\.yaml`$", page.read_text(encoding="utf-8"), re.MULTILINE))
     assert named_recipes(page.read_text(encoding="utf-8")) - RECIPES - own == set()
+
+
+@PAGE
+def test_sources_that_are_named_exist(page: Path) -> None:
+    """Paths from the root, but for those of the tutorial's method, NAME and FORMAT."""
+    if page.name != "CHANGELOG.md":
+        text = page.read_text(encoding="utf-8")
+        named = set(SOURCE_PATH.findall(text))
+        own = re.compile(r"weighted|NAME|FORMAT")
+        assert [name for name in sorted(named) if not (own.search(name) or (ROOT / name).exists())] == []
+
+
+def test_the_index_of_results_has_every_page() -> None:
+    folder = ROOT / "docs" / "results"
+    linked = set(links((folder / "README.md").read_text(encoding="utf-8")))
+    assert {path.name for path in folder.glob("*.md")} - linked == {"README.md"}
 
 
 def test_the_readme_has_a_table_of_recipes() -> None:

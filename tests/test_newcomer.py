@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("compress", "calib", "recipes", "docs", "benchmarks", "tests")
-STRUCTURE = ("test_size", "test_docstrings", "test_layering", "test_plugins", "test_docs")
+STRUCTURE = ("test_size", "test_docstrings", "test_layering", "test_plugins", "test_docs", "recipe/test_keys")
 
 
 def blocks(language: str) -> list[str]:

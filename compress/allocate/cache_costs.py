@@ -3,7 +3,7 @@
 Bytes are of the type that the model runs in, for one sequence, static tensors included. They are measured at two
 lengths that are as far from a whole flush as the context is, and carried on along that line; between the two, tokens
 come as many at a time as are whole flushes of all codecs, much as in a long generation. A layer that evicts takes what
-it would take with the tokens that stay alone, those of the prompt at once (compress/kv/evict/kept_tokens.py).
+it would take with the tokens that stay alone, those of the prompt at once (compress/kv/evict/select.py).
 
 Errors are those of evaluate/cache_layers.py, with one tensor kind coded and everything else exact. Divergences are
 those of evaluate/cache_scores.py, with one kind coded by one option in all layers, shared out by the errors: as many
@@ -33,7 +33,7 @@ from compress.evaluate.cache_scores import compare, exact_tokens, policies
 from compress.evaluate.reader import Candidate, Say, fill, readable
 from compress.kv import generation
 from compress.kv.cache import coded_layers
-from compress.kv.evict import kept_tokens
+from compress.kv.evict import select
 from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import KINDS, CacheSettings, reading_layers
 from compress.kv.token_store import Bytes
@@ -60,7 +60,7 @@ class OfferedCache:
     def tokens_kept(self, model: Any, keep: float | None, sizes: OptionSizes) -> dict[int, int]:
         """Return how many tokens of the prompt stay in each layer that is coded, with this share of an option."""
         changed = replace(self.settings, evict=eviction_keeping(self.settings, keep))
-        counts = kept_tokens.by_layer(model.config, changed, self.context)
+        counts = select.by_layer(model.config, changed, self.context)
         return {layer: counts[layer] for layer, _ in sizes.units}
 
 
@@ -154,7 +154,7 @@ def measure_option_sizes(
     alike = {id(candidate): candidate for candidate in caches}
     whole = dict(zip(alike, measure_sizes(model, tokens, list(alike.values()), offered.context), strict=True))
     known: dict[tuple[int, int], OptionSizes] = {}
-    prompt = kept_tokens.prompt_of(offered.context)
+    prompt = select.prompt_of(offered.context)
 
     def of_kept(candidate: Candidate, kept: int) -> OptionSizes:
         if (id(candidate), kept) not in known:
@@ -168,7 +168,7 @@ def measure_option_sizes(
         counts, units = offered.tokens_kept(model, option.keep, every), dict(every.units)
         for layer, kind in every.units:
             if (kept := counts[layer]) < prompt:
-                places = kept_tokens.places(kept, layer in every.before_rope) if kind == "keys" else 0
+                places = select.places(kept, layer in every.before_rope) if kind == "keys" else 0
                 units[layer, kind] = of_kept(candidate, kept).units[layer, kind] + places
         saved = sum(every.units.values()) - sum(units.values())
         by_option.append(replace(every, units=units, total=every.total - saved))
@@ -217,7 +217,7 @@ def measure_evictions(
     scores = eviction_costs(model, windows, offered.settings, list(ways.values()), say, batch)
     by_keep = dict(zip(ways, scores, strict=True))
     counts = {option.keep: offered.tokens_kept(model, option.keep, sizes[0]) for option in offered.options}
-    later = offered.context - kept_tokens.prompt_of(offered.context)
+    later = offered.context - select.prompt_of(offered.context)
     by_layer = []
     for layer in sorted({layer for layer, _ in sizes[0].units}):
         each = [by_keep.get(option.keep) for option in offered.options]

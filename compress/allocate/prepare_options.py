@@ -10,7 +10,7 @@ from compress import plugins
 from compress.allocate.variants import FIXED, recipe_fingerprint
 from compress.calib.data import Calibration
 from compress.errors import RecipeError, shown
-from compress.model import positions
+from compress.model import architectures
 from compress.model.skeleton import Skeleton
 from compress.progress import note
 from compress.recipe.schema import KEEP, Allocation, Recipe, Rule, option_names
@@ -83,7 +83,9 @@ def options(job: Job) -> Options:
     ]
     plain = dataclasses.replace(job, recipe=recipes[0])
     prepared, plans = prepare.prepare_all(plain, recipes, every=True, tables=allocation.tables)
-    if allocation.context is not None and (remark := positions.beyond(prepared.skeleton.config, allocation.context)):
+    if allocation.context is not None and (
+        remark := architectures.beyond(prepared.skeleton.config, allocation.context)
+    ):
         note(remark)
     tables = plan.table_options(plain.recipe, prepared.skeleton, allocation.tables)
     levels: dict[str, PlannedOptions] = {}

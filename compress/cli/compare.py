@@ -201,10 +201,8 @@ def recommend(
         from compress.run.job import Job
         from compress.study import recommend as choosing
 
-        names = recipe.names()
-        job = Job(
-            model, recipe.load(names[0]), Path("models_out") / "recommended", calib=calib, device=device_named(device)
-        )
+        first = recipe.load(recipe.names()[0])
+        job = Job(model, first, Path("models_out/recommended"), calib=calib, device=device_named(device))
         asked = choosing.Wanted(job, limit, context)
         studied = choosing.choose_study(job, study)
         with tables.progress_bar() as progress:

@@ -44,7 +44,7 @@ from compress.evaluate.reader import Candidate, Execution, Readings, load_model,
 from compress.evaluate.scores import TextWindows
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
-from compress.model.positions import max_positions
+from compress.model.architectures import max_positions
 from compress.progress import Progress, make_counter, silent
 
 CONTEXTS = (512, 2048, 8192)

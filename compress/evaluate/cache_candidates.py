@@ -15,7 +15,7 @@ from compress.evaluate.reader import Candidate, Execution, Reader, load_model, r
 from compress.kv.cache import coded_layers
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
-from compress.model.positions import max_positions
+from compress.model.architectures import max_positions
 from compress.progress import Progress, silent
 from compress.recipe.schema import Bos
 from compress.run import kv_cache

@@ -31,7 +31,7 @@ from compress.evaluate.scores import score
 from compress.kv import attention
 from compress.kv.cache import layer_types, make_cache
 from compress.kv.evict import queries
-from compress.kv.evict.kept_tokens import prompt_of
+from compress.kv.evict.select import prompt_of
 from compress.kv.evict.settings import Eviction
 from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import CacheSettings, exact

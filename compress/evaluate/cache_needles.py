@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,27 +29,13 @@ from torch import Tensor
 from compress.errors import CalibrationError
 from compress.evaluate.cache_scores import exact_tokens, policies
 from compress.evaluate.items import encode_with
+from compress.evaluate.needles import DEPTHS, FIRST, NAMES, SECOND, Encode, make_needle, plant
 from compress.evaluate.reader import Candidate, Reader, Say, fill, read_on
 from compress.evaluate.scores import TextWindows
 from compress.model import load as lm
 from compress.progress import Progress, make_counter
 
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the room for needles
-NAMES = (
-    *("Oslo", "Cairo", "Lima", "Rome", "Delhi", "Paris", "Kiev", "Quito", "Dublin", "Tokyo", "Berlin", "Boston"),
-    *("Madrid", "Athens", "Vienna", "Warsaw", "Moscow", "London"),
-)
-FIRST = (
-    *("amber", "silver", "golden", "crimson", "purple", "hollow", "silent", "frozen", "broken", "gentle", "wooden"),
-    *("hidden", "yellow", "bitter", "narrow", "ancient"),
-)
-SECOND = (
-    *("feather", "river", "candle", "garden", "mirror", "ladder", "basket", "hammer", "window", "pepper", "anchor"),
-    *("bottle", "castle", "button", "needle", "orange"),
-)
 SEED = 0
-
-Encode = Callable[[str], Sequence[int]]  # text -> tokens, none added
 
 
 @dataclass(frozen=True)
@@ -105,27 +91,19 @@ def _context(window: Tensor, encode: Encode, number: int, exact: tuple[int, int]
     """Return a context with needles, None without room; exact: tokens at the start and at the end that stay exact."""
     draw = random.Random(f"{SEED} {number}")
     names = draw.sample(NAMES, len(DEPTHS))
-    answers = [
-        f" {a} {b}" for a, b in zip(draw.sample(FIRST, len(DEPTHS)), draw.sample(SECOND, len(DEPTHS)), strict=True)
-    ]
-    planted, questions = [], []
-    for name, answer in zip(names, answers, strict=True):
-        cue, tokens = list(encode(f" The password of {name} is")), list(encode(answer))
-        if not cue or not tokens:
-            raise CalibrationError("the tokenizer gives no tokens for the text of a needle; measure without needles")
-        planted.append([*cue, *tokens, *encode(".")])
-        questions.append((torch.tensor([[*cue, *tokens]]), len(tokens)))
+    words = zip(names, draw.sample(FIRST, len(DEPTHS)), draw.sample(SECOND, len(DEPTHS)), strict=True)
+    planted = [make_needle(encode, *each) for each in words]
+    if any(not needle.cue or not needle.answer for needle in planted):
+        raise CalibrationError("the tokenizer gives no tokens for the text of a needle; measure without needles")
+    questions = [(torch.tensor([[*needle.cue, *needle.answer]]), len(needle.answer)) for needle in planted]
     order = draw.sample(range(len(DEPTHS)), len(DEPTHS))  # of the questions
-    filler = len(window) - sum(map(len, planted)) - sum(question.shape[1] for question, _ in questions)
+    asked_tokens = sum(question.shape[1] for question, _ in questions)
+    filler = len(window) - sum(len(needle.sentence) for needle in planted) - asked_tokens
     room = filler - sum(exact)
     if room < len(DEPTHS):
         return None
     at = [exact[0] + round(depth * room) for depth in DEPTHS]
-    text, pieces, start = window[:filler].tolist(), [], 0
-    for needle, stop in zip(planted, at, strict=True):
-        pieces += [*text[start:stop], *needle]
-        start = stop
-    prompt = torch.tensor([[*pieces, *text[start:]]])
+    prompt = torch.tensor([plant(window[:filler].tolist(), planted, at)])
     return NeedleContext(prompt, tuple(questions), tuple(order))
 
 

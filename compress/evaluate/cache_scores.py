@@ -29,7 +29,7 @@ from compress.evaluate import scores
 from compress.evaluate.cache_candidates import candidates_of, fitting
 from compress.evaluate.reader import Candidate, Execution, Reader, Readings, Say, load_model, readings
 from compress.evaluate.scores import BATCH_NBYTES, Comparison, TextWindows
-from compress.kv.evict.kept_tokens import prompt_of
+from compress.kv.evict.select import prompt_of
 from compress.kv.settings import EXACT, CacheSettings, Codings, Policy
 from compress.model import load as lm
 from compress.progress import Progress, make_counter, silent

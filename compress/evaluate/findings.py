@@ -34,7 +34,7 @@ from compress.evaluate.items import encode_with
 from compress.evaluate.pair import Pair
 from compress.evaluate.reader import Reader
 from compress.evaluate.scores import TextWindows, positions
-from compress.model.positions import max_positions
+from compress.model.architectures import max_positions
 from compress.pages.checkpoint import SUSPECT, median
 from compress.progress import Progress
 

@@ -24,7 +24,7 @@ from compress.kv.fused import CacheReads
 from compress.kv.settings import CacheSettings
 from compress.model import load as lm
 from compress.model import writing
-from compress.model.positions import max_positions
+from compress.model.architectures import max_positions
 from compress.progress import silent
 
 HALF_LETTER = "\ufffd"  # stands for a letter whose other bytes are those of other tokens

@@ -24,7 +24,7 @@ from compress.evaluate.items import Outcome
 from compress.evaluate.reader import Execution
 from compress.evaluate.task_scores import TaskScore
 from compress.model import load
-from compress.model.positions import max_positions
+from compress.model.architectures import max_positions
 from compress.progress import Progress
 from compress.recipe.schema import Bos
 from compress.storage.files import read_text

@@ -27,7 +27,7 @@ from compress.calib.prefix import Prefix
 from compress.errors import CalibrationError, CheckpointError
 from compress.evaluate.reader import Execution, Reader
 from compress.model import load
-from compress.model.positions import max_positions
+from compress.model.architectures import max_positions
 from compress.numerics import kl
 from compress.recipe.schema import Bos
 

@@ -20,7 +20,7 @@ from compress.evaluate.cache_scores import policies
 from compress.evaluate.items import Material, Task, encode_with
 from compress.evaluate.pair import Pair
 from compress.evaluate.task_scores import TaskScore
-from compress.model.positions import max_positions
+from compress.model.architectures import max_positions
 from compress.progress import Progress
 
 SUITES = ("quick", "full")

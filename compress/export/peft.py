@@ -45,7 +45,7 @@ from compress.model.skeleton import Skeleton
 from compress.run import companion_files
 from compress.runtime import hf
 from compress.runtime.linear import PackedLinear
-from compress.storage import config_json, files, json_text
+from compress.storage import files, json_text
 from compress.storage.checkpoint import CONFIG, open_checkpoint, read_header, read_json, write_shard, write_text
 from compress.storage.files import open_regular
 from compress.storage.manifest import RECIPE
@@ -193,7 +193,7 @@ def export(checkpoint: Path, out: Path, adapter: Path) -> int:
     if (checkpoint / RECIPE).is_file():
         files.copy(checkpoint / RECIPE, out / RECIPE)
     bare = hf.build_config({name: dataclasses.replace(form, lowrank=None) for name, form in stored.items()})
-    written = config_json.add_notice({**source.config, "quantization_config": bare.to_dict()})
+    written = json_text.add_notice({**source.config, "quantization_config": bare.to_dict()})
     write_text(out / CONFIG, json.dumps(written, indent=2) + "\n")
 
     pairs, seen = {}, []

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from compress.errors import CheckpointError, OutputError, first_line
-from compress.storage import known_files, paths
+from compress.storage import paths
 from compress.storage.checkpoint import CONFIG, MANIFEST
-from compress.storage.manifest import Manifest
+from compress.storage.manifest import Manifest, is_inside, is_published
 
 NAMED = 8  # files in an error
 STALE_PATTERNS = (
@@ -77,7 +77,7 @@ def _check_known(directory: Path, names: Collection[str], included: Collection[s
     """Raise CheckpointError for a listed file that may be no part of the model, and for a link to one elsewhere."""
     if missing := sorted(set(included) - set(names)):
         raise CheckpointError(f"{directory} has no {missing[0]} that {MANIFEST} lists; give other names of files")
-    unknown = sorted(name for name in names if not known_files.is_published(name) and name not in included)
+    unknown = sorted(name for name in names if not is_published(name) and name not in included)
     if unknown:
         options = " ".join(f"--include {shlex.quote(name)}" for name in unknown[:NAMED])
         more = f" and {len(unknown) - NAMED} more" if len(unknown) > NAMED else ""
@@ -86,7 +86,7 @@ def _check_known(directory: Path, names: Collection[str], included: Collection[s
             f"again, which leaves it out, or upload it all the same with {options}"
         )
     for name in sorted(names):
-        if os.path.lexists(directory / name) and not known_files.is_inside(directory / name):
+        if os.path.lexists(directory / name) and not is_inside(directory / name):
             raise CheckpointError(f"{directory / name} is a link to elsewhere, or no file; put the file in its place")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import CheckpointError, cut, one_line, shown
-from compress.storage import known_files, paths
+from compress.storage import manifest, paths
 from compress.storage.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_json
 from compress.storage.files import read_text
 
@@ -21,7 +21,7 @@ TOKENIZER, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 UNREADABLE = {"hf_quant_config.json": "weights that were quantized by a tool whose files are not read"}
 LEFT_OUT = {  # pattern of a name -> what the file or folder (with a / behind) is; the first one counts
     "adapter_model.*": "an adapter without its settings",
-    **dict.fromkeys(map("*{}".format, known_files.WEIGHTS), "other copies of weights"),
+    **dict.fromkeys(map("*{}".format, manifest.WEIGHTS), "other copies of weights"),
     **dict.fromkeys(("*.pkl", "original/", "onnx/", "openvino/", "gguf/", "params.json"), "other copies of weights"),
     "*.safetensors": "weights that are not of this model's index",
     "*.index.json": "an index of other weights",

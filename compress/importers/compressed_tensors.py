@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compress.errors import shown
 from compress.importers import options, scaled
-from compress.importers.codes import unpack_codes, unpack_e2m1
+from compress.importers.scaled import unpack_codes, unpack_e2m1
 from compress.importers.source import CheckpointSource, Decoded
 from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
 

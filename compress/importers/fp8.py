@@ -11,7 +11,7 @@ import torch
 
 from compress.errors import shown
 from compress.importers import options, scaled
-from compress.importers.codes import unpack_e2m1
+from compress.importers.scaled import unpack_e2m1
 from compress.importers.source import CheckpointSource
 from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
 

@@ -20,7 +20,7 @@ from compress.errors import CheckpointError, first_line, shown
 from compress.importers import gguf_blocks, gguf_header
 from compress.importers.gguf_header import BLOCKS, HEADS, KV_HEADS, WIDTHS, GgufHeader, GgufTensor
 from compress.importers.source import Decoded, step
-from compress.storage import config_json, json_text
+from compress.storage import json_text
 from compress.storage.checkpoint import CONFIG, Checkpoint, StoredTensor, read_config, read_json
 
 MAP = ".compress_gguf.json"  # hidden: no part of what is made of the model
@@ -60,7 +60,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 def check_sizes(header: GgufHeader, config: Mapping[str, Any], where: Path) -> None:
     """Raise CheckpointError, which names the file `where`, for a size of a configuration that no tensor bears out."""
     largest = max((math.prod(entry.shape) for entry in header.tensors.values()), default=0)
-    config_json.check_sizes(config, str(where), len(header.tensors), largest)
+    json_text.check_sizes(config, str(where), len(header.tensors), largest)
 
 
 def check_metadata(header: GgufHeader, file: Path) -> None:

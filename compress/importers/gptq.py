@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compress.errors import shown
 from compress.importers import options, scaled
-from compress.importers.codes import unpack_codes
+from compress.importers.scaled import unpack_codes
 from compress.importers.source import CheckpointSource, Decoded, fill_rows, step
 from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
 

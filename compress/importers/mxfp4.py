@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.importers import options
-from compress.importers.codes import unpack_e2m1
+from compress.importers.scaled import unpack_e2m1
 from compress.importers.source import CheckpointSource, Decoded, step
 from compress.storage.checkpoint import Readable
 

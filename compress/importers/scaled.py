@@ -2,6 +2,10 @@
 
 A product is made in float32 and rounded once. Readers that multiply in the 16-bit type of their scales give the same,
 because codes, zero points and their differences are exact in these types.
+
+Unpack codes: integers of 1 to 8 bits in words, the lowest bits of a word first, and e2m1 numbers of 4 bits.
+
+An e2m1 number is a sign, two bits of exponent and one of mantissa. Two lie in a byte, the low half first.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from compress.importers.source import CheckpointSource, Decoded, step
 from compress.storage.checkpoint import StoredTensor
@@ -23,6 +28,7 @@ RUNTIME_ENDINGS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale") 
 
 Block = tuple[int, int]  # rows, columns
 Rows = Callable[[int, int], Tensor]  # (start, stop) -> these rows, float32
+E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class Codes(NamedTuple):
@@ -124,3 +130,24 @@ def check_groups(source: CheckpointSource, name: str, group: Tensor, groups: int
 def decoded_dtype(source: CheckpointSource, scale: StoredTensor) -> torch.dtype:
     """Return the type of a decoded weight: that of its scales where they have 16 bits, else that of the model."""
     return scale.dtype if scale.dtype in (torch.float16, torch.bfloat16) else source.dtype
+
+
+def unpack_codes(words: Tensor, bits: int, count: int) -> Tensor:
+    """Return the first `count` codes uint8 [..., count] of integers [..., words]; a code may lie in two words."""
+    octets = words.contiguous().view(torch.uint8)
+    octets = pad(octets, (0, -octets.shape[-1] % bits)).unflatten(-1, (-1, bits))  # eight codes in `bits` bytes
+    codes = torch.empty(*octets.shape[:-1], 8, dtype=torch.uint8)
+    for index in range(8):
+        octet, shift = divmod(index * bits, 8)
+        code = octets[..., octet] >> shift
+        if shift + bits > 8:
+            code = code | octets[..., octet + 1] << (8 - shift)
+        codes[..., index] = code & ((1 << bits) - 1)
+    return codes.flatten(-2)[..., :count]
+
+
+def unpack_e2m1(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the numbers [..., 2 n] in a packed uint8 tensor [..., n]."""
+    levels = torch.tensor(E2M1_NUMBERS, dtype=dtype)
+    table = torch.stack([levels.repeat(16), levels.repeat_interleave(16)], -1)  # [byte, half]
+    return table[packed.int()].flatten(-2)

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels import dispatch, kv_contract
-from compress.kernels.kv_contract import Attended, CodedHeads, HeadLayout, Query
+from compress.kernels import contract, dispatch
+from compress.kernels.contract import Attended, CodedHeads, HeadLayout, Query
 from compress.kv.codec import Codec
 from compress.kv.codecs import kivi, lloyd
 from compress.kv.layer import CachePath, CodedLayer, KVCache
@@ -205,7 +205,7 @@ def _is_compiled(codec: Codec, path: CachePath, device: torch.device) -> bool:
     """Return whether compiled code reads what a codec has stored of a long past."""
     spec = codec.spec
     if path == "decode":
-        count = max(PROBE_TOKENS, kv_contract.SMALL // max(1, spec.heads * spec.width) + 1)
+        count = max(PROBE_TOKENS, contract.SMALL // max(1, spec.heads * spec.width) + 1)
         out = torch.empty(1, spec.heads, count, spec.width, dtype=spec.dtype, device=device)
         return codec.write_at_once(out) > codec.block
     if device.type == "cuda" and kernel_for(device, spec.dtype) is not None and layout(codec) is not None:

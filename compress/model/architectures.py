@@ -1,4 +1,4 @@
-"""Tell by the classes that a configuration names what a model is, and choose the class of transformers that opens it.
+"""Tell by a configuration what a model is, how many tokens it reads, and which class of transformers opens it.
 
 That class is for text alone, or for text beside images and sound. A checkpoint of no language model is refused.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -30,6 +31,10 @@ OTHERS = {  # what the name of a class says of its head -> what such a model is
 }
 HEADS = re.compile(r"(^|\.)(score|v_head|value_head|reward_head|classifier|classification_head|qa_outputs)\.")
 BARE = re.compile(r"(?<!LMHead)Model$")  # a class without a head: what it gives are hidden states
+NAMES = (  # what configurations call it
+    *("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "max_sequence_length"),
+    *("context_length", "n_ctx"),
+)
 
 
 def check(config: PretrainedConfig) -> None:
@@ -97,3 +102,30 @@ def _classes(family: Any, config: PretrainedConfig) -> set[Any]:
         return set()
     known = family._model_mapping[type(config)]
     return set(known) if isinstance(known, tuple) else {known}
+
+
+def max_positions(config: transformers.PretrainedConfig) -> int | None:
+    """Return the longest sequence that a model is made for, if its configuration (of the text model) says so."""
+    values = [getattr(config, name, None) for name in NAMES]
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def beyond(config: transformers.PretrainedConfig, context: int) -> str | None:
+    """Return a line for a context that is longer than what a model is made for, None for any other."""
+    longest = max_positions(config.get_text_config())
+    if longest is None or context <= longest:
+        return None
+    return f"a context of {context:,} tokens is longer than the {longest:,} positions that the model is made for"
+
+
+def most_tokens(model: transformers.PreTrainedModel) -> int | None:
+    """Return the tokens that a model reads at most, if that is known; the model may be on the meta device.
+
+    Positions that begin behind that of the padding leave fewer than the configuration says.
+    """
+    longest = max_positions(model.config.get_text_config())
+    tokens = model.get_input_embeddings()
+    for module in model.modules() if longest is not None else ():
+        if isinstance(module, nn.Embedding) and module is not tokens and module.num_embeddings == longest:
+            return longest if module.padding_idx is None else longest - module.padding_idx - 1
+    return longest

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 
 from compress.errors import CalibrationError, CheckpointError, NumericalError, shown
-from compress.model.positions import max_positions
+from compress.model.architectures import max_positions
 
 NBYTES_PER_LOGIT = 48  # while a token is drawn: as the model gives it, in float32, and five times in float64
 

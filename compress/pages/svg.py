@@ -1,4 +1,4 @@
-"""Draw charts as SVG text: bars, a heat map, and points joined by lines.
+"""Draw charts as SVG text: bars, a heat map, and the frame that scatter.py fills with points.
 
 Colors are the CSS variables of `html.STYLE`, so that a chart follows the page between light and dark. A chart scales to
 the width of its column. Each has a title and a description, which screen readers read, and its marks have tooltips.
@@ -17,18 +17,9 @@ WIDTH = 720.0
 # Margins above, right, below and left.
 MARGIN = (14.0, 16.0, 46.0, 80.0)
 SERIES = 6  # colors of series: --series-0 ...
-# Labels of an axis, at most.
-MOST_LABELS = 12
 TICK = 4.0
+STEPS_PER_AXIS = 5
 LOW, HIGH = 0.6, 0.835  # shares of the heat below and above which figures on it have a color of their own
-
-
-class Point(NamedTuple):
-    """A mark of a series."""
-
-    x: float
-    y: float
-    label: str
 
 
 class Axis(NamedTuple):
@@ -73,9 +64,9 @@ class Scale:
 _TENTHS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
 
 
-def _round_steps(low: float, high: float, count: int = 5) -> list[float]:
-    step = 10.0 ** math.floor(math.log10((high - low) / count))
-    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= count + 1)
+def _round_steps(low: float, high: float) -> list[float]:
+    step = 10.0 ** math.floor(math.log10((high - low) / STEPS_PER_AXIS))
+    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= STEPS_PER_AXIS + 1)
     first = math.ceil(low / step)
     return [step * number for number in range(first, math.floor(high / step) + 1)]
 
@@ -131,54 +122,11 @@ def frame(x: Scale, y: Scale, height: float) -> list[str]:
     return [*parts, turned]
 
 
-def points(
-    title: str, series: dict[str, Sequence[Point]], axes: tuple[Axis, Axis], is_joined: bool = True, height: float = 380
-) -> str:
-    """Draw series of points over two axes; each point has its label beside it, points of a series may be joined."""
-    top, right, below, left = MARGIN
-    everything = [point for members in series.values() for point in members]
-    x = Scale([point.x for point in everything], axes[0], (left, WIDTH - right))
-    y = Scale([point.y for point in everything], axes[1], (height - below, top + 18))
-    body = frame(x, y, height)
-    for index, (name, members) in enumerate(series.items()):
-        color = f"var(--series-{index % SERIES})"
-        places = [(x.place(point.x), y.place(point.y)) for point in members]
-        if is_joined and len(places) > 1:
-            path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
-            body.append(f'<polyline points="{path}" style="stroke:{color}"/>')
-        for point, (a, b) in zip(members, places, strict=True):
-            tip = f"{point.label}: {axes[0].name} {number(point.x)}, {axes[1].name} {number(point.y)}"
-            body.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4.5" style="fill:{color}"><title>{escape(tip)}</title>')
-            body.append("</circle>")
-        body += _labels([point.label for point in members], places) if len(everything) <= MOST_LABELS * 4 else []
-        if len(series) > 1:
-            at = left + 8 + index * (WIDTH - left - right) / len(series)
-            body.append(f'<rect x="{at:.1f}" y="4" width="10" height="10" style="fill:{color}"/>')
-            body.append(text(at + 15, 13, name))
-    return drawing(height, title, f"{axes[1].name} over {axes[0].name}, {len(everything)} points", body)
-
-
-def _labels(names: Sequence[str], places: Sequence[tuple[float, float]]) -> list[str]:
-    """Return labels beside points, those that would lie on another one moved down or left out."""
-    taken: list[tuple[float, float, float]] = []
-    parts = []
-    for name, (x, y) in zip(names, places, strict=True):
-        width = 6.2 * len(name)
-        for left, at in ((x + 7, y - 6), (x + 7, y + 14), (x - 7 - width, y - 6), (x - 7 - width, y + 14)):
-            inside = left > MARGIN[3] and left + width < WIDTH - MARGIN[1]
-            if inside and all(left + width < a or left > b or abs(at - c) > 11 for a, b, c in taken):
-                taken.append((left, left + width, at))
-                parts.append(text(left, at, name, "start", "label"))
-                break
-    return parts
-
-
-def bars(title: str, values: dict[str, float], axis: Axis, mark: float | None = None) -> str:
-    """Draw one horizontal bar for each name; mark: a line across all of them, such as the mean."""
+def bars(title: str, values: dict[str, float], axis: Axis) -> str:
+    """Draw one horizontal bar for each name."""
     row, left = 20.0, min(260.0, 24 + 6.6 * max(map(len, values), default=1))
     height = row * len(values) + 50
-    known = [*values.values(), *([] if mark is None else [mark])]
-    scale = Scale(known, axis, (left, WIDTH - 70), from_zero=True)
+    scale = Scale([*values.values()], axis, (left, WIDTH - 70), from_zero=True)
     body = []
     for place, (name, value) in enumerate(values.items()):
         y, end = 6 + row * place, scale.place(value)
@@ -189,9 +137,6 @@ def bars(title: str, values: dict[str, float], axis: Axis, mark: float | None = 
         body.append(f"<title>{escape(name)}: {number(value)}</title></rect>")
         body.append(text(end + 5, y + 13, number(value)))
     bottom = 6 + row * len(values)
-    if mark is not None:
-        at = scale.place(mark)
-        body.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="2" y2="{bottom}"/>')
     body.append(text((left + WIDTH - 70) / 2, bottom + 24, axis.name, "middle", "name"))
     return drawing(height, title, f"{axis.name} of {len(values)} items", body)
 

@@ -31,8 +31,8 @@ from torch import Tensor
 from compress.formats import int as int_format
 from compress.kernels.loops import columns as column_loops
 from compress.numerics.linalg import upper_factor
+from compress.plugins import check, check_damp
 from compress.quant import descent, feedback, grid
-from compress.quant.settings import check, check_damp
 from compress.types import Quantized, Stats
 
 FORMAT = "int"
@@ -67,18 +67,21 @@ def row_unit(config: Config, shape: tuple[int, int]) -> int:
 def workspace(config: Config, shape: tuple[int, int]) -> int:
     """Return the bytes needed beside weight and Hessian.
 
-    In the loop that is a copy of the weight, and codes, four copies of a tile, and three copies of a group that is
-    fitted there. After it, a copy of the weight, codes four times, two copies of a tile, four copies of a group and its
-    part of the Hessian, twice. Matrix products pack their operands into buffers of the library, PACKED.
+    All along these are a copy of the weight, the codes of all tiles and the factor of the Hessian. In the loop four
+    copies of a tile are added, and three of a group that is fitted there. Then come the codes of the tile, twice, and
+    values, target and pull; first with what is left of the target, later with four copies of a group and its part of
+    the Hessian, twice. Matrix products pack their operands into buffers of the library, PACKED.
     """
     numel, columns = shape[0] * shape[1], plan_params(config, shape).group(shape[1])
     rows = feedback.row_tiles(shape)[0].stop
     tile, group = rows * shape[1], 4 * rows * columns
-    beside = numel * (4 + 1) + tile * 4 * 4 + (0 if config.static_groups else 3 * group)
-    loop = feedback.workspace(shape, beside, ordered=False)
-    return PACKED + (
-        max(loop, numel * (4 + 4) + tile * 2 * 4 + 4 * group + 2 * 4 * columns**2) if config.sweeps else loop
-    )
+    beside = numel * (4 + 1)
+    loop = feedback.workspace(shape, beside + tile * 4 * 4 + (0 if config.static_groups else 3 * group), ordered=False)
+    if not config.sweeps:
+        return PACKED + loop
+    copies = 2 + (tile < numel)  # a single tile is the copy of the weight itself
+    stepping = tile * (copies * 4 + 2) + max(4 * tile, 4 * group + 2 * 4 * columns**2)
+    return PACKED + max(loop, 4 * shape[1] ** 2 + beside + stepping)
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:

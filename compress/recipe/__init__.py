@@ -1,6 +1,6 @@
 """Read recipes from YAML with strict keys and types, and write them back with every default."""
 
-from compress.recipe.read import ambiguous, describe, is_paper, load, names, text
+from compress.recipe.read import ambiguous, is_paper, load, names, text
 from compress.recipe.schema import CalibrationConfig, Recipe, Rule, Step, Target, dump, fingerprint
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "Step",
     "Target",
     "ambiguous",
-    "describe",
     "dump",
     "fingerprint",
     "is_paper",

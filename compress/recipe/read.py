@@ -143,11 +143,6 @@ def _unknown(name: str) -> str:
     return f"unknown recipe {shown(name)}; {guess}`compress recipes --all` lists them"
 
 
-def describe(name: str) -> str:
-    """Return the description of a built-in recipe."""
-    return value(mapping(compose(text(name), f"{name}.yaml"), "the recipe"), "description", str, "")
-
-
 def load(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
     """Return the built-in recipe of that name, or else that of a file, with `key=value` overrides.
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 KEEP = "keep"  # the option, and the method of a scheme, that leaves a weight as it is
 TABLES = ("embeddings", "head")  # sections for what lies outside of the blocks
 OTHER_KEYS = ("allocate", "tune", "experts", "kv_cache", "towers", "export")
-# Sections of a recipe that name methods -> the kind of these.
-KINDS_OF_SECTIONS = {
-    **dict.fromkeys(("quantize", "rules", "towers", *TABLES), "quant"),
-    **{"transform": "transform", "tune": "tune"},
-}
 SETTING_KEYS = ("calibration", "transform", "quantize", "rules", "ignore", *TABLES, *OTHER_KEYS)
 TOP_KEYS = ("name", "description", *SETTING_KEYS, *facts.SECTIONS)
 CACHE_KEYS = ("context", "cache_bits", "cache_options", "cache_estimator")
@@ -44,6 +39,7 @@ ALLOCATE_KEYS = (
     *CACHE_KEYS,
 )  # beside the method's settings
 RENAMED = {("calibration", "asymmetric"): "target_correction"}  # (section, old key) -> new key
+ToPlain = Callable[[Any], dict[str, Any]]
 OF_EXPERTS = frozenset({"expert", "expert_squares", "share", "routing"})  # what is measured of whole experts only
 
 Importance = Literal[
@@ -203,12 +199,12 @@ def _setting_words(key: str, value: Any, all_of_kin: list[Any]) -> str:
     return f"+ {key}" + "".join(f" {name}={value[name]}" for name in differing)
 
 
-def settings(scheme: Scheme) -> dict[str, Any]:
-    """Return a scheme in the layout of its YAML."""
+def settings(scheme: Scheme, plain: ToPlain = dataclasses.asdict) -> dict[str, Any]:
+    """Return a scheme in the layout of its YAML; plain: gives the settings of its method as JSON values."""
     activations = dataclasses.asdict(scheme.activations) if scheme.activations else None
     lowrank = dataclasses.asdict(scheme.lowrank) if scheme.lowrank else None
     around = {"incoherence": scheme.incoherence, "activations": activations, "lowrank": lowrank}
-    return {"method": scheme.method, **around, **dataclasses.asdict(scheme.config)}
+    return {"method": scheme.method, **around, **plain(scheme.config)}
 
 
 @dataclass(frozen=True)
@@ -271,72 +267,69 @@ def dump(recipe: Recipe) -> str:
 def fingerprint(recipe: Recipe) -> str:
     """Return the sha256 (hex) of everything that decides numbers: all but the name and the description.
 
-    calibration.bos is left out where it is auto: what samples begin with is then the tokenizer's matter, and recipes
-    keep the fingerprint that they had before there was this key. Keys that a method had once are in it, at the values
-    that it works with now, so that a run begun before goes on, and what was measured before is used.
+    Recipes keep the fingerprint that they had in earlier versions. calibration.bos is left out where it is auto: what
+    samples begin with is then the tokenizer's matter. Keys that a method had once count with the value that it works
+    with now, and a method that was split off from another counts under the name of that one.
     """
-    content = {key: part for key, part in _plain(recipe).items() if key not in ("name", "description")}
-    _add_removed_keys(content, KINDS_OF_SECTIONS)
-    _add_removed_keys(content.get("allocate", {}), {"options": "quant", "tables": "quant"})
+    content = _plain(recipe, _with_former_keys)
+    del content["name"], content["description"]
     if recipe.calibration.bos == "auto":
         del content["calibration"]["bos"]
+    for step in content["transform"]:
+        name, keys = plugins.before_move("transform", step["method"])
+        step |= {**keys, **step, "method": name}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _add_removed_keys(content: dict[str, Any], kinds: Mapping[str, str]) -> None:
-    """Add to the settings of each method in these sections the keys that it had once."""
-    for section, kind in kinds.items():
-        blocks = content.get(section, [])
-        for block in blocks if isinstance(blocks, list) else [blocks]:
-            if "method" in block:
-                block.update(plugins.removed_keys(plugins.load(kind, block["method"]).Config))
+def _with_former_keys(config: Any) -> dict[str, Any]:
+    """Return settings with the keys that were taken away, at the values that the method works with."""
+    return {**plugins.removed_keys(type(config)), **dataclasses.asdict(config)}
 
 
-def _plain(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe in the layout of its YAML."""
-
+def _plain(recipe: Recipe, plain: ToPlain = dataclasses.asdict) -> dict[str, Any]:
+    """Return the recipe in the layout of its YAML; plain: gives the settings of weight methods and allocators."""
     tables = {key: scheme for key in TABLES if (scheme := getattr(recipe, key)) is not None}
     return {
         "name": recipe.name,
         "description": recipe.description,
         "calibration": dataclasses.asdict(recipe.calibration),
         "transform": [plain_step(step) for step in recipe.transform],
-        **({"quantize": settings(recipe.quantize)} if recipe.packs else {}),
-        "rules": [_plain_rule(rule) for rule in recipe.rules],
+        **({"quantize": settings(recipe.quantize, plain)} if recipe.packs else {}),
+        "rules": [_plain_rule(rule, plain) for rule in recipe.rules],
         "ignore": list(recipe.ignore),
-        **{key: settings(scheme) for key, scheme in tables.items()},
-        **({"allocate": _plain_allocation(recipe.allocate)} if recipe.allocate is not None else {}),
+        **{key: settings(scheme, plain) for key, scheme in tables.items()},
+        **({"allocate": _plain_allocation(recipe.allocate, plain)} if recipe.allocate is not None else {}),
         **plain_tuning(recipe.tune),
         **({"experts": dataclasses.asdict(recipe.experts)} if recipe.experts is not None else {}),
         **({"kv_cache": recipe.kv_cache.plain()} if recipe.kv_cache is not None else {}),
-        **({"towers": [_plain_rule(rule) for rule in recipe.towers]} if recipe.towers else {}),
+        **({"towers": [_plain_rule(rule, plain) for rule in recipe.towers]} if recipe.towers else {}),
         **({"export": recipe.export} if recipe.export is not None else {}),
     }
 
 
-def _plain_allocation(allocation: Allocation) -> dict[str, Any]:
+def _plain_allocation(allocation: Allocation, plain: ToPlain) -> dict[str, Any]:
     return {
         "method": allocation.method,
         "target": allocation.target.text if allocation.target is not None else None,
-        "options": [_kept_or(option) for option in allocation.options],
-        **({"tables": [_kept_or(option) for option in allocation.tables]} if allocation.tables else {}),
+        "options": [_kept_or(option, plain) for option in allocation.options],
+        **({"tables": [_kept_or(option, plain) for option in allocation.tables]} if allocation.tables else {}),
         "units": allocation.units,
         "samples": allocation.samples,
         "context": allocation.context,
         "cache_bits": list(allocation.cache_bits),
         **({"cache_options": [dict(each) for each in allocation.cache_options]} if allocation.cache_options else {}),
         "cache_estimator": allocation.cache_estimator,
-        **dataclasses.asdict(allocation.config),
+        **plain(allocation.config),
     }
 
 
-def _kept_or(scheme: Scheme | None) -> dict[str, Any]:
-    return settings(scheme) if scheme is not None else {"keep": True}
+def _kept_or(scheme: Scheme | None, plain: ToPlain) -> dict[str, Any]:
+    return settings(scheme, plain) if scheme is not None else {"keep": True}
 
 
-def _plain_rule(rule: Rule) -> dict[str, Any]:
+def _plain_rule(rule: Rule, plain: ToPlain) -> dict[str, Any]:
     match = rule.match[0] if len(rule.match) == 1 else list(rule.match)
-    return {"match_any" if rule.alternatives else "match": match, **_kept_or(rule.scheme)}
+    return {"match_any" if rule.alternatives else "match": match, **_kept_or(rule.scheme, plain)}
 
 
 def plain_tuning(steps: Sequence[Step]) -> dict[str, Any]:

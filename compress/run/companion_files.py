@@ -12,7 +12,7 @@ from compress.progress import note
 from compress.run.job import RunState
 from compress.run.source import code_references, model_files, without_code
 from compress.runtime import hf
-from compress.storage import config_json, files, known_files
+from compress.storage import files, json_text, manifest
 from compress.storage.checkpoint import CONFIG, INDEX, read_header, read_json, write_text
 from compress.storage.manifest import RECIPE
 
@@ -31,7 +31,7 @@ def write_config(directory: Path, run: RunState, cache: dict[str, Any] | None = 
     config = {**config, "dtype": dtype}
     quantization = hf.build_config({row.name: row.stored for row in run.layers}, run.prunings).to_dict()
     if run.layers:
-        config = config_json.add_notice({**config, "quantization_config": quantization})
+        config = json_text.add_notice({**config, "quantization_config": quantization})
     if cache is not None:
         config["quantization_config"] = {**quantization, "kv_cache": cache}
     write_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")
@@ -75,7 +75,7 @@ def copy_files(source: Path, directory: Path) -> None:
     left_out: dict[str, list[str]] = {}
     for path in sorted(model_files(source)):
         name = path.name
-        if known_files.is_of_source(name) or companions.reason(name) is not None:
+        if manifest.is_of_source(name) or companions.reason(name) is not None:
             continue
         if (why := _why_left_out(path)) is not None:
             left_out.setdefault(why, []).append(name)
@@ -89,9 +89,9 @@ def copy_files(source: Path, directory: Path) -> None:
 
 def _why_left_out(path: Path) -> str | None:
     """Return why a file beside a model is not copied, None for one that is."""
-    if not known_files.is_copied(path.name):
+    if not manifest.is_copied(path.name):
         return "no part of a model"
-    if not known_files.is_inside(path):
+    if not manifest.is_inside(path):
         return "links out of the folder; put the files there to have them copied"
     if path.stat().st_size > MAX_COPIED_NBYTES:
         return f"larger than {process_memory.show(MAX_COPIED_NBYTES)}"

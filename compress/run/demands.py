@@ -17,7 +17,7 @@ from compress.calib import data as calib_data
 from compress.calib import prefix
 from compress.calib.prefix import Prefix
 from compress.errors import RecipeError
-from compress.model import positions
+from compress.model import architectures
 from compress.model.skeleton import Skeleton
 from compress.recipe.schema import Step
 from compress.run import kv_cache, memory_plan, sizes
@@ -50,7 +50,7 @@ def _count_samples(job: Job, skeleton: Skeleton, plans: Sequence[Plan], every: b
     edited = skeleton.edits.samples if skeleton.edits is not None else 0
     if not (needs_text or edited or _calibrates_cache(job)):
         return 0, 0
-    seq_len = min(settings.seq_len, positions.most_tokens(skeleton.model) or settings.seq_len)
+    seq_len = min(settings.seq_len, architectures.most_tokens(skeleton.model) or settings.seq_len)
     few = max(edited, kv_cache.samples(seq_len) if _calibrates_cache(job) else 0)
     samples = settings.num_samples if needs_text else min(few, settings.num_samples)
     return samples * settings.rolled, seq_len

@@ -4,7 +4,7 @@ Bytes a token are those at a stated context. Keys and values drawn at random fil
 at two lengths a whole flush of all codecs apart, and the line through these is carried on to the context. What is
 calibrated counts once for a model, whatever the number of sequences; divided by the tokens of one sequence it is part
 of the bytes a token. Layers that stay as transformers has them are left out. A layer that evicts is filled with the
-tokens that stay at that context (compress/kv/evict/kept_tokens.py), and with what it remembers of their places.
+tokens that stay at that context (compress/kv/evict/select.py), and with what it remembers of their places.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from compress.errors import RecipeError
 from compress.kv import cache as caches
 from compress.kv import layer as layers
 from compress.kv.codec import Spec
-from compress.kv.evict import kept_tokens
+from compress.kv.evict import select
 from compress.kv.evict import settings as eviction
 from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import EXACT, KINDS, CacheSettings, Coding, Codings
 from compress.kv.token_store import Bytes
+from compress.model.architectures import max_positions
 from compress.model.cache_pass import CachedHeads, CachedLayers, cached_layers
-from compress.model.positions import max_positions
 from compress.numerics import kl
 from compress.run import memory_plan
 from compress.run.memory_plan import CacheSizes
@@ -209,8 +209,8 @@ def bytes_at_context(
         one = caches.make_cache(config, settings, static, "fused")
         size = _layer_nbytes(one, index, heads[index], dtype, stored[index])
         if evicts and stored[index] < context:
-            later = context - kept_tokens.prompt_of(context)
-            size += Bytes(state=kept_tokens.places(stored[index] - later, bool(len(one.rope))))
+            later = context - select.prompt_of(context)
+            size += Bytes(state=select.places(stored[index] - later, bool(len(one.rope))))
         if len(one.rope):  # keys before the rotary embedding, whose rows and positions all layers share
             rotary = max(rotary, heads[index].rotary * dtype.itemsize + 4)
         total, static_nbytes = total + count * size.total, static_nbytes + count * size.static
@@ -220,8 +220,8 @@ def bytes_at_context(
 
 def _stored_tokens(config: Any, settings: CacheSettings, context: int) -> list[int]:
     """Return how many tokens each layer of a model stores at a context."""
-    later = context - kept_tokens.prompt_of(context)
-    return [later + kept for kept in kept_tokens.by_layer(config, settings, context)]
+    later = context - select.prompt_of(context)
+    return [later + kept for kept in select.by_layer(config, settings, context)]
 
 
 def _layer_nbytes(cache: KVCache, index: int, heads: CachedHeads, dtype: torch.dtype, context: int) -> Bytes:

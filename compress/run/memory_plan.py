@@ -26,7 +26,7 @@ from compress.model.skeleton import Skeleton
 from compress.numerics import products
 from compress.run import sizes
 from compress.tune import held_block, low_rank
-from compress.tune.whole_model import WholeModelSizes
+from compress.tune.trained import WholeModelSizes
 from compress.types import LayerPlan, LinearSpec, Plan
 
 BATCH_TOKENS = 2048  # tokens of a batch when memory allows: products are efficient, activations small
@@ -154,8 +154,8 @@ class _MemoryModel:
 
     def __init__(self, plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, demands: MemoryDemands) -> None:
         paired = demands.is_paired
-        compiler = sizes.compiler_nbytes((*plan.layers, *plan.tables, *plan.tower_layers))
-        self.base = process_memory.resident() + compiler
+        self.compiler = sizes.compiler_nbytes((*plan.layers, *plan.tables, *plan.tower_layers))
+        self.base = process_memory.resident()  # behind what the line above loads
         self.samples, self.seq_len = samples, seq_len
         self.by_block: list[list[LayerPlan]] = [[] for _ in skeleton.blocks]
         for layer in plan.layers:
@@ -344,7 +344,7 @@ class _MemoryModel:
         if self.demands.model_tuning is not None:
             later = max(later, TRAINING_NBYTES + self.demands.model_tuning(self.tuned, batch, spill))
         work = max(stream + int(MARGIN_FACTOR * max(blocks, first)), int(MARGIN_FACTOR * later))
-        program = self.base + SLACK_NBYTES + self.kept
+        program = self.base + self.compiler + SLACK_NBYTES + self.kept  # nothing is compiled while the text is read
         total = max(self.base + self.reading, program + work)
         most = max(len(sizes.split_passes(hessians, allowed)) for hessians in self.hessians)
         return Arrangement(batch, spill, most, allowed, total, blocks, program)

@@ -16,7 +16,7 @@ from compress.run.checkpoint_blocks import CheckpointBlocks
 from compress.run.job import Job, Prepared, RunState
 from compress.run.loop import BlockLoop, LinearOptions
 from compress.storage.workdir import Output
-from compress.tune.whole_model import DiskSizes
+from compress.tune.trained import DiskSizes
 
 
 class TimedBlocks(CheckpointBlocks):

@@ -24,8 +24,7 @@ from compress.progress import note
 from compress.run.job import RunState, write_manifest
 from compress.storage.checkpoint import write_text
 from compress.storage.files import open_regular, read_text
-from compress.storage.known_files import CARD, REPORT
-from compress.storage.manifest import PAGE, RECIPE
+from compress.storage.manifest import CARD, PAGE, RECIPE, REPORT
 from compress.storage.paths import HUB_ID
 from compress.types import LayerPlan
 

@@ -211,7 +211,7 @@ def routed_nbytes(specs: list[LinearSpec], config: Any, item: int) -> int:
 def compiler_nbytes(layers: Iterable[LayerPlan]) -> int:
     """Return the bytes that come to stay when a weight is large enough to compile functions; loads what does that."""
     largest = max((layer.spec.numel for layer in layers), default=0)
-    return column_loops.COMPILER_NBYTES if column_loops.is_worthwhile(largest) else 0
+    return column_loops.compiler_nbytes() if column_loops.is_worthwhile(largest) else 0
 
 
 def head_nbytes(model: PreTrainedModel) -> int:

@@ -28,7 +28,7 @@ from compress.model import load
 from compress.model.skeleton import Skeleton
 from compress.progress import note
 from compress.run.job import Job
-from compress.storage import known_files, paths
+from compress.storage import manifest, paths
 from compress.storage.checkpoint import read_json, write_text
 
 
@@ -150,8 +150,8 @@ def _fetch(model: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", known_files.CARD, *known_files.COPIED]
-    patterns += [pattern.upper() for pattern in known_files.LEGAL_PATTERNS]
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", manifest.CARD, *manifest.COPIED]
+    patterns += [pattern.upper() for pattern in manifest.LEGAL_PATTERNS]
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -30,7 +30,7 @@ from compress.storage.checkpoint import Readable, StoredTensor, read_header, sha
 from compress.storage.json_text import TEXT
 from compress.storage.workdir import Output
 from compress.tune import low_rank
-from compress.tune.whole_model import TuningWork
+from compress.tune.trained import TuningWork
 
 LOW_RANK, WHOLE = "trained", "tuned"
 STAGES = (LOW_RANK, WHOLE)

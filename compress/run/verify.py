@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from compress.errors import CheckpointError
 from compress.kv.cache import layer_types
-from compress.model import blockwise, dry_load, positions
+from compress.model import architectures, blockwise, dry_load
 from compress.model.blockwise import ModelArgs
 from compress.model.load import open_config
 from compress.model.skeleton import Skeleton
@@ -53,7 +53,7 @@ class Probe:
         """Embed the tokens; start: what goes into the blocks instead."""
         self.skeleton, self.device = skeleton, device
         config = skeleton.config.get_text_config()
-        length = min(PROBE_TOKENS, positions.most_tokens(skeleton.model) or PROBE_TOKENS)
+        length = min(PROBE_TOKENS, architectures.most_tokens(skeleton.model) or PROBE_TOKENS)
         tokens = (torch.arange(length) * 7 + 1) % config.vocab_size
         self.stream = blockwise.HiddenStates(1, None)
         self.calls = blockwise.record_inputs(skeleton, tokens[None], 1, self.stream, device)

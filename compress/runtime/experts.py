@@ -13,8 +13,7 @@ Huang et al. 2024, arXiv:2410.06270. `prune` says how; calib/expert_routing.py c
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -73,42 +72,6 @@ def magnitude(hidden_states: Tensor) -> Tensor:
     return hidden_states.float().abs().sum(-1)
 
 
-class Pairs:
-    """Counts of the (token, expert) pairs that the router has chosen, and of those dropped."""
-
-    def __init__(self) -> None:
-        self.routed = 0
-        self._dropped: Tensor | int = 0  # to be read at the end only: on a GPU, reading waits
-
-    def add(self, index: Tensor, kept: Tensor, experts: int) -> None:
-        """Count the routing [tokens, top_k] of one pass, before and after pruning."""
-        self.routed += index.numel()
-        self._dropped = self._dropped + ((index < experts) & (kept >= experts)).sum()
-
-    @property
-    def dropped(self) -> int:
-        return int(self._dropped)
-
-    @property
-    def share(self) -> float:
-        """The share of the pairs that were dropped; 0 where there were none."""
-        return self.dropped / self.routed if self.routed else 0.0
-
-
-@contextmanager
-def counting(model: nn.Module) -> Iterator[dict[str, Pairs]]:
-    """Let the model's `Experts` modules count what they drop while active: name -> pairs."""
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    pairs = {name: Pairs() for name in modules}
-    try:
-        for name, module in modules.items():
-            module.pairs = pairs[name]
-        yield pairs
-    finally:
-        for module in modules.values():
-            module.pairs = None
-
-
 @dataclass(frozen=True)
 class ExpertTokens:
     """Which tokens an expert is given."""
@@ -125,7 +88,6 @@ class Experts(nn.ModuleDict):
 
     layout: ExpertLayout
     pruning: Pruning | None = None  # None: every token got all experts that the router chose
-    pairs: Pairs | None = None  # what is dropped is counted here, if anywhere
     _template: nn.Module  # the fused module without data
 
     @classmethod
@@ -183,12 +145,7 @@ class Experts(nn.ModuleDict):
         """
         shape, hidden_states = hidden_states.shape, hidden_states.flatten(0, -2)
         if self.pruning is not None:
-            kept = prune(hidden_states, top_k_index, top_k_weights, self.pruning, len(self))
-            if self.pairs is not None:
-                self.pairs.add(top_k_index, kept[0], len(self))
-            top_k_index, top_k_weights = kept
-        elif self.pairs is not None:
-            self.pairs.add(top_k_index, top_k_index, len(self))
+            top_k_index, top_k_weights = prune(hidden_states, top_k_index, top_k_weights, self.pruning, len(self))
         out = torch.zeros_like(hidden_states)
         for index in top_k_index.unique().tolist():
             if index >= len(self) + self.layout.identities:  # a token of another process, or a pair that is dropped

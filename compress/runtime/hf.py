@@ -25,7 +25,7 @@ a row that is looked up passes the transposes of the orthogonal ones.
 "kv_cache", absent where generation keeps keys and values as they are, is described in compress/runtime/kv_config.py.
 
 Beside "quantization_config" stands a notice that makes a transformers without this package fail
-(compress/storage/config_json.py). It is taken away when a model is loaded, and put back when one is saved.
+(compress/storage/json_text.py). It is taken away when a model is loaded, and put back when one is saved.
 """
 
 from __future__ import annotations

@@ -49,13 +49,6 @@ class IntegerProduct(NamedTuple):
     activations: Activations
 
 
-def is_real(
-    format: str, params: Any, shape: tuple[int, int], activations: Activations, device: torch.device | str
-) -> bool:
-    """Whether products without gradients are computed from the codes, rather than from dequantized numbers."""
-    return not obstacle(IntegerProduct(format, params, shape, activations), torch.device(device))
-
-
 def describe(
     format: str, params: Any, shape: tuple[int, int], activations: Activations, device: torch.device | str
 ) -> str:

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 
 from compress.runtime.linear import PackedModule
-from compress.storage import config_json
+from compress.storage import json_text
 from compress.storage.checkpoint import write_text
 from compress.storage.paths import METHOD
 
 
 def take_notice_away(config: PreTrainedConfig) -> PreTrainedConfig:
     """Remove the notice from a configuration that has been read, so that the weights are looked for as always."""
-    if getattr(config, config_json.NOTICE_KEY, None) == config_json.NOTICE:
-        delattr(config, config_json.NOTICE_KEY)
+    if getattr(config, json_text.NOTICE_KEY, None) == json_text.NOTICE:
+        delattr(config, json_text.NOTICE_KEY)
     return config
 
 
@@ -52,7 +52,7 @@ def keep_notice() -> None:
             return
         values = _without_gone(json.loads(self.to_json_string(use_diff)), self.quantization_config)
         if values.get("quantization_config", {}).get("modules"):
-            values = config_json.add_notice(values)
+            values = json_text.add_notice(values)
         write_text(Path(json_file_path), json.dumps(values, indent=2, sort_keys=True) + "\n")
 
     to_json_file.keeps_notice = True  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError, first_line, shown
-from compress.storage import config_json, json_text, paths, safetensors_header
+from compress.storage import json_text, paths, safetensors_header
 from compress.storage.files import open_regular, replacing
 
 INDEX = "model.safetensors.index.json"
@@ -193,7 +193,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     if weight_map:
         tensors = {name: stored for name, stored in tensors.items() if name in weight_map}
     largest = max((math.prod(stored.shape) for stored in tensors.values()), default=0)
-    config_json.check_sizes(config, str(directory / CONFIG), len(tensors), largest)
+    json_text.check_sizes(config, str(directory / CONFIG), len(tensors), largest)
     if not config.get("quantization_config"):
         _check_scaled(directory, tensors)
     return Checkpoint(directory, config, tensors)
@@ -213,7 +213,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Return config.json as a dict, without the notice to those who have no compress."""
     paths.check_checkpoint(directory)
     path = directory / CONFIG
-    config = config_json.remove_notice(read_json(path))
+    config = json_text.remove_notice(read_json(path))
     if not config.get("model_type"):
         raise CheckpointError(f"{path} names no model_type; is it a Hugging Face model configuration?")
     return config

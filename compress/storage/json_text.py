@@ -1,18 +1,35 @@
-"""Read JSON that somebody else has written, with limits on what it may cost and on what it may hold."""
+"""Read JSON that others have written, with limits on what it may cost, and check the sizes that a config.json has.
+
+A module tree of a billion layers, or a table for 2^40 positions, would take the machine's memory although no weight is
+read. No model has more layers than tensors, and none is wider than its largest tensor has numbers.
+
+transformers answers an unknown quantization method with a warning, and fills what it does not find with random numbers.
+config.json therefore names, as the file of the weights ("transformers_weights"), a sentence: transformers raises a
+ValueError that ends with it. Where this package is installed the key is taken away before it is read (runtime/hf.py).
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from compress.errors import shown
+from compress.errors import CheckpointError, shown
 
 TEXT_LIMIT = 100 << 20  # bytes; the safetensors library refuses larger headers too
 CONTAINERS = 2_000_000  # lists and objects: each costs some 100 bytes of memory
 MAX_DEPTH = 64  # lists and objects in each other
 MAX_DIGITS = 40  # an integer has no more
+LAYER_KEYS = re.compile(r"(layers?|blocks?|depths?|stages)$")
+COUNT_KEYS = re.compile(r"(heads?|experts?|groups?|labels?|codebooks?)$")
+SIZE_KEYS = re.compile(
+    r"(size|dim|rank|width|features|channels|d_model|d_ff|d_kv|embd?|inner"
+    r"|positions?|embeddings|ctx|seq_len|seq_length|context_length)$"
+)
+# What any configuration may speak of, because parts of it may be unused.
+SPARE_LAYERS, SPARE_COUNT, SPARE_SIZE = 128, 1 << 15, 1 << 24
 
 
 def loads(raw: bytes | str, is_strict: bool = False) -> Any:
@@ -131,3 +148,47 @@ def _check_depth(value: Any) -> None:
         if not level:
             return
     raise ValueError(f"nested more than {MAX_DEPTH} deep")
+
+
+def check_sizes(config: Mapping[str, Any], where: str, tensors: int, largest: int) -> None:
+    """Raise CheckpointError, which begins with `where`, for a size that no stored tensor bears out.
+
+    tensors: how many are stored; largest: numbers in the largest of them.
+    """
+    stored = f"{tensors:,} tensors are stored, the largest of {largest:,} numbers"
+    limits = (
+        (LAYER_KEYS, max(tensors, SPARE_LAYERS)),
+        (COUNT_KEYS, max(tensors, SPARE_COUNT)),
+        (SIZE_KEYS, max(largest, SPARE_SIZE)),
+    )
+    sizes = {key: value for key, value in config.items() if key != "quantization_config"}  # which is about packing
+    for key, value in _numbers(sizes):
+        limit = next((limit for pattern, limit in limits if pattern.search(key)), None)
+        if limit is not None and not value <= limit:
+            raise CheckpointError(
+                f"{where} says {shown(key)} {shown(value)}, but {stored}; they are of two models, download both again"
+            )
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
+    """Yield the key and the value of every number, those in inner tables and lists included."""
+    for key, value in config.items():
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, Mapping):
+                yield from _numbers(item)
+            elif isinstance(item, int | float):
+                yield key, item
+
+
+NOTICE_KEY = "transformers_weights"
+NOTICE = "the weights are packed by compress, so run `pip install compress-llm` and load the model again"
+
+
+def add_notice(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a config.json with the notice."""
+    return {**config, NOTICE_KEY: NOTICE}
+
+
+def remove_notice(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a config.json without the notice; a name of a file stays."""
+    return {key: value for key, value in config.items() if key != NOTICE_KEY or value != NOTICE}

@@ -7,11 +7,16 @@ an earlier save, whose hashes say nothing about the present files.
 
 When a model is loaded, the sizes of its weight files are compared, and their hashes where that takes little beside
 loading: up to HASHED_NBYTES together. COMPRESS_VERIFY=1 compares the hash of every listed file that is there.
+
+The files of a model that go along into what is made of it, and to the hub, are known by their names: those that
+transformers' tokenizers and processors save, those of licenses, and those that this package writes. What else lies
+beside a model may be anybody's: keys, logs, data.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import CheckpointError, shown
-from compress.storage.checkpoint import CONFIG, INDEX, MANIFEST, read_json, sha256
+from compress.storage.checkpoint import INDEX, MANIFEST, read_json, sha256
+from compress.storage.paths import CONFIG, EXPORTED
 
 ASKED = "COMPRESS_VERIFY"
 HASHED_NBYTES = 64 << 20  # weight files up to this are hashed by default: 0.07 s on one core, a load takes 0.2 s
@@ -34,6 +40,38 @@ READ = (  # files that decide what is loaded: one that is not listed is an error
     *("tokenizer*", "*.model", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
     *("*processor_config.json", "adapter_*"),
 )
+COPIED = (
+    *("tokenizer*", "vocab*", "merges*", "added_tokens.json", "special_tokens_map.json", "chat_template*"),
+    *("generation_config.json", "*processor_config.json", "feature_extractor*_config.json"),
+    *("audio_tokenizer_config.json", "*.tokenizer"),
+    *("spiece.model", "sentencepiece*.model", "spm*.model", "bpe.model", "source.spm", "target.spm"),
+    *("*.tiktoken", "tekken.json", "bpe.codes", "dict.txt", "emoji.json", "normalizer.json", "entity_vocab.json"),
+    *("target_vocab.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json"),
+)
+LEGAL_PATTERNS = (
+    "license*",
+    "licence*",
+    "model_license*",
+    "use_policy*",
+    "notice*",
+    "copying*",
+)  # and the same in capitals
+CARD, REPORT = "README.md", "report.json"
+WRITTEN_PATTERNS = (
+    CONFIG,
+    "*.safetensors",
+    "*.safetensors.index.json",
+    MANIFEST,
+    RECIPE,
+    REPORT,
+    CARD,
+)  # a run writes these
+WEIGHTS = (".safetensors", ".index.json", ".gguf", ".onnx", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz")
+CODE = (".py", ".pkl", ".pickle", ".sh")
+# Files that say how the model was stored, or what was measured of it: a run writes its own, or none.
+OF_SOURCE = {CONFIG, MANIFEST, RECIPE, REPORT, CARD, PAGE, SCORES, EXPORTED}
+OF_SOURCE |= {"quantize_config.json", "quant_config.json", "hf_quant_config.json"}
+HUB_FILE = re.compile(r"(.*/models--[^/]+)/snapshots/[^/]+")  # the folder of a model in the hub's cache
 
 
 @dataclass(frozen=True)
@@ -175,3 +213,33 @@ def _check(manifest: Manifest, weights: Collection[str], verify: bool) -> None:
     if verify or sum((manifest.directory / name).stat().st_size for name in names) <= HASHED_NBYTES:
         for name in names:
             manifest.check_hash(name)
+
+
+def is_copied(name: str) -> bool:
+    """Return whether a file beside a model has the name of one that belongs to it, and holds no weights and no code."""
+    if name.lower().endswith((*WEIGHTS, *CODE)):
+        return False
+    is_legal = any(fnmatchcase(name.lower(), pattern) for pattern in LEGAL_PATTERNS)
+    return is_legal or any(fnmatchcase(name, pattern) for pattern in COPIED)
+
+
+def is_of_source(name: str) -> bool:
+    """Return whether a file holds a model's weights, or what a run writes anew: nobody misses it in a copy."""
+    return name.startswith(".") or name in OF_SOURCE or name.lower().endswith(WEIGHTS)
+
+
+def is_published(name: str) -> bool:
+    """Return whether a file of a finished checkpoint has the name of one that belongs to it."""
+    return is_copied(name) or any(fnmatchcase(name, pattern) for pattern in WRITTEN_PATTERNS)
+
+
+def is_inside(path: Path) -> bool:
+    """Return whether a path is a regular file of its own folder, or a link to one.
+
+    A file in the hub's cache is a link into the blobs of the same model, which belong to it.
+    """
+    if not os.path.isfile(path):
+        return False
+    folder, real = path.parent.resolve(), path.resolve()
+    cached = HUB_FILE.fullmatch(str(folder))
+    return real.parent == folder or (cached is not None and str(real.parent) == f"{cached[1]}/blobs")

@@ -13,8 +13,8 @@ from typing import Any
 from compress import api
 from compress.importers import open_checkpoint
 from compress.model import fingerprint
+from compress.model.architectures import max_positions
 from compress.model.load import load_config
-from compress.model.positions import max_positions
 from compress.progress import silent
 from compress.recipe import Recipe
 from compress.run import calibration_text, prepare

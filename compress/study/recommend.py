@@ -27,7 +27,7 @@ import yaml
 from compress import recipe
 from compress.errors import CompressError, RecipeError
 from compress.kv.settings import cache_settings
-from compress.model import positions
+from compress.model import architectures
 from compress.model.cache_pass import cached_layers
 from compress.progress import Progress, note, silent
 from compress.recipe import Recipe
@@ -182,7 +182,7 @@ def _caches(wanted: Wanted, study: Known, prepared: Prepared) -> dict[str | None
     if wanted.context is None:
         return {None: (0, None)}
     skeleton = prepared.skeleton
-    if remark := positions.beyond(skeleton.config, wanted.context):
+    if remark := architectures.beyond(skeleton.config, wanted.context):
         note(remark)
     heads = cached_layers(skeleton.config).by_layer.values()
     a_token = sum(math.prod(shape) for each in heads for shape in (each.keys, each.values)) * skeleton.dtype.itemsize

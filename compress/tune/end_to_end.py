@@ -32,8 +32,7 @@ from compress.numerics import kl
 from compress.tune.adamw8bit import States, saved_nbytes
 from compress.tune.descend import check_held_out, descend, is_checked
 from compress.tune.streamed import StreamedModel, TrainingText
-from compress.tune.trained import Trained
-from compress.tune.whole_model import DiskSizes, TuningResult, TuningWork, WholeModelSizes
+from compress.tune.trained import DiskSizes, Trained, TuningResult, TuningWork, WholeModelSizes
 
 SCOPE = "model"
 CHECKS = 5  # times that the held-out divergence is measured behind the start

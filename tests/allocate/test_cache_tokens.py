@@ -22,7 +22,7 @@ from compress.cli import tables
 from compress.errors import RecipeError
 from compress.evaluate.reader import Candidate
 from compress.kv import generation, hooks
-from compress.kv.evict import kept_tokens
+from compress.kv.evict import select
 from compress.kv.settings import KINDS, CacheSettings, cache_settings
 from compress.recipe import dump
 from compress.runtime import hf  # noqa: F401  # registers the format
@@ -134,7 +134,7 @@ def applied(settings: dict[str, Any], listed: list[dict[str, Any]], offer: Cache
 def held(model: Any, settings: CacheSettings, context: int, static: Any) -> tuple[int, list[int]]:
     """Bytes and tokens by layer of a cache that is really filled."""
     cache = Candidate("", settings, static, "fused").cache(model.config)
-    tokens, prompt = random_text(1, context), kept_tokens.prompt_of(context)
+    tokens, prompt = random_text(1, context), select.prompt_of(context)
     model(tokens[:, :prompt], past_key_values=cache, use_cache=True)
     for start in range(prompt, context, 8):
         model(tokens[:, start : start + 8], past_key_values=cache, use_cache=True)
@@ -331,7 +331,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(out)
     shares = loaded.kv_cache.settings.evict.budget
     assert shares.keep_by_layer or shares.keep < 1
-    made, prompt = generation.fresh(loaded), kept_tokens.prompt_of(CONTEXT)
+    made, prompt = generation.fresh(loaded), select.prompt_of(CONTEXT)
     with torch.no_grad():
         loaded(random_text(1)[:, :prompt], past_key_values=made, use_cache=True)
         for start in range(prompt, CONTEXT, 8):

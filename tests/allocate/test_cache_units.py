@@ -20,7 +20,7 @@ from compress.allocate.solver import damages_of, solve
 from compress.errors import BudgetError, CalibrationError
 from compress.evaluate import cache_layers, cache_scores
 from compress.evaluate.reader import Candidate
-from compress.kernels import kv_contract
+from compress.kernels import contract
 from compress.kv import generation, hooks
 from compress.kv.settings import KINDS, CacheSettings, cache_settings
 from compress.recipe import blocks
@@ -154,7 +154,7 @@ def test_bytes_of_what_compiled_readers_keep(monkeypatch: pytest.MonkeyPatch) ->
     recipe = cache_settings({"method": "pca", "residual_length": 16, "flush": 16, "sink": 2})
     (candidate,) = cache_costs.calibrate_options(model, recipe, OFFERED[:1], tokens[:, :120])
     (size,) = cache_costs.measure_sizes(model, tokens[:1, :100], [candidate], 198)
-    monkeypatch.setattr(kv_contract, "SMALL", 0)
+    monkeypatch.setattr(contract, "SMALL", 0)
     cache = replace(candidate, path="fused").cache(model.config)
     for start in range(0, 198, 16):
         model(tokens[:1, start : min(start + 16, 198)], past_key_values=cache, use_cache=True)

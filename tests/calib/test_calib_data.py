@@ -15,7 +15,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from compress.calib import data, documents, pieces
+from compress.calib import data, documents
 from compress.calib.data import calibration, token_windows
 from compress.errors import CalibrationError, CheckpointError
 from compress.model import load
@@ -174,7 +174,7 @@ def test_documents_are_joined_by_the_end_of_text(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_more_documents_are_read_than_needed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NBYTES", 8)
+    monkeypatch.setattr(documents, "PIECE_NBYTES", 8)
     seen: list[str] = []
     real = data.documents
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from compress.calib import pieces
+from compress.calib import documents
 from compress.calib.data import token_windows
 from compress.model import load
 from runs import environment
@@ -67,15 +67,15 @@ def books(count: int) -> str:
     ],
 )
 def test_where_a_document_is_cut(text: str, parts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NBYTES", 8)
-    found = list(pieces.cut_document(text.encode("utf-8", "surrogatepass")))
+    monkeypatch.setattr(documents, "PIECE_NBYTES", 8)
+    found = list(documents.cut_document(text.encode("utf-8", "surrogatepass")))
     assert max(map(len, found)) <= 8
     assert [part.decode("utf-8", "surrogatepass") for part in found] == parts
 
 
 def test_pieces_are_gathered_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NBYTES", 8)
-    found = list(pieces.piece_batches(["abc", "", "def", "ghi", "123456789", "x"]))
+    monkeypatch.setattr(documents, "PIECE_NBYTES", 8)
+    found = list(documents.piece_batches(["abc", "", "def", "ghi", "123456789", "x"]))
     assert found == [
         [("abc", True), ("def", True)],
         [("ghi", True)],
@@ -91,7 +91,7 @@ def test_a_long_document_gives_the_same_tokens(
     tokenizer = load.load_tokenizer(BOOKS)
     source = write(tmp_path / ("a.jsonl" if write is write_jsonl else "a.parquet"), [books(40_000), "short", books(99)])
     whole, _ = token_windows(source, tokenizer, 1, 4096)
-    monkeypatch.setattr(pieces, "PIECE_NBYTES", 1001)
+    monkeypatch.setattr(documents, "PIECE_NBYTES", 1001)
     assert torch.equal(token_windows(source, tokenizer, 1, 4096)[0], whole)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 import problems
+from compress.kernels import llvm
 from compress.kernels.loops import columns as column_loops
 from compress.kernels.loops import compiler
 from compress.numerics.linalg import upper_factor
@@ -95,3 +98,13 @@ def test_gptq_is_the_same_without_a_compiler(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("numel", [column_loops.MIN_WEIGHTS - 1, column_loops.MIN_WEIGHTS])
 def test_small_weights_need_no_compiler(numel: int) -> None:
     assert column_loops.is_worthwhile(numel) == (numel >= column_loops.MIN_WEIGHTS)
+
+
+def test_what_has_to_be_compiled_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler takes more than functions from disk: both are counted before a run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert column_loops.compiler_nbytes() == column_loops.COMPILED_NBYTES
+    for loop in (column_loops._round_columns, column_loops._step_columns, column_loops._grid_loss):
+        assert not compiler.is_on_disk(loop)
+        llvm.store_object(compiler._key(loop), b"code")
+    assert column_loops.compiler_nbytes() == column_loops.LINKED_NBYTES

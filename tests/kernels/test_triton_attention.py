@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 import interpreter  # noqa: F401
 import offline
-from compress.kernels.kv_contract import Attended, HeadLayout
+from compress.kernels.contract import Attended, HeadLayout
 from compress.kernels.triton import kv_attention as kernel
 from compress.kernels.triton import products
 from compress.kv import fused

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from compress import plugins
 from compress.errors import CompressError, RecipeError
-from compress.kernels import kv_contract
+from compress.kernels import contract
 from compress.kv import attention
 from compress.kv.cache import make_cache
 from compress.kv.codec import Block, Codec, Field
@@ -90,7 +90,7 @@ def test_both_paths_agree(heads: tuple[int, int], method: str, exact: bool) -> N
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_compiled_reading_agrees_in_bfloat16(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_contract, "SMALL", 0)
+    monkeypatch.setattr(contract, "SMALL", 0)
     data = chunks([300, 1, 1], 1, dtype=torch.bfloat16)
     a, b = (run(cache(path, {**KIVI, "bits": bits}), data) for path in ("decode", "fused"))
     for one, other in zip(a, b, strict=True):
@@ -102,7 +102,7 @@ def test_compiled_reading_agrees_in_bfloat16(bits: int, monkeypatch: pytest.Monk
 def test_compiled_reading_is_close_in_float32(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     data = chunks([300, 1, 1], 1)
     expected = run(cache("decode", {**KIVI, "bits": bits}), data)
-    monkeypatch.setattr(kv_contract, "SMALL", 0)
+    monkeypatch.setattr(contract, "SMALL", 0)
     for one, other in zip(expected, run(cache("fused", {**KIVI, "bits": bits}), data), strict=True):
         torch.testing.assert_close(other.double(), one, atol=3e-4, rtol=0)
 

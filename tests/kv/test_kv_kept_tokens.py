@@ -12,7 +12,7 @@ from compress.errors import RecipeError
 from compress.evaluate.reader import fill
 from compress.kv import generation, hooks
 from compress.kv.cache import make_cache
-from compress.kv.evict import kept_tokens
+from compress.kv.evict import select
 from compress.kv.layer import KVCache
 from compress.kv.settings import cache_settings
 from compress.run import kv_cache
@@ -46,7 +46,7 @@ def model() -> PreTrainedModel:
 def filled(model: PreTrainedModel, recipe: dict[str, Any], context: int = CONTEXT) -> KVCache:
     cache = make_cache(model.config, recipe, {}, "fused")
     tokens = torch.arange(context)[None] % 250
-    prompt = kept_tokens.prompt_of(context)
+    prompt = select.prompt_of(context)
     fill(model, tokens[:, :prompt], cache)
     for start in range(prompt, context, 16):
         fill(model, tokens[:, start : start + 16], cache)
@@ -59,9 +59,9 @@ def test_tokens_and_bytes_are_those_of_a_cache_of_that_context(model: PreTrained
     settings = cache_settings(CASES[name])
     for context in (CONTEXT, 41):
         cache = filled(model, CASES[name], context)
-        prompt = kept_tokens.prompt_of(context)
+        prompt = select.prompt_of(context)
         assert prompt == {CONTEXT: CONTEXT - 64, 41: 21}[context]
-        stored = [kept + context - prompt for kept in kept_tokens.by_layer(model.config, settings, context)]
+        stored = [kept + context - prompt for kept in select.by_layer(model.config, settings, context)]
         assert stored == [layer.stored_tokens for layer in cache.layers]
         assert min(stored) < context or name == "tokens"
         found = kv_cache.bytes_at_context(model.config, settings, {}, torch.float32, context)

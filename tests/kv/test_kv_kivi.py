@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import RecipeError
-from compress.kernels import kv_contract, llvm
+from compress.kernels import contract, llvm
 from compress.kernels.cpu import kv_affine
 from compress.kv.codec import Codec, Spec
 from compress.kv.codecs import fp8, kivi
@@ -102,7 +102,7 @@ def test_reading_without_decoding(
 ) -> None:
     if compiled and not llvm.available():
         pytest.skip("no compiled functions here")
-    monkeypatch.setattr(kv_contract, "SMALL", 0 if compiled else 1 << 40)
+    monkeypatch.setattr(contract, "SMALL", 0 if compiled else 1 << 40)
     x, tokens = normal(2, 2, 96, width), 96
     q, p = normal(2, 2, rows, width, seed=1), normal(2, 2, rows, 101, seed=2).softmax(-1)
     for kind, axis in (("keys", "channel"), ("values", "token")):
@@ -134,7 +134,7 @@ def close(found: Tensor, expected: Tensor, relative: float) -> None:
 def test_kernels_read_other_strides_and_extremes() -> None:
     if not llvm.available():
         pytest.skip("no compiled functions here")
-    sizes = kv_contract.PlanarCodes(4, 64, 32)
+    sizes = contract.PlanarCodes(4, 64, 32)
     made = codec("values", 64, bits=4, group_size=32)
     x = normal(1, 2, 128, 64)
     block = made.encode(x, {})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from compress.kernels import kv_contract
+from compress.kernels import contract
 from compress.kernels.cpu import kv_levels
 from compress.kv import attention, hooks
 from compress.kv.cache import make_cache
@@ -143,7 +143,7 @@ def test_reading_without_decoding(
 ) -> None:
     if compiled and not kv_levels.supports(bits, width):
         pytest.skip("no compiled functions here")
-    monkeypatch.setattr(kv_contract, "SMALL", 0 if compiled else 1 << 40)
+    monkeypatch.setattr(contract, "SMALL", 0 if compiled else 1 << 40)
     x, q = normal(2, 2, 150, width), normal(2, 2, rows, width, seed=1)
     p = normal(2, 2, rows, 153, seed=2).softmax(-1)[..., 2:152] * 0.5
     for kind in ("keys", "values"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.kv_contract import MOST_MIXED_BITS
+from compress.kernels.contract import MOST_MIXED_BITS
 from compress.kv.codec import Codec, Spec, rotate
 from compress.kv.codecs import components, lloyd, pca
 from compress.kv.codecs.packed import row_nbytes

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels import kv_contract, llvm
+from compress.kernels import contract, llvm
 from compress.kernels.cpu import kv_basis, kv_mixed
 from compress.kv.codec import Codec, Spec, rotate
 from compress.kv.codecs import pca
@@ -65,7 +65,7 @@ def compiled(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.skip("no compiled functions with AVX-512 here")
     if request.param == "tiles" and not kv_basis.has_tiles():
         pytest.skip("no AMX here")
-    monkeypatch.setattr(kv_contract, "SMALL", 0)
+    monkeypatch.setattr(contract, "SMALL", 0)
     if request.param == "plain":
         monkeypatch.setattr(kv_basis, "has_tiles", lambda: False)
     llvm.function.cache_clear()
@@ -184,7 +184,7 @@ def test_the_same_however_blocks_and_rows_are_cut() -> None:
 def test_values_are_mixed(count: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kv_mixed.supports(64):
         pytest.skip("no compiled functions with AVX-512 here")
-    monkeypatch.setattr(kv_contract, "SMALL", 0)
+    monkeypatch.setattr(contract, "SMALL", 0)
     made = codec("values", width, torch.bfloat16)
     block = stored(made, 2, 75)
     assert isinstance(made, pca.Principal)
@@ -196,7 +196,7 @@ def test_values_are_mixed(count: int, width: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_values_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_contract, "SMALL", 0)
+    monkeypatch.setattr(contract, "SMALL", 0)
     made = codec("values", 64, torch.float32)
     block = stored(made, 2, 75)
     out = torch.empty(2, HEADS, 75, 64)

@@ -205,7 +205,7 @@ def test_settings_come_back_as_they_were_written() -> None:
 
 def test_compiled_reading_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathered rows of all codecs, through compiled code where there is some."""
-    from compress.kernels import kv_contract
+    from compress.kernels import contract
 
     data = chunks([150, 1, 1])
     for codec in ("kivi", "lloyd"):
@@ -213,7 +213,7 @@ def test_compiled_reading_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
             read = {"method": method, **PARTS[method]}
             expected = run(cache(read, codec), data)
             with monkeypatch.context() as patch:
-                patch.setattr(kv_contract, "SMALL", 0)
+                patch.setattr(contract, "SMALL", 0)
                 found = run(cache(read, codec), data)
             assert (found - expected).norm() < 2e-3 * expected.norm()
     assert WIDTH % 16 == 0

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from compress.calib.kv import calibrate
 from compress.errors import CompressError
-from compress.kernels import kv_contract
+from compress.kernels import contract
 from compress.kv import attention, hooks
 from compress.kv.cache import make_cache
 from compress.kv.rope import Rope, sources
@@ -137,7 +137,7 @@ def test_a_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     static, _ = calibrate(model, cache_settings(recipe).by_layer(2), ids.repeat(3, 1))
     hooks.attach(model)
     attention.register()
-    monkeypatch.setattr(kv_contract, "SMALL", 0)
+    monkeypatch.setattr(contract, "SMALL", 0)
     found = []
     for path, announces in (("decode", True), ("decode", False), ("fused", True)):
         model.set_attn_implementation("sdpa" if path == "decode" else attention.NAME)

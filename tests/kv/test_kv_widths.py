@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from compress import plugins
 from compress.calib.kv import calibrate
-from compress.kernels import kv_contract
+from compress.kernels import contract
 from compress.kernels.cpu import kv_basis, kv_mixed
 from compress.kv import generation
 from compress.kv.codecs import pca
@@ -118,7 +118,7 @@ def test_keys_are_laid_out_for_tiles_only_where_these_can_turn_them(
     """As on a processor with AMX, up to the products themselves: too few codes are read for compiled code."""
     monkeypatch.setattr(kv_basis, "has_tiles", lambda: True)
     monkeypatch.setattr(kv_mixed, "supports", lambda width: True)
-    monkeypatch.setattr(kv_contract, "SMALL", 1 << 40)
+    monkeypatch.setattr(contract, "SMALL", 1 << 40)
     laid_out = []
     real = kv_basis._tiles
 
@@ -135,7 +135,7 @@ def test_keys_are_laid_out_for_tiles_only_where_these_can_turn_them(
 @pytest.mark.parametrize("shape", [PARTIAL[0], PARTIAL[4], ("llama", 80, 1.0)], ids=lambda s: f"{s[0]}-{s[1]}")
 def test_compiled_readers_or_plain_ones(shape: tuple[str, int, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many codes as compiled code wants, where there is such."""
-    monkeypatch.setattr(kv_contract, "SMALL", 0)
+    monkeypatch.setattr(contract, "SMALL", 0)
     check_generation(shape, {"method": "pca", "bits": 7.0}, 0.2)
 
 

@@ -25,6 +25,7 @@ def _make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
     return maker(monkeypatch, tmp_path)
 
 
+NO_NUMBERS = ("name", "description")  # sections that decide nothing
 FULL = """# goal: a test
 name: full
 description: every key
@@ -184,9 +185,7 @@ def test_fingerprint_depends_on_everything_but_name_and_description(make: Make) 
 def test_what_samples_begin_with_leaves_older_fingerprints_as_they_were(make: Make) -> None:
     """A study that an older version began goes on: its cells are found by the fingerprints of their recipes."""
     plain = make("quantize: {method: beta}")
-    content = {
-        key: part for key, part in yaml.safe_load(recipe.dump(plain)).items() if key not in ("name", "description")
-    }
+    content = {key: part for key, part in yaml.safe_load(recipe.dump(plain)).items() if key not in NO_NUMBERS}
     assert content["calibration"].pop("bos") == "auto"
     older = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     assert recipe.fingerprint(plain) == recipe.fingerprint(make("quantize: {method: beta}", "calibration.bos=auto"))
@@ -225,6 +224,28 @@ def test_keys_that_moved_to_another_method_rename_nothing_at_their_former_defaul
     assert capsys.readouterr().err == "method 'rotate' of the recipe is called 'spin' now\n"
 
 
+@pytest.mark.parametrize("name", ["rotate", "spin"])
+def test_keys_that_went_or_moved_leave_older_fingerprints_as_they_were(name: str, tmp_path: Path) -> None:
+    """As above; e8p had `candidates`, and rotate had `seeds`, `search_samples` and `learn`, which spin has now."""
+    (path := tmp_path / "mine.yaml").write_text(
+        f"transform: [{{method: {name}}}]\nquantize: {{method: e8p}}\nrules: [{{match: a, method: lord}}]\n"
+    )
+    loaded = recipe.load(str(path))
+    content = {key: part for key, part in yaml.safe_load(recipe.dump(loaded)).items() if key not in NO_NUMBERS}
+    del content["calibration"]["bos"]
+    content["transform"][0] |= {"method": "rotate", "seeds": 1, "search_samples": 8, "learn": 0}
+    content["quantize"]["candidates"], content["rules"][0]["alpha"] = 2, 0.5
+    assert recipe.fingerprint(loaded) == hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    learned = recipe.load(str(path), ["transform.0.method=spin", "transform.0.learn=3"])
+    assert recipe.fingerprint(learned) != recipe.fingerprint(loaded)
+
+
+def test_other_shares_of_a_target_correction_are_other_runs(make: Make) -> None:
+    shares = ("0", "0.5", "1", "1.0")
+    prints = {recipe.fingerprint(make(FULL, f"calibration.target_correction={share}")) for share in shares}
+    assert len(prints) == 3
+
+
 @pytest.fixture
 def built_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in the place of the built-in recipes."""
@@ -241,7 +262,7 @@ def built_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_built_in_recipes(built_in: Path) -> None:
     assert recipe.names() == ["alpha4", "beta3"]
     assert recipe.text("alpha4").startswith("# goal\n")
-    assert [recipe.describe(name) for name in recipe.names()] == ["four bits", ""]
+    assert [recipe.load(name).description for name in recipe.names()] == ["four bits", ""]
     assert recipe.load("beta3", ["bits=2"]).quantize.config.bits == 2
     assert recipe.load("alpha4").name == "alpha4"
 
@@ -265,10 +286,9 @@ def test_an_unknown_recipe_names_those_that_are_close(built_in: Path, name: str)
     with pytest.raises(RecipeError) as caught:
         recipe.load(name)
     assert str(caught.value) == f"there is no such file, and {known}"
-    for call in (recipe.text, recipe.describe):
-        with pytest.raises(RecipeError) as caught:
-            call(name)
-        assert str(caught.value) == known
+    with pytest.raises(RecipeError) as caught:
+        recipe.text(name)
+    assert str(caught.value) == known
 
 
 @pytest.mark.parametrize("name", ["../alpha4", "__init__", ""])
@@ -287,7 +307,7 @@ def test_every_built_in_recipe_loads_and_round_trips(make: Make) -> None:
     for name in recipe.names():
         loaded = recipe.load(name)
         assert loaded.name == name
-        assert recipe.describe(name) == loaded.description != ""
+        assert loaded.description != ""
         assert make(recipe.dump(loaded)) == loaded
 
 
@@ -304,7 +324,7 @@ def test_listing_recipes_imports_neither_torch_nor_transformers() -> None:
         sys.modules.update(torch=None, transformers=None)  # an import would fail
         from compress import recipe
         for name in recipe.names():
-            recipe.text(name), recipe.describe(name)
+            recipe.text(name)
         print("done")
     """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from compress.run import source
-from compress.storage import known_files
+from compress.storage import manifest
 from pico import save_pico
 from runs import RTN, cli, command, one_line
 
@@ -90,7 +90,7 @@ def test_a_directory_of_links_that_the_run_has_made(model: Path, tmp_path: Path)
         patch.setattr(lora, "check", lambda adapter: None)
         made = source.resolve(str(model), adapter)
     assert made != model
-    inside = {path.name for path in source.model_files(made) if known_files.is_inside(path)}
+    inside = {path.name for path in source.model_files(made) if manifest.is_inside(path)}
     assert inside == {path.name for path in model.iterdir() if not path.is_symlink()}
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from expert_counts import counting
 from transformers import AutoModelForCausalLM
 
 from compress import api, recipe
@@ -19,7 +20,7 @@ from compress.cli import tables
 from compress.errors import RecipeError
 from compress.progress import silent
 from compress.run import prepare, sizes, verify
-from compress.runtime.experts import Experts, counting
+from compress.runtime.experts import Experts
 from compress.types import ExpertPruning
 from pico import VOCAB_SIZE, save_pico
 from runs import GPTQ, Setup, cli, command, contents, interrupt, one_line, report_of, stored_tensors

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_weights import is_real
 from torch import Tensor
 
 from compress import formats
@@ -99,7 +100,7 @@ def reference(layer: PackedLinear, x: Tensor) -> Tensor:
 def test_products_are_those_of_the_integers(shape: tuple[int, int], bits: int, group: int, tokens: int) -> None:
     weight = int_weight(shape, bits, group)
     for kind in (INT8, INT4, STATIC):
-        assert integer.is_real(weight.format, weight.params, shape, kind, "cpu")
+        assert is_real(weight.format, weight.params, shape, kind, "cpu")
         layer, x = layer_of(weight, kind), random(tokens, shape[1])
         y, expected = layer(x), reference(layer, x)
         assert (y.dtype, y.shape, y.is_contiguous()) == (torch.float32, (tokens, shape[0]), True)
@@ -209,7 +210,7 @@ def test_layers_of_a_gpu(kind: Activations, shape: tuple[int, int], monkeypatch:
         torch.testing.assert_close(layer(x).double(), reference(layer, x), rtol=1e-5, atol=1e-4)
     integer._obstacle.cache_clear()
     weight = int_weight(shape, 6, -1)
-    assert integer.is_real("int", weight.params, shape, kind, "cpu") == (kind == INT8), "6 bits are not numbers of fp8"
+    assert is_real("int", weight.params, shape, kind, "cpu") == (kind == INT8), "6 bits are not numbers of fp8"
     integer._obstacle.cache_clear()
 
 
@@ -247,7 +248,7 @@ def test_what_stands_in_the_way_is_named() -> None:
     for format, params, shape, kind, device, expected in cases:
         text = integer.describe(format, params, shape, kind, device)
         assert text.startswith(expected), text
-        assert not integer.is_real(format, params, shape, kind, device)
+        assert not is_real(format, params, shape, kind, device)
 
 
 @needs_bytes

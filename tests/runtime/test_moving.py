@@ -7,14 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cpu_weights import CODEBOOK, INT, codebook_weight, int_weight
+from cpu_weights import CODEBOOK, INT, codebook_weight, int_weight, is_real
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import problems
 from compress.formats import lowrank
 from compress.kernels import dispatch, llvm
-from compress.runtime import integer
 from compress.runtime.linear import PackedLinear
 from compress.types import Activations, PackedWeight, Stored
 
@@ -88,9 +87,9 @@ def test_integers_are_multiplied_where_the_gpu_can(monkeypatch: pytest.MonkeyPat
     weight, current = int_weight((64, 512), 8, -1, True), 1
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     given = ("int", weight.params, weight.shape, Activations())
-    assert not integer.is_real(*given, "cuda") and not integer.is_real(*given, "cuda:1")
+    assert not is_real(*given, "cuda") and not is_real(*given, "cuda:1")
     current = 0
-    assert integer.is_real(*given, "cuda") and integer.is_real(*given, "cuda:0")
+    assert is_real(*given, "cuda") and is_real(*given, "cuda:0")
 
 
 @pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here")

@@ -19,7 +19,7 @@ from compress import api
 from compress.errors import AdapterError, CheckpointError
 from compress.kv import saved
 from compress.runtime.linear import PackedLinear
-from compress.storage import config_json
+from compress.storage import json_text
 from pico import of_type, save, save_pico
 from runs import RTN, environment, job
 
@@ -127,7 +127,7 @@ def test_merged_into_dense_and_saved(packed: Path, trained: Any, tmp_path: Path)
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     listed = config.get("quantization_config", {}).get("modules", {})
     assert set(listed) <= {"model.embed_tokens", "lm_head"}  # which no adapter was merged into
-    assert (config_json.NOTICE_KEY in config) == bool(listed)
+    assert (json_text.NOTICE_KEY in config) == bool(listed)
 
 
 def test_trained_biases_leave_those_of_the_base(tmp_path: Path) -> None:

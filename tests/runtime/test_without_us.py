@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 import compress
 from compress import api
 from compress.runtime.linear import PackedLinear
-from compress.storage import config_json
+from compress.storage import json_text
 from compress.storage.checkpoint import CONFIG, open_checkpoint
 from pico import save_pico
 from runs import RTN, job
@@ -64,7 +64,7 @@ def test_a_process_without_us_fails_and_says_why(packed: Path, saved: Path) -> N
     result = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=600, check=False)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert len(lines) == 3 and all(line.endswith(config_json.NOTICE) for line in lines)
+    assert len(lines) == 3 and all(line.endswith(json_text.NOTICE) for line in lines)
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -76,7 +76,7 @@ def logits(model: Any) -> torch.Tensor:
 def test_with_us_all_loads_as_before(packed: Path, saved: Path) -> None:
     expected = logits(compress.load(packed))
     model = AutoModelForCausalLM.from_pretrained(packed)
-    assert not hasattr(model.config, config_json.NOTICE_KEY)
+    assert not hasattr(model.config, json_text.NOTICE_KEY)
     assert torch.equal(logits(model), expected)
     assert torch.equal(
         logits(AutoModelForCausalLM.from_pretrained(packed, config=AutoConfig.from_pretrained(packed))), expected
@@ -88,15 +88,15 @@ def test_checkpoints_without_the_notice_load(saved: Path, tmp_path: Path) -> Non
     """As older versions wrote them."""
     expected = logits(compress.load(saved))
     config = json.loads((saved / CONFIG).read_text())
-    assert config[config_json.NOTICE_KEY] == config_json.NOTICE
+    assert config[json_text.NOTICE_KEY] == json_text.NOTICE
     for path in saved.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / CONFIG).write_text(json.dumps(config_json.remove_notice(config)))
+    (tmp_path / CONFIG).write_text(json.dumps(json_text.remove_notice(config)))
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), expected)
 
 
 def test_the_notice_is_not_seen_by_readers_of_checkpoints(packed: Path) -> None:
-    assert config_json.NOTICE_KEY not in open_checkpoint(packed).config
+    assert json_text.NOTICE_KEY not in open_checkpoint(packed).config
 
 
 def test_what_is_dequantized_is_saved_as_plain(packed: Path, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_what_is_dequantized_is_saved_as_plain(packed: Path, tmp_path: Path) -> 
     model.dequantize()
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / CONFIG).read_text())
-    assert config_json.NOTICE_KEY not in config and "quantization_config" not in config
+    assert json_text.NOTICE_KEY not in config and "quantization_config" not in config
 
 
 def test_what_is_packed_no_more_leaves_the_list(packed: Path, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_the_notice_is_there_when_files_are_uploaded(packed: Path, tmp_path: Pat
             lambda *_, **__: uploaded.append(json.loads((tmp_path / CONFIG).read_text())),
         )
         config.save_pretrained(str(tmp_path), push_to_hub=True)
-    assert [values.get(config_json.NOTICE_KEY) for values in uploaded] == [config_json.NOTICE]
+    assert [values.get(json_text.NOTICE_KEY) for values in uploaded] == [json_text.NOTICE]
 
 
 def test_other_configurations_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from compress.errors import CheckpointError, CompressError
 from compress.model.skeleton import Skeleton
-from compress.storage import config_json
+from compress.storage import json_text
 from compress.storage.checkpoint import CONFIG, open_checkpoint
 
 SIZES = ("hidden_size", "vocab_size", "intermediate_size", "head_dim", "max_position_embeddings")
@@ -81,6 +81,6 @@ def test_sizes_that_are_none(key: str, value: Any, model: Path) -> None:
 
 def test_how_weights_are_packed_is_no_size_of_the_model() -> None:
     packing = {"default": {"params": {"scale_block": 1 << 30}}}
-    config_json.check_sizes({"hidden_size": 8, "quantization_config": packing}, CONFIG, 3, 64)
+    json_text.check_sizes({"hidden_size": 8, "quantization_config": packing}, CONFIG, 3, 64)
     with pytest.raises(CheckpointError, match="scale_block"):
-        config_json.check_sizes({"hidden_size": 8, "other": packing}, CONFIG, 3, 64)
+        json_text.check_sizes({"hidden_size": 8, "other": packing}, CONFIG, 3, 64)

@@ -10,7 +10,7 @@ import pytest
 import transformers
 from transformers.utils import hub
 
-from compress.storage import known_files
+from compress.storage import manifest
 
 SECRET = ("id_rsa", "token.txt", "secrets.env", "train.log", "private_eval.jsonl", "optimizer.npz", "deploy.sh")
 SECRET += ("modeling_own.py", "tokenization_own.py", "tokenizer_own.py", "vocab.pkl", "notes.md", ".env", "a.json")
@@ -35,20 +35,20 @@ def names_of_transformers() -> Iterator[str]:
 
 def test_all_files_of_tokenizers_and_processors_are_known() -> None:
     names = set(names_of_transformers())
-    assert len(names) > 20 and [name for name in names if not known_files.is_copied(name)] == []
+    assert len(names) > 20 and [name for name in names if not manifest.is_copied(name)] == []
     constants = {value for key, value in vars(transformers.utils).items() if key.endswith("_NAME")}
     processors = {name for name in constants if isinstance(name, str) and "processor" in name}
-    assert len(processors) > 2 and all(map(known_files.is_copied, {*processors, hub.CHAT_TEMPLATE_FILE}))
+    assert len(processors) > 2 and all(map(manifest.is_copied, {*processors, hub.CHAT_TEMPLATE_FILE}))
 
 
 @pytest.mark.parametrize("name", SECRET)
 def test_what_is_no_part_of_a_model_stays(name: str) -> None:
-    assert not known_files.is_copied(name) and not known_files.is_published(name)
+    assert not manifest.is_copied(name) and not manifest.is_published(name)
 
 
 @pytest.mark.parametrize("name", COPIED)
 def test_what_belongs_to_a_model_goes_along(name: str) -> None:
-    assert known_files.is_copied(name) and known_files.is_published(name)
+    assert manifest.is_copied(name) and manifest.is_published(name)
 
 
 def test_links_out_of_the_folder(tmp_path: Path) -> None:
@@ -65,10 +65,10 @@ def test_links_out_of_the_folder(tmp_path: Path) -> None:
     }
     for name, (target, is_inside) in links.items():
         (snapshot / name).symlink_to(target)
-        assert known_files.is_inside(snapshot / name) == is_inside, name
+        assert manifest.is_inside(snapshot / name) == is_inside, name
     for name, target in {"within": "real", "out": "../token", "blob": "../models--a--b/blobs/x"}.items():
         (tmp_path / "m" / name).symlink_to(target)
-        assert known_files.is_inside(tmp_path / "m" / name) == (name == "within"), name
-    assert known_files.is_inside(tmp_path / "m" / "real")
+        assert manifest.is_inside(tmp_path / "m" / name) == (name == "within"), name
+    assert manifest.is_inside(tmp_path / "m" / "real")
     (tmp_path / "alias").symlink_to(tmp_path / "m")
-    assert known_files.is_inside(tmp_path / "alias" / "real") and not known_files.is_inside(tmp_path / "alias" / "out")
+    assert manifest.is_inside(tmp_path / "alias" / "real") and not manifest.is_inside(tmp_path / "alias" / "out")

@@ -23,7 +23,7 @@ from compress.storage.checkpoint import open_checkpoint
 from compress.tune import end_to_end, streamed
 from compress.tune.end_to_end import Config
 from compress.tune.streamed import StreamedModel, TrainingText
-from compress.tune.whole_model import DiskSizes, TuningResult, TuningWork, WholeModelSizes
+from compress.tune.trained import DiskSizes, TuningResult, TuningWork, WholeModelSizes
 from compress.types import IN_SCALE, PackedWeight
 from pico import VOCAB_SIZE, save_pico
 from runs import GPTQ, Setup, contents, job, report_of, stored_tensors

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compress.evaluate.cache_needles import FIRST, NAMES, SECOND
 from compress.evaluate.items import Item, Material
+from compress.evaluate.needles import DEPTHS, FIRST, NAMES, SECOND, make_needle, plant
 
 WAY = "greedy"
 BY = "depth"
 SUITES: Mapping[str, Mapping[str, Any]] = {"quick": {"count": 10, "lengths": (160,)}, "full": {}}
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the text
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,9 @@ def items(config: Config, material: Material) -> list[Item]:
 def _item(seed: int, length: int, number: int, words: list[int], material: Material) -> Item:
     draw = random.Random(f"{seed} retrieval {length} {number}")
     depth = DEPTHS[number % len(DEPTHS)]
-    cue = material.encode(f" The password of {draw.choice(NAMES)} is")
-    answer = material.encode(f" {draw.choice(FIRST)} {draw.choice(SECOND)}")
-    needle = [*cue, *answer, *material.encode(".")]
-    room = length - len(material.begin) - len(needle) - len(cue) - len(answer)
+    needle = make_needle(material.encode, draw.choice(NAMES), draw.choice(FIRST), draw.choice(SECOND))
+    room = length - len(material.begin) - len(needle.sentence) - len(needle.cue) - len(needle.answer)
     start = draw.randrange(len(words) - room + 1)
     text = words[start : start + room]
-    place = round(depth * room)
-    context = (*material.begin, *text[:place], *needle, *text[place:], *cue)
-    return Item(f"{length}-{number}", context, (tuple(answer),), facts={"depth": depth})
+    context = (*material.begin, *plant(text, [needle], [round(depth * room)]), *needle.cue)
+    return Item(f"{length}-{number}", context, (needle.answer,), facts={"depth": depth})

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
+from compress.kernels.contract import BLOCK, PlanarCodes
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu.emitter import LANES, LARGEST
 from compress.kernels.cpu.unpack import field_codes
-from compress.kernels.kv_contract import BLOCK, PlanarCodes
 from compress.numerics.packing import FIELDS
 
 SHORTS = 2 * LANES  # int16 of a register

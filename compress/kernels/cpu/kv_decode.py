@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
+from compress.kernels.contract import PlanarCodes
 from compress.kernels.cpu.emitter import LANES, Writer
 from compress.kernels.cpu.kv_affine import THREAD, PackedEmitter, addresses
-from compress.kernels.kv_contract import PlanarCodes
 from compress.numerics.packing import FIELDS
 
 LEAST = 4  # words of a plane and token

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
+from compress.kernels.contract import MOST_MIXED_BITS, PLANES, LevelTables
 from compress.kernels.cpu import kv_mixed
 from compress.kernels.cpu.emitter import LANES
 from compress.kernels.cpu.kv_mixed import Unpacker, words
-from compress.kernels.kv_contract import MOST_MIXED_BITS, PLANES, LevelTables
 
 LEAST = 1e-12  # norm that is divided by
 THREAD = 1 << 17  # components that are worth waking a thread

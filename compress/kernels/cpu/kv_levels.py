@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
+from compress.kernels.contract import MOST_LEVEL_BITS, PlanarCodes
 from compress.kernels.cpu import kv_affine
 from compress.kernels.cpu.emitter import LANES
 from compress.kernels.cpu.kv_affine import SHORTS
-from compress.kernels.kv_contract import MOST_LEVEL_BITS, PlanarCodes
 
 WIDEST = 512  # channels
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
+from compress.kernels.contract import BLOCK, MOST_MIXED_BITS, NORM_STEPS, PLANES, LevelTables, MixedCodes
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu.emitter import LANES
 from compress.kernels.cpu.kv_affine import THREAD, addresses
-from compress.kernels.kv_contract import BLOCK, MOST_MIXED_BITS, NORM_STEPS, PLANES, LevelTables, MixedCodes
 
 UNROLLED = 8  # tokens
 LINE_BITS = 6  # bits of a byte's place in a line of memory

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
+from compress.kernels.contract import BLOCK, MOST_MIXED_BITS, LevelTables, MixedCodes, Rotary
 from compress.kernels.cpu import kv_mixed
 from compress.kernels.cpu.emitter import LANES
 from compress.kernels.cpu.kv_basis import PAIR, STEP, TILE, KeyTransform, transform
 from compress.kernels.cpu.kv_turned import LINE, ChannelPlace, Turned, TurnedSizes, run
-from compress.kernels.kv_contract import BLOCK, MOST_MIXED_BITS, LevelTables, MixedCodes, Rotary
 
 __all__ = ["scores", "supports", "transform", "write"]
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
+from compress.kernels.contract import BLOCK, MixedCodes, Rotary
 from compress.kernels.cpu.emitter import LANES, Writer
 from compress.kernels.cpu.kv_basis import KeyTransform, tile_config
 from compress.kernels.cpu.kv_mixed import Unpacker
-from compress.kernels.kv_contract import BLOCK, MixedCodes, Rotary
 
 LINE = 64
 LINE_NUMBERS = 32  # numbers of 16 bits of a line

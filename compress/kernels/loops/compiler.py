@@ -83,9 +83,18 @@ def signature(function: Callable[..., None]) -> llvm.Signature:
 @cache
 def compiled(function: Callable[..., None]) -> llvm.Function:
     """Return a loop as a function of addresses and then integers, compiled once for a process."""
+    return llvm.link(signature(function), _key(function), lambda: _module_text(function))
+
+
+def is_on_disk(function: Callable[..., None]) -> bool:
+    """Return whether the object code of a loop is there, so that it takes no compiler."""
+    return llvm.load_object(_key(function)) is not None
+
+
+def _key(function: Callable[..., None]) -> bytes:
+    """Return the key of a loop's object code."""
     source = inspect.getsource(sys.modules[function.__module__]) + inspect.getsource(sys.modules[__name__])
-    key = llvm.key(f"{function.__name__}\n{metadata.version('numba')}\n{source}")
-    return llvm.link(signature(function), key, lambda: _module_text(function))
+    return llvm.key(f"{function.__name__}\n{metadata.version('numba')}\n{source}")
 
 
 def _module_text(function: Callable[..., None]) -> str:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compress.kernels.kv_contract import Attended, CodedHeads, HeadLayout, Query
+from compress.kernels.contract import Attended, CodedHeads, HeadLayout, Query
 from compress.kernels.triton import products
 from compress.numerics.packing import FIELDS
 

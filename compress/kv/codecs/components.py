@@ -16,7 +16,7 @@ import heapq
 import torch
 from torch import Tensor
 
-from compress.kernels.kv_contract import MOST_MIXED_BITS
+from compress.kernels.contract import MOST_MIXED_BITS
 from compress.kv.codecs.packed import row_nbytes
 
 QUERY_DAMP = 1e-3  # the second moment of queries gets this share of its mean diagonal

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from compress.kernels import dispatch, kv_contract
+from compress.kernels import contract, dispatch
 from compress.kv.codec import (
     ALL,
     Block,
@@ -76,7 +76,7 @@ class PackedInts(Codec):
         super().__init__(spec)
         self.bits = config.bits
         self.codes = PackedCodes(spec.width, config.bits)
-        self.layout = kv_contract.PlanarCodes(config.bits, self.codes.padded_channels, self.group)
+        self.layout = contract.PlanarCodes(config.bits, self.codes.padded_channels, self.group)
 
     def at_once(self, rows: Tensor) -> int:
         return ALL if self.reader(rows) is not None else self.block
@@ -97,10 +97,10 @@ class PackedInts(Codec):
     def reader(self, rows: Tensor, block: Block | None = None) -> Any:
         """Return the kernel that reads the codes (of a block) for queries or probabilities [B, h, m, ...], or None."""
         codes = None if block is None else block["scales"].numel() * self.group
-        return self._kernel("affine", rows) if kv_contract.is_worthwhile(rows, codes) else None
+        return self._kernel("affine", rows) if contract.is_worthwhile(rows, codes) else None
 
     def _writer(self, out: Tensor) -> Any:
-        is_large = out.dtype in kv_contract.DTYPES and out.numel() > kv_contract.SMALL
+        is_large = out.dtype in contract.DTYPES and out.numel() > contract.SMALL
         return self._kernel("decode", out) if is_large and self._kernel("affine", out) is not None else None
 
     def _kernel(self, name: str, like: Tensor) -> Any:
@@ -168,7 +168,7 @@ class ByToken(PackedInts):
         self.fields = {**self.codes.fields, "scales": Field("scales"), "minima": Field("scales")}
 
     def mix(self, p: Tensor, block: Block) -> Tensor:
-        whole = p.shape[-1] // kv_contract.BLOCK * kv_contract.BLOCK
+        whole = p.shape[-1] // contract.BLOCK * contract.BLOCK
         kernel = self.reader(p, block) if whole else None
         if kernel is None:
             return super().mix(p, block)

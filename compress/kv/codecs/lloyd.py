@@ -33,7 +33,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from compress.kernels import dispatch, kv_contract
+from compress.kernels import contract, dispatch
 from compress.kv.codec import ALL, Block, Codec, Field, Spec, check_bits
 from compress.kv.codecs.packed import PackedCodes
 from compress.numerics import hadamard
@@ -74,8 +74,8 @@ def levels(bits: int) -> Tensor:
             density, below = normal.log_prob(edges).exp(), normal.cdf(edges)
             values = (density[:-1] - density[1:]) / (below[1:] - below[:-1])
             values = (values - values.flip(0)) / 2
-        if bits <= kv_contract.MOST_LEVEL_BITS:  # multiples of a step, which costs 0.4 % of the error at 4 bits
-            step = values.max() / kv_contract.LARGEST_LEVEL if bits else 1.0
+        if bits <= contract.MOST_LEVEL_BITS:  # multiples of a step, which costs 0.4 % of the error at 4 bits
+            step = values.max() / contract.LARGEST_LEVEL if bits else 1.0
             values = (values / step).round() * step
         return values.float()
 
@@ -138,7 +138,7 @@ class Levels:
 
     def whole(self) -> tuple[tuple[int, ...], float]:
         """Return the levels as small integers, for compiled code, and the step that these are multiples of."""
-        step = float(self.table[-1]) / kv_contract.LARGEST_LEVEL
+        step = float(self.table[-1]) / contract.LARGEST_LEVEL
         return tuple((self.table / step).round().int().tolist()), step
 
 
@@ -203,7 +203,7 @@ class Lloyd(Codec):
         return (query[..., :-1] @ values.mT) * norms.mT + query[..., -1:]
 
     def write_scores(self, query: Tensor, block: Block, out: Tensor) -> None:
-        kernel, whole = self._reader(query, block), out.shape[-1] // kv_contract.PIECE * kv_contract.PIECE
+        kernel, whole = self._reader(query, block), out.shape[-1] // contract.PIECE * contract.PIECE
         whole = 0 if kernel is None else whole
         if kernel is not None and whole:
             (levels, step), rows = self.levels.whole(), _first(block, self.fields, whole)
@@ -214,7 +214,7 @@ class Lloyd(Codec):
             out[..., whole:] = self.scores(query, _last(block, self.fields, whole))
 
     def mix(self, p: Tensor, block: Block) -> Tensor:
-        kernel, whole = self._reader(p, block), p.shape[-1] // kv_contract.BLOCK * kv_contract.BLOCK
+        kernel, whole = self._reader(p, block), p.shape[-1] // contract.BLOCK * contract.BLOCK
         whole = 0 if kernel is None else whole
         mixed = p.new_zeros(*p.shape[:3], self.spec.width)
         if kernel is not None and whole:
@@ -232,7 +232,7 @@ class Lloyd(Codec):
         is_plain = (
             self.rope == "post" and self.levels.norms.bits == 16 and self.codes.padded_channels == self.spec.width
         )
-        kernel = dispatch.kv(rows.device, "levels") if is_plain and kv_contract.is_worthwhile(rows, codes) else None
+        kernel = dispatch.kv(rows.device, "levels") if is_plain and contract.is_worthwhile(rows, codes) else None
         return kernel if kernel is not None and kernel.supports(self.codes.bits, self.spec.width) else None
 
     def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:

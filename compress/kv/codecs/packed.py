@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kernels.kv_contract import MOST_MIXED_BITS, PIECE, PLANES
+from compress.kernels.contract import MOST_MIXED_BITS, PIECE, PLANES
 from compress.kv.codec import Block, Field
 from compress.numerics.packing import FIELDS, pack_planar, plane_fields, plane_widths, unpack_planar
 

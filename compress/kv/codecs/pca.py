@@ -40,8 +40,8 @@ import torch
 from torch import Tensor
 
 from compress.errors import RecipeError
-from compress.kernels import dispatch, kv_contract
-from compress.kernels.kv_contract import (
+from compress.kernels import contract, dispatch
+from compress.kernels.contract import (
     MOST_LEVEL_BITS,
     MOST_MIXED_BITS,
     NORM_STEPS,
@@ -237,10 +237,10 @@ class Principal(Codec):
         """Return the kernel that reads the codes (of a block) for these queries or probabilities, None if none does."""
         codes = None if block is None else block["codes"].shape[2] * len(rows) * self.spec.heads * self.spec.width
         name = "prerope" if self.spec.kind == "keys" else "mixed"
-        return self._kernel(name, rows) if kv_contract.is_worthwhile(rows, codes) else None
+        return self._kernel(name, rows) if contract.is_worthwhile(rows, codes) else None
 
     def _writer(self, out: Tensor) -> Any:
-        is_large = out.dtype in kv_contract.DTYPES and out.numel() > kv_contract.SMALL
+        is_large = out.dtype in contract.DTYPES and out.numel() > contract.SMALL
         return self._kernel("prerope", out) if is_large else None
 
     def _kernel(self, name: str, like: Tensor) -> Any:
@@ -254,7 +254,7 @@ class Principal(Codec):
         rotary = NO_TURNS
         if self.rope == "pre" and whole:
             halves = block.get("halves")
-            if halves is None or halves.dtype not in kv_contract.DTYPES or not can_turn(2 * halves.shape[-1]):
+            if halves is None or halves.dtype not in contract.DTYPES or not can_turn(2 * halves.shape[-1]):
                 return 0, ()
             rotary = Rotary(2 * halves.shape[-1], halves[:, 0], halves[:, 1])
         if not whole:
@@ -268,7 +268,7 @@ class Principal(Codec):
         """
         codes = block["codes"]
         more = -(-max(0, self.pieces.reach - codes.shape[3]) // max(1, codes.shape[3]))
-        return max(0, codes.shape[2] - more) // kv_contract.BLOCK * kv_contract.BLOCK
+        return max(0, codes.shape[2] - more) // contract.BLOCK * contract.BLOCK
 
     def _rest(self, block: Block, first: int) -> Iterator[tuple[slice, Block]]:
         """Yield the tokens from `first` on, as plain code reads them."""
@@ -317,7 +317,7 @@ class Principal(Codec):
 
 def can_turn(rotary: int) -> bool:
     """Return whether compiled code can turn so many channels: half of them must be whole pieces."""
-    return rotary % (2 * kv_contract.PIECE) == 0
+    return rotary % (2 * contract.PIECE) == 0
 
 
 def table(bits: int) -> Tensor:
@@ -329,7 +329,7 @@ def table(bits: int) -> Tensor:
 def _steps() -> Tensor:
     """Return the steps that levels are multiples of, by bits; of more than 4 bits nearly, see FINE."""
     whole = range(1, MOST_LEVEL_BITS + 1)
-    step_by_bits = {b: float(levels(b).max()) / kv_contract.LARGEST_LEVEL for b in whole}
+    step_by_bits = {b: float(levels(b).max()) / contract.LARGEST_LEVEL for b in whole}
     return torch.tensor([step_by_bits.get(b, FINE) for b in range(MOST_MIXED_BITS + 1)], device="cpu")
 
 

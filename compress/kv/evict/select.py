@@ -9,6 +9,13 @@ Papers: AdaKV, arXiv 2407.11550 (`head_counts`); CriticalKV, arXiv 2502.03805 (`
 (`pyramid`); D2O, arXiv 2406.13035 (`by_variance`). Formulas of the first three are those of kvpress. Where a share of a
 layer would be more than all of its tokens, the excess goes to the other layers here, so that the mean stays what was
 set.
+
+The tokens that stay in a layer, and those that layers store at a context, are counted before there is a cache. A
+context of n tokens is a prompt, from which tokens are evicted, and TOKENS_AFTER_PROMPT tokens, which came later and
+stay: as many as those on which errors of eviction are measured (compress/evaluate/cache_scores.py).
+
+Not exact where the text decides: `layers: variance` and `heads: ada` count as layers and heads that keep the mean. Nor
+with methods that drop tokens within the prompt's pass, whose layers count as such, too.
 """
 
 from __future__ import annotations
@@ -16,11 +23,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from compress.kv.cache import make_cache
 from compress.kv.evict.settings import Eviction
+from compress.kv.settings import CacheSettings
 
 SAFE_SHARE = 0.2  # AdaKV leaves so much of its equal share to a head
 SCORED_SHARE = 0.5  # CriticalKV chooses so much of a head's tokens by score alone
@@ -28,6 +38,7 @@ EPSILON = 1e-4  # added to a score before it is multiplied (CriticalKV)
 STEEPNESS = 20  # the last layer of a pyramid keeps 1/20 of the mean
 MIN_LAYER_FRACTION = 0.01  # a layer keeps as much of its tokens (D2O)
 PROBABILITIES_PER_PIECE = 1 << 22  # float32 probabilities held at a time
+TOKENS_AFTER_PROMPT = 64
 
 
 @dataclass(frozen=True)
@@ -181,3 +192,30 @@ def best(scores: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """Return the indices of the best tokens of each head in token order, int64 [counts[head]] each."""
     order = scores.argsort(dim=-1, descending=True, stable=True)
     return [row[:number].sort().values for row, number in zip(order, counts, strict=True)]
+
+
+def prompt_of(context: int, evicts: bool = True) -> int:
+    """Return how many tokens of a context are the prompt: all but TOKENS_AFTER_PROMPT, or half of a short one.
+
+    0 where nothing evicts.
+    """
+    return context - min(TOKENS_AFTER_PROMPT, context // 2) if evicts else 0
+
+
+def by_layer(config: Any, settings: CacheSettings, context: int) -> list[int]:
+    """Return how many tokens of the prompt of a context stay in each layer of a model of this configuration."""
+    layers, prompt = make_cache(config, settings).layers, prompt_of(context)
+    evicting = [index for index, layer in enumerate(layers) if not getattr(layer, "is_exempt", True)]
+    counts = [prompt] * len(layers)
+    for index in evicting:
+        assert settings.evict is not None, "layers evict"
+        counts[index] = count_kept(settings.evict, settings.keys.policy.sink, index, evicting, prompt)
+    return counts
+
+
+def places(kept: int, is_before_rope: bool) -> int:
+    """Return the bytes in which a layer remembers where the tokens stood that it kept, of one sequence.
+
+    is_before_rope: keys are stored before the rotary embedding, whose rows are then found by column.
+    """
+    return 8 + (4 * kept if is_before_rope else 0)

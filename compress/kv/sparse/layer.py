@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compress import plugins
 from compress.errors import CompressError, RecipeError
-from compress.kernels import dispatch, kv_contract
+from compress.kernels import contract, dispatch
 from compress.kv import static as calibrated
 from compress.kv.codec import Block, Codec
 from compress.kv.codecs import fp8, identity, kivi, lloyd
@@ -176,7 +176,7 @@ def picker(codec: Codec) -> Codec | None:
         return codec
     single = copy.copy(codec)
     single.granularity = single.group = 1
-    single.layout = kv_contract.PlanarCodes(codec.bits, codec.codes.padded_channels, 1)
+    single.layout = contract.PlanarCodes(codec.bits, codec.codes.padded_channels, 1)
     return single
 
 
@@ -319,7 +319,7 @@ def _decode(picked: Codec, block: Block, places: Tensor) -> Tensor:
     if isinstance(picked, kivi.PackedInts):
         out = torch.empty(*places.shape, picked.spec.width, device=places.device)
         kernel = dispatch.kv(out.device, "decode") if picked.codes.padded_channels == picked.spec.width else None
-        if kernel is not None and out.numel() > kv_contract.SMALL and kernel.supports(picked.layout, picked.by_token):
+        if kernel is not None and out.numel() > contract.SMALL and kernel.supports(picked.layout, picked.by_token):
             kernel.decode(*picked.stored_tensors(block), picked.layout, picked.by_token, out)
             return out
     return picked.dense(block).float()

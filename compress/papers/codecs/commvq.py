@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import CalibrationError, RecipeError
-from compress.kernels.kv_contract import NORM_STEPS, PLANES
+from compress.kernels.contract import NORM_STEPS, PLANES
 from compress.kv.codec import Block, Codec, Field, Spec
 from compress.kv.codecs.lloyd import Norms
 from compress.numerics import checks

@@ -97,11 +97,6 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
     return weight
 
 
-def unpack(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Points [out, vectors, D] and gains [out, vectors], int64."""
-    return _points(tensors["codes"], params, -(-shape[1] // params.vector_dim))
-
-
 def cut(
     tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
 ) -> tuple[Params, dict[str, Tensor]]:

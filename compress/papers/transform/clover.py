@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,7 @@ from compress.tune.descend import match, relative_error
 from compress.types import Scheme
 
 SCOPE = "block"
+TRAIN_RATE = 0.01  # learning rate of the training, at its largest
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,15 @@ class Config:
     measure: Literal["inputs", "weights"] = "inputs"  # size of a query-key channel: with its inputs as they come, or
     # the norm of its weights alone
     train: int = 0  # [steps] in which the singular values that are left are trained; 0: none
-    train_rate: float = 1e-2  # learning rate of the training, at its largest
+
+    REMOVED_KEYS: ClassVar[dict[str, Any]] = {"train_rate": TRAIN_RATE}
 
     def __post_init__(self) -> None:
         for key in ("prune", "prune_keys"):
             if not 0 <= (getattr(self, key) or 0) < 1:
                 raise ValueError(f"{key} {getattr(self, key)} is not at least 0 and below 1")
-        if self.train < 0 or self.train_rate <= 0:
-            raise ValueError(f"train {self.train}: steps, at a rate above 0")
+        if self.train < 0:
+            raise ValueError(f"train {self.train} is negative")
 
 
 class HeadProduct(NamedTuple):
@@ -121,7 +123,7 @@ def apply(
     ]
     if config.train and notes:
         groups = [group for _, part, _ in parts for group in part.groups]
-        notes.append(train(block, before, groups, batches, config.train, config.train_rate))
+        notes.append(train(block, before, groups, batches, config.train))
     return tuple(notes) or ("the products inside attention are decomposed",)
 
 
@@ -293,7 +295,6 @@ def train(
     groups: Sequence[ScaledRows],
     batches: BlockInputs,
     steps: int,
-    rate: float,
 ) -> str:
     """Train the factors and multiply them into the block, in place; return a note for the report.
 
@@ -316,7 +317,7 @@ def train(
         return call_block(block, call, hidden)[0]
 
     first = relative_error(original, present, batches)
-    match([factors], steps, rate, original, output_now, batches)
+    match([factors], steps, TRAIN_RATE, original, output_now, batches)
     last = relative_error(original, output_now, batches)
     note = f"{factors.numel()} factors trained for {steps} steps: error of the block {first:.3g} -> {last:.3g}"
     if not last < first:

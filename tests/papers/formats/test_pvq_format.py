@@ -146,7 +146,7 @@ def test_tables_do_not_depend_on_the_default_device() -> None:
 @pytest.mark.parametrize("dim", PULSES)
 @pytest.mark.parametrize("gain_bits", [1, 4, 8])
 def test_stored_bits(dim: int, gain_bits: int) -> None:
-    """The stream, read bit by bit, holds gain and rank of each vector; unpack gives back what was packed."""
+    """The stream, read bit by bit, holds gain and rank of each vector; reading it gives back what was packed."""
     params = pvq_format.Params(dim, PULSES[dim][1], gain_bits)
     rows, vectors = 3, 5
     points = some_points(rows * vectors, dim, params.pulses).view(rows, vectors, dim)
@@ -159,7 +159,7 @@ def test_stored_bits(dim: int, gain_bits: int) -> None:
             field = stream >> v * (gain_bits + width)
             assert field & (2**gain_bits - 1) == gains[row, v]
             assert (field >> gain_bits) & ((1 << width) - 1) == slow_rank(points[row, v].tolist())
-    found_points, found_gains = pvq_format.unpack(tensors, params, (rows, vectors * dim))
+    found_points, found_gains = pvq_format._points(tensors["codes"], params, vectors)
     assert torch.equal(found_points, points)
     assert torch.equal(found_gains, gains)
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import problems
 from compress import api, plugins
-from compress.errors import UnsupportedModelError
+from compress.errors import RecipeError, UnsupportedModelError
 from compress.model import graph as structure
 from compress.papers.transform import clover, qk_pairs
 from compress.recipe import load
@@ -126,7 +126,8 @@ def test_channels_that_matter_least_on_the_inputs(name: str) -> None:
     assert torch.equal(gone, expected) and count == int(gone.sum()) and 0 < lost < 0.4
 
 
-def test_what_is_left_is_trained(pico_dir: Callable[..., Path]) -> None:
+def test_what_is_left_is_trained(pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clover, "TRAIN_RATE", 0.03)  # few steps
     model, found = parts("llama", pico_dir("llama"))
     block, hidden, call = called(model, "llama")
     attention = found[0][1]
@@ -135,7 +136,7 @@ def test_what_is_left_is_trained(pico_dir: Callable[..., Path]) -> None:
 
     def error(steps: int) -> tuple[float, list[str], dict[str, Tensor]]:
         other = copy.deepcopy(block)
-        config = clover.Config(0.5, 0.5, "weights", steps, 0.03)
+        config = clover.Config(0.5, 0.5, "weights", steps)
         notes = clover.apply(other, sites, lambda: [(hidden, call)], config, {})
         return (
             (other(hidden, *call.args, **call.kwargs) - wanted).square().sum().item(),
@@ -159,10 +160,16 @@ def test_what_is_left_is_trained(pico_dir: Callable[..., Path]) -> None:
     torch.testing.assert_close(keys[:, 0].nan_to_num().amax(-1), keys[:, 1].nan_to_num().amax(-1))  # of a pair
 
 
-@pytest.mark.parametrize("settings", [{"prune": 1.0}, {"prune_keys": -0.1}, {"train": -1}, {"train_rate": 0.0}])
+@pytest.mark.parametrize("settings", [{"prune": 1.0}, {"prune_keys": -0.1}, {"train": -1}])
 def test_settings_that_cannot_be(settings: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(settings)).partition("_r")[0]):
+    with pytest.raises(ValueError, match=next(iter(settings))):
         clover.Config(**settings)  # type: ignore[arg-type]
+
+
+def test_recipes_that_name_the_rate_of_training_work_at_its_value() -> None:
+    assert load("clover50", ["transform=[{method: clover, train_rate: 0.01}]"]).transform[0].config == clover.Config()
+    with pytest.raises(RecipeError, match=r"train_rate was taken away and is always 0\.01; remove the key"):
+        load("clover50", ["transform=[{method: clover, train_rate: 0.1}]"])
 
 
 def test_the_recipe_from_end_to_end(tmp_path: Path) -> None:
