@@ -10,7 +10,7 @@ weights (the linearity theorem, arXiv 2411.17525), one factor a block is what is
 are still told apart by what they do to real inputs.
 
 Damages that depend on each other do not add up: at two bits a unit does more harm among others at two bits than alone.
-`rounds` measures them again around what was chosen, and keeps the best choice.
+`rounds` measures them again around what was chosen (allocate/methods/knapsack.py), and keeps the best choice.
 
 Damages that are measured with one unit changed, or with all units at the same option, do not add up where the model is
 hurt: a unit's damage depends on the company that it is in. A round measures the share that each unit has in the KL of
