@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from compress.plugins import check, check_damp
+from compress.quant.settings import check, check_damp
 
 CPU_SCORES = 1 << 19  # distances computed at a time: the table stays in the cache
 DEVICE_SCORES = 1 << 24

@@ -34,9 +34,9 @@ from torch import Tensor
 
 from compress.formats import e8p as e8p_format
 from compress.formats.e8p import DIM, RHO, ball, lookup, magnitudes, odd_sum, row_scale
-from compress.plugins import check, check_damp
 from compress.quant import descent, feedback
 from compress.quant.feedback import Layer
+from compress.quant.settings import check, check_damp
 from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "e8p"

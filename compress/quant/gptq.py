@@ -31,8 +31,8 @@ from torch import Tensor
 from compress.formats import int as int_format
 from compress.kernels.loops import columns as column_loops
 from compress.numerics.linalg import upper_factor
-from compress.plugins import check, check_damp
 from compress.quant import descent, feedback, grid
+from compress.quant.settings import check, check_damp
 from compress.types import Quantized, Stats
 
 FORMAT = "int"

@@ -31,10 +31,10 @@ from torch import Tensor
 
 from compress.formats import codebook
 from compress.numerics.linalg import upper_factor
-from compress.plugins import check
 from compress.quant import codebooks, feedback
 from compress.quant.feedback import Objective
 from compress.quant.refit import EntryLayout, alternate, refit
+from compress.quant.settings import check
 from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "codebook"

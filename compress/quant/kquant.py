@@ -35,9 +35,9 @@ from torch import Tensor
 from compress.formats import kquant
 from compress.formats.kquant import SUPER_BLOCK, Layout, Params, Scales
 from compress.numerics.linalg import upper_factor
-from compress.plugins import check, check_damp
 from compress.quant import descent, feedback
 from compress.quant.grid import Grid
+from compress.quant.settings import check, check_damp
 from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "kquant"

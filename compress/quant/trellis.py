@@ -34,9 +34,9 @@ from compress.formats.trellis import HYB_ENTRIES, MAX_TILE_ROWS, ROW_MULTIPLE, P
 from compress.kernels import llvm
 from compress.kernels.loops import columns as column_loops
 from compress.kernels.loops import viterbi as viterbi_compiled
-from compress.plugins import check, check_damp
 from compress.quant import descent, feedback
 from compress.quant.feedback import Layer, Objective
+from compress.quant.settings import check, check_damp
 from compress.quant.viterbi import DECISIONS, LEVELS, NARROW, STATES, Search
 from compress.types import PackedWeight, Quantized, Stats, Stored
 

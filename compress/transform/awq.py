@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from compress.formats import int as int_format
 from compress.model.blockwise import BlockInputs
 from compress.model.graph import Site
-from compress.plugins import check
 from compress.quant import grid
+from compress.quant.settings import check
 from compress.transform import search
 from compress.transform.folding import by_producer, fold, to_readers
 from compress.types import Scheme

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from compress.model.blockwise import BlockInputs
 from compress.model.graph import Site
-from compress.plugins import check
+from compress.quant.settings import check
 from compress.transform.folding import by_producer, fold
 from compress.transform.search import Range, observe
 from compress.types import Scheme

@@ -13,8 +13,8 @@ import torch
 from compress import recipe
 from compress.allocate import decision, metrics, session
 from compress.allocate.methods import knapsack
-from compress.allocate.methods.knapsack import MAX_FACTOR, rescale
 from compress.allocate.problem import Choice, Problem, Unit, UnitEntry
+from compress.allocate.rounds import MAX_FACTOR, rescale
 from compress.allocate.sensitivity import Measurements
 from compress.progress import silent
 from compress.recipe.schema import Target

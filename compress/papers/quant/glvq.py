@@ -36,9 +36,9 @@ import torch
 from torch import Tensor
 
 from compress.papers.formats import lattice as lattice_format
-from compress.plugins import check, check_damp
 from compress.quant import descent, feedback
 from compress.quant.feedback import Layer
+from compress.quant.settings import check, check_damp
 from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "lattice"

@@ -28,9 +28,9 @@ from torch import Tensor
 from compress import formats
 from compress.errors import needs
 from compress.papers.formats import pvq as pvq_format
-from compress.plugins import check, check_damp
 from compress.quant import descent, feedback
 from compress.quant.feedback import Layer
+from compress.quant.settings import check, check_damp
 from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "pvq"

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from compress.formats import codebook
-from compress.plugins import check
 from compress.quant import codebooks, feedback
 from compress.quant.feedback import Objective
 from compress.quant.refit import EntryLayout, alternate, refit
+from compress.quant.settings import check
 from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "codebook"

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from compress.model.blockwise import BlockInputs
 from compress.model.graph import Site
-from compress.plugins import check
+from compress.quant.settings import check
 from compress.transform import search
 from compress.transform.folding import by_producer, can_shift, fold, to_readers
 from compress.types import Activations, Scheme

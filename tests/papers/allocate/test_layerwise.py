@@ -14,7 +14,7 @@ from compress import recipe
 from compress.allocate import decide
 from compress.errors import BudgetError, RecipeError
 from compress.model.skeleton import Skeleton
-from compress.papers.allocate import layerwise
+from compress.papers.allocate import block_scores, layerwise
 from compress.progress import silent
 from compress.run.job import Job
 from compress.storage.checkpoint import open_checkpoint
@@ -61,7 +61,9 @@ def test_lim(spill: bool, pico_dir: Callable[..., Path], tmp_path: Path) -> None
     with torch.no_grad():
         whole(TOKENS)
     expected = [-float(((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))).mean()) for a, b in ends]
-    found = layerwise.lim(Skeleton(open_checkpoint(pico_dir("qwen2"))), TOKENS, tmp_path / "states" if spill else None)
+    found = block_scores.lim(
+        Skeleton(open_checkpoint(pico_dir("qwen2"))), TOKENS, tmp_path / "states" if spill else None
+    )
     assert found == pytest.approx(expected, abs=1e-5) and len(set(found)) == 2
     assert not list(tmp_path.iterdir())
 
@@ -70,11 +72,11 @@ def test_zd() -> None:
     parts = [torch.randn(7, 5, generator=torch.Generator().manual_seed(i)) ** 3 for i in range(3)]
     flat = torch.cat([part.flatten() for part in parts]).double()
     share = ((flat - flat.mean()) / flat.std(correction=0) > 1).double().mean().item()
-    assert layerwise.zd(parts) == share == layerwise.zd(parts[::-1])
-    assert layerwise.zd([part.T + 5 for part in parts]) == share
+    assert block_scores.zd(parts) == share == block_scores.zd(parts[::-1])
+    assert block_scores.zd([part.T + 5 for part in parts]) == share
     normal = torch.randn(400, 400, generator=torch.Generator().manual_seed(9))
-    assert layerwise.zd([normal]) == pytest.approx(0.1587, abs=0.003)
-    assert layerwise.zd([normal.bfloat16()]) == pytest.approx(0.1587, abs=0.005)
+    assert block_scores.zd([normal]) == pytest.approx(0.1587, abs=0.003)
+    assert block_scores.zd([normal.bfloat16()]) == pytest.approx(0.1587, abs=0.005)
 
 
 @pytest.mark.parametrize("score", ["lim", "zd"])
