@@ -36,7 +36,7 @@ def former_codebooks(shape: tuple[int, int]) -> list[PackedWeight]:
     params = [
         codebook.Params(
             (5, 3), 4, codebook.tile_words((5, 3), columns), axis="out", group_columns=32, norm="columns", bias=True,
-            outliers=3,
+            outliers=min(3, columns),
         ),
         codebook.Params(
             (4,), 2, codebook.tile_words((4,), -(-columns // 2)), codebook_dtype="float16", scale_columns=16,

@@ -307,16 +307,10 @@ def _loss(row: dict[str, Any]) -> str:
 
 def _origin(studied: Studied) -> str:
     """Return in words where losses come from, and how far rankings of models agree."""
-    from compress.study.losses import rank_agreement
-
     text = f"losses were measured on {studied.known.model}, scored on {studied.known.text}"
     if studied.is_same:
         return f"{text}, which is this model"
     text += ": another model loses other amounts"
-    for other in studied.others:
-        agreed = rank_agreement(studied.known, other)
-        if agreed is not None:
-            text += (
-                f"; the order of {agreed[1]} recipes on {other.model} agrees with a rank correlation of {agreed[0]:.2f}"
-            )
+    for model, correlation, count in studied.agreements():
+        text += f"; the order of {count} recipes on {model} agrees with a rank correlation of {correlation:.2f}"
     return text + "; `compress study` measures this one"

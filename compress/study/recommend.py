@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +164,13 @@ class Studied(NamedTuple):
     known: Known
     others: list[Known]
     is_same: bool  # whether it is of the very model that is asked about
+
+    def agreements(self) -> Iterator[tuple[str, float, int]]:
+        """Yield for each other study its model, the rank correlation with this one, and how many recipes both have."""
+        for other in self.others:
+            agreement = losses.rank_agreement(self.known, other)
+            if agreement is not None:
+                yield other.model, *agreement
 
 
 def choose_study(job: Job, study: Path | None) -> Studied:

@@ -4,9 +4,8 @@
 
 Tokens are chosen after the prompt, removed, and the survivors are coded as any tokens are. settings.py holds the
 settings, select.py turns scores into survivors and counts them, layer.py is the cache layer, queries.py shows it the
-queries where
-attention reads tensors, judging.py measures what scores need, placing.py gathers and merges the tokens that stay,
-head_stores.py stores heads of different lengths.
+queries where attention reads tensors, judging.py measures what scores need, placing.py gathers and merges the tokens
+that stay, head_stores.py stores heads of different lengths.
 
 A method is one file compress/kv/evict/<name>.py; <name> is what recipes give as `method`. It defines:
 
