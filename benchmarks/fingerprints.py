@@ -78,7 +78,7 @@ def prepare(folder: Path) -> dict[str, Path]:
     import torch
     from safetensors.torch import load_file, save_file
 
-    import pico
+    from helpers import pico
 
     torch.set_num_threads(1)
     models = {name: pico.save_pico(name, folder / name, changes=changes) for name, changes in PICO.items()}

@@ -99,7 +99,7 @@ def main() -> None:
     section, device, rows = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     share, shares = (int(word) for word in sys.argv[4:6]) if len(sys.argv) > 4 else (0, 1)
     if section == "kernels" and device == "cpu":
-        import interpreter  # noqa: F401  (tests/interpreter.py: before triton is imported)
+        from helpers import interpreter  # noqa: F401  (tests/helpers/interpreter.py: before triton is imported)
     import gpu_sections
     import torch
 

@@ -48,7 +48,7 @@ def kernels(device: str) -> list[Case]:
 
 def forms(device: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Yield a name and (format, params, shape) of every distinct way in which a method stores a weight."""
-    import stored
+    from helpers import stored
     from compress import plugins
 
     seen = set()
@@ -68,7 +68,7 @@ def product(device: str, format: str, params: Any, shape: tuple[int, int]) -> Ro
     """Compare products, the decoded weight and its panels with what the format decodes to on a CPU in float64."""
     import torch
 
-    import stored
+    from helpers import stored
     from compress.formats import decode_stored
 
     weight = stored.random_weight(format, params, shape)

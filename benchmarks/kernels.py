@@ -27,7 +27,7 @@ from typing import Any
 import result_file
 from measure import ROOT
 
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # tests/stored.py draws random weights
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # tests/helpers/stored.py draws random weights
 
 ENTRIES = [
     "int8",
@@ -79,7 +79,7 @@ def stored_as(entry: str, shape: tuple[int, int]) -> tuple[str, Any]:
 
 def random_layer(entry: str, shape: tuple[int, int], device: str, seed: int = 0) -> Any:
     """A PackedLinear with random codes, without the operations that a recipe puts around it."""
-    import stored
+    from helpers import stored
     from compress.runtime.linear import PackedLinear
 
     format, params = stored_as(entry, shape)
@@ -190,7 +190,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     if args.interpret:
-        import interpreter  # noqa: F401  (tests/interpreter.py: before triton is imported)
+        from helpers import interpreter  # noqa: F401  (tests/helpers/interpreter.py: before triton is imported)
     if args.mode == "show":
         result_file.show_for_device("kernels", args.json, HEADER, line)
         return

@@ -27,7 +27,7 @@ from typing import Any
 import result_file
 from measure import ROOT
 
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # tests/stored.py draws random weights
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # tests/helpers/stored.py draws random weights
 
 PARTS = ("lookup", "head", "tail")
 LOOKUPS = [((49152, 576), 8, -1), ((49152, 576), 4, 64), ((128256, 4096), 8, -1), ((128256, 4096), 4, 64)]
@@ -57,7 +57,7 @@ class Row:
 
 def table(params: Any, shape: tuple[int, int], device: str) -> list[dict[str, Any]]:
     """Stored tensors of a random table, as many copies as exceed the caches together."""
-    import stored
+    from helpers import stored
     from compress.evaluate import speed
 
     tensors = {name: t.to(device) for name, t in stored.random_weight("int", params, shape).tensors.items()}

@@ -36,7 +36,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def pico_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """pico_dir(name, shards=False, dtype=torch.float32) -> a checkpoint, written once: do not write into it."""
-    from pico import save_pico
+    from helpers.pico import save_pico
 
     written: dict[tuple[str, bool, torch.dtype], Path] = {}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import TEXT
+from helpers.runs import TEXT
 
 ROOT = Path(__file__).parents[1]
 ABSENT = ("accelerate", "bitsandbytes", "datasets", "llvmlite", "matplotlib", "pyarrow", "rich", "scipy", "typer")

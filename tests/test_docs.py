@@ -12,11 +12,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import problems
+from helpers import problems
 from compress import plugins, recipe
 from compress.cli.app import FORMER_WORDS, app
 from compress.recipe import catalogue, read
-from fake_methods import install
+from helpers.fake_methods import install
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-import names
+from helpers import names
 
 LISTED = yaml.safe_load(names.LISTED.read_text(encoding="utf-8"))
 MOST_PARTICIPLES = 0.101  # of all functions; 5% is the aim
@@ -22,7 +22,7 @@ def test_no_new_offender(kind: str) -> None:
 @pytest.mark.parametrize("kind", sorted(LISTED))
 def test_who_has_a_better_name_leaves_the_list(kind: str) -> None:
     mended = set(LISTED[kind]) - set(names.offenders()[kind])
-    assert not mended, "take these out of tests/names.yaml: python tests/names.py --write"
+    assert not mended, "take these out of tests/names.yaml: python tests/helpers/names.py --write"
 
 
 def test_few_functions_are_one_participle() -> None:

@@ -18,7 +18,7 @@ from compress import plugins, recipe
 from compress.cli.app import app
 from compress.errors import RecipeError
 from compress.recipe.blocks import RULE_KEYS
-from fake_methods import BETA, install
+from helpers.fake_methods import BETA, install
 
 ALL = [(kind, name) for kind in plugins.KINDS for name in plugins.names(kind)]
 Add = Callable[[str, str], None]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from test_layering import MODULES, parse
 
-from pico import save_pico
-from runs import TEXT, cli
+from helpers.pico import save_pico
+from helpers.runs import TEXT, cli
 
 STARTER = "compress.ranks.children"
 STARTING = {"subprocess", "multiprocessing", "ProcessPoolExecutor", "pty", "spawn", "pexpect"}

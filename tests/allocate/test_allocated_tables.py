@@ -34,7 +34,7 @@ from compress.progress import silent
 from compress.recipe.schema import Target
 from compress.run import tables
 from compress.run.job import Job
-from runs import TEXT, cli, interrupt, report_of, stored_tensors
+from helpers.runs import TEXT, cli, interrupt, report_of, stored_tensors
 
 RECIPE = """
 calibration: {num_samples: 4, seq_len: 24}

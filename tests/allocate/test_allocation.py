@@ -34,8 +34,8 @@ from compress.recipe.schema import Target
 from compress.run import report
 from compress.run.job import Job
 from compress.storage.workdir import Output
-from pico import save_pico
-from runs import TEXT
+from helpers.pico import save_pico
+from helpers.runs import TEXT
 
 RECIPE = """
 calibration: {num_samples: 4, seq_len: 24}

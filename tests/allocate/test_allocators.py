@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from allocator_tables import BITS, ESTIMATORS, best, bits, model, problem, run, with_values
+from helpers.allocator_tables import BITS, ESTIMATORS, best, bits, model, problem, run, with_values
 
 from compress import plugins
 from compress.allocate.methods import experts, knapsack, uniform

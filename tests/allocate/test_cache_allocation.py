@@ -22,8 +22,8 @@ from compress.allocate.solver import damages_of, solve
 from compress.errors import BudgetError, RecipeError
 from compress.kv import generation
 from compress.runtime import hf  # noqa: F401  # registers the format
-from pico import save_pico
-from runs import TEXT, cli, one_line
+from helpers.pico import save_pico
+from helpers.runs import TEXT, cli, one_line
 
 RECIPE = """
 calibration: {num_samples: 8, seq_len: 96}

@@ -16,7 +16,7 @@ from compress.evaluate.reader import Candidate
 from compress.kv import generation, hooks
 from compress.kv.cache import coded_layers
 from compress.kv.settings import KINDS, cache_settings
-from pico import build
+from helpers.pico import build
 
 CONTEXT, MEASURED = 200, 150
 RECIPE: dict[str, Any] = {

@@ -22,8 +22,8 @@ from compress.kv.settings import KINDS, cache_settings
 from compress.recipe import dump
 from compress.run.job import Job
 from compress.runtime import hf  # noqa: F401  # registers the format
-from pico import build, save_pico
-from runs import TEXT, cli
+from helpers.pico import build, save_pico
+from helpers.runs import TEXT, cli
 
 RECIPE = {"method": "kivi", "group_size": 16, "residual_length": 16, "flush": 16, "sink": 2}
 LISTED: list[dict[str, Any]] = [{"bits": 2}, {"method": "lloyd", "bits": 3}, {"bits": 4, "residual_length": 32}]

@@ -26,8 +26,8 @@ from compress.kv.evict import select
 from compress.kv.settings import KINDS, CacheSettings, cache_settings
 from compress.recipe import dump
 from compress.runtime import hf  # noqa: F401  # registers the format
-from pico import build, save_pico
-from runs import TEXT, cli, one_line
+from helpers.pico import build, save_pico
+from helpers.runs import TEXT, cli, one_line
 
 CONTEXT = 250
 SNAP: dict[str, Any] = {"method": "snapkv", "window": 8, "recent": 8, "keep": 1.0}

@@ -25,7 +25,7 @@ from compress.kv import generation, hooks
 from compress.kv.settings import KINDS, CacheSettings, cache_settings
 from compress.recipe import blocks
 from compress.recipe.yaml import compose, mapping
-from pico import build
+from helpers.pico import build
 
 OFFERED = tuple(CacheOption(f"bits={b}", b, {"bits": b}) for b in (2, 3, 4, 8))
 RECIPE = {"method": "kivi", "group_size": 16, "residual_length": 16, "flush": 16, "sink": 2}

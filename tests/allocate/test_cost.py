@@ -17,8 +17,8 @@ from compress.allocate.quantize_options import QuantizingTime
 from compress.errors import BudgetError
 from compress.progress import duration, parse_duration, silent
 from compress.run.job import Job
-from pico import save_pico
-from runs import TEXT
+from helpers.pico import save_pico
+from helpers.runs import TEXT
 
 RECIPE = """
 calibration: {num_samples: 32, seq_len: 24}

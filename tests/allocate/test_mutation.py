@@ -14,7 +14,7 @@ from compress.allocate import mutation, solver
 from compress.allocate.mutation import Moves
 from compress.allocate.problem import KL_ONE_AT_A_TIME, Problem, Unit, UnitEntry
 from compress.allocate.search_state import UNEXPLAINED_DEVIATION, Observation, Surrogate
-from landscape import Landscape
+from helpers.landscape import Landscape
 
 
 def sizes_of(problem: Problem) -> Moves:

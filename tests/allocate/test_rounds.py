@@ -19,8 +19,8 @@ from compress.allocate.sensitivity import Measurements
 from compress.progress import silent
 from compress.recipe.schema import Target
 from compress.run.job import Job
-from pico import save_pico
-from runs import TEXT
+from helpers.pico import save_pico
+from helpers.runs import TEXT
 
 RECIPE = """
 calibration: {num_samples: 4, seq_len: 24}

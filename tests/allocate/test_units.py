@@ -10,7 +10,7 @@ from compress.allocate import table
 from compress.model.skeleton import Skeleton
 from compress.recipe.schema import Units
 from compress.storage.checkpoint import open_checkpoint
-from pico import save_pico
+from helpers.pico import save_pico
 
 
 def found(family: str, how: Units, tmp_path: Path) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 
 from compress.calib.data import Calibration, calibration
 from compress.errors import CalibrationError
-from pico import VOCAB_SIZE, pico_tokenizer
+from helpers.pico import VOCAB_SIZE, pico_tokenizer
 
 
 def _written(path: Path, text: str) -> Path:

@@ -19,7 +19,7 @@ from compress.calib import data, documents
 from compress.calib.data import calibration, token_windows
 from compress.errors import CalibrationError, CheckpointError
 from compress.model import load
-from pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
+from helpers.pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
 
 HERE = Path(__file__).parents[1]
 BOOKS = HERE / "models" / "books-8m"

@@ -19,8 +19,8 @@ from compress.calib.data import self_generated
 from compress.errors import BudgetError, CalibrationError, NumericalError
 from compress.model import writing
 from compress.run import calibration_text, job, prepare
-from pico import EOS_ID, VOCAB_SIZE
-from runs import GPTQ
+from helpers.pico import EOS_ID, VOCAB_SIZE
+from helpers.runs import GPTQ
 
 ReadOnly = Callable[..., Path]
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from compress.calib.data import token_windows
 from compress.errors import CalibrationError
-from pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
+from helpers.pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}"

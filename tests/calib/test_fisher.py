@@ -12,8 +12,8 @@ from compress import api
 from compress.calib import fisher
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
-from pico import save_pico
-from runs import RTN, contents, job, report_of
+from helpers.pico import save_pico
+from helpers.runs import RTN, contents, job, report_of
 
 NAMES = {"model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"}
 TOKENS = torch.randint(256, (3, 20), generator=torch.Generator().manual_seed(0))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress.calib.stats import HessianSum, agree
 from compress.ranks import Ranks
 

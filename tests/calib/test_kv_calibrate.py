@@ -19,7 +19,7 @@ from compress.kv.settings import cache_settings
 from compress.model.skeleton import Skeleton
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
-from pico import build, round_to_nearest, save_pico
+from helpers.pico import build, round_to_nearest, save_pico
 
 FULL = {"layer_types": ["full_attention"] * 2}
 SINK, TOKENS = 2, 12

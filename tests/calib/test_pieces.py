@@ -16,7 +16,7 @@ from pyarrow import parquet
 from compress.calib import documents
 from compress.calib.data import token_windows
 from compress.model import load
-from runs import environment
+from helpers.runs import environment
 
 HERE = Path(__file__).parents[1]
 BOOKS = HERE / "models" / "books-8m"

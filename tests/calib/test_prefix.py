@@ -12,8 +12,8 @@ import torch
 from compress.calib import data, prefix
 from compress.calib.data import roll_windows, self_generated, token_windows
 from compress.errors import CalibrationError, CheckpointError
-from pico import EOS_ID, VOCAB_SIZE, beginning, pico_tokenizer, save_pico
-from runs import TEXT
+from helpers.pico import EOS_ID, VOCAB_SIZE, beginning, pico_tokenizer, save_pico
+from helpers.runs import TEXT
 
 ROOT = Path(__file__).parents[2]
 TOKENIZING = {"calib/data.py", "calib/prefix.py", "compress/evaluate/generation.py", "compress/evaluate/items.py"}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import forked
+from helpers import forked
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress import ranks
 from compress.calib import stats
 from compress.calib.routed_sums import RoutedSum, exchange

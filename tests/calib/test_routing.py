@@ -20,7 +20,7 @@ from compress.model.blockwise import BlockArgs, BlockInputs
 from compress.runtime.expert_layouts import PROJECTIONS
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.types import ExpertPruning, Pruning
-from pico import VOCAB_SIZE, build
+from helpers.pico import VOCAB_SIZE, build
 
 SAMPLES, LENGTH = 6, 20
 TOKENS = SAMPLES * LENGTH

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import problems
+from helpers import problems
 from compress.calib import stats as module
 from compress.calib.stats import HessianSum, PassEnd, collect, expect, shrink
 from compress.errors import NumericalError, UnsupportedModelError
@@ -17,7 +17,7 @@ from compress.model.blockwise import InputsSeenError
 from compress.runtime.expert_layouts import PROJECTIONS
 from compress.runtime.experts import Experts
 from compress.types import Stats
-from pico import PICO
+from helpers.pico import PICO
 
 
 def summed(batches: list[Tensor], chunk: int) -> Stats:

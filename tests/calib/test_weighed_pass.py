@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from compress.calib import stats, token_importance
 from compress.calib.weighed_pass import WEIGHED, WeighedPass
 from compress.model.blockwise import BlockArgs, InputsSeenError, run_block
-from pico import VOCAB_SIZE, build
+from helpers.pico import VOCAB_SIZE, build
 
 SAMPLES, LENGTH, MINIMUM = 6, 64, 0.05
 CPU = torch.device("cpu")

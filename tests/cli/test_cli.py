@@ -19,7 +19,7 @@ from compress import api, recipe
 from compress.cli.app import FORMER_WORDS, PANELS, app
 from compress.errors import CheckpointError
 from compress.run import verify
-from runs import GPTQ, RTN, TEXT, cli, command, contents, job, one_line, report_of, stored_tensors, untouched
+from helpers.runs import GPTQ, RTN, TEXT, cli, command, contents, job, one_line, report_of, stored_tensors, untouched
 
 BOOKS = Path(__file__).parents[1] / "models" / "books-8m"
 COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]  # a group

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pico import save_pico
-from runs import TEXT, cli, one_line
+from helpers.pico import save_pico
+from helpers.runs import TEXT, cli, one_line
 
 RECIPE = """
 calibration: {num_samples: 4, seq_len: 24}

@@ -14,8 +14,8 @@ from compress.errors import CompressError, UnsupportedModelError
 from compress.evaluate import saved_cache
 from compress.kv.settings import cache_settings
 from compress.runtime import kv_config
-from pico import save_pico
-from runs import cli, one_line
+from helpers.pico import save_pico
+from helpers.runs import cli, one_line
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 3
 

@@ -15,7 +15,7 @@ from compress import plugins, recipe
 from compress.cli import lists
 from compress.recipe import catalogue, keys
 from compress.version import __version__
-from runs import cli, one_line
+from helpers.runs import cli, one_line
 
 SCREEN_LINES = 45
 

@@ -22,8 +22,8 @@ from compress.errors import CheckpointError
 from compress.model import load
 from compress.run import verify
 from compress.storage.checkpoint import CONFIG
-from pico import save_pico
-from runs import RTN, TEXT, cli, job
+from helpers.pico import save_pico
+from helpers.runs import RTN, TEXT, cli, job
 
 MARKER = "code-was-run"
 PROGRESS = re.compile(  # of a study; notes on files that are left out

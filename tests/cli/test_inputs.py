@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import gguf_files
-from pico import build, save_pico
-from runs import RTN, TEXT, cli, one_line, report_of, stored_tensors
+from helpers import gguf_files
+from helpers.pico import build, save_pico
+from helpers.runs import RTN, TEXT, cli, one_line, report_of, stored_tensors
 
 EVAL = ["--text", str(TEXT), "--seq-len", "32", "--max-tokens", "256", "--json"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import GPTQ, TEXT, cli, command, contents, interrupt, one_line
+from helpers.runs import GPTQ, TEXT, cli, command, contents, interrupt, one_line
 
 RESUME = "interrupted; run the same command again to go on after the last finished block"
 CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}

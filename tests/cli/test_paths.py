@@ -16,7 +16,7 @@ from compress.errors import OutputError
 from compress.process_memory import parse_size
 from compress.recipe import Target
 from compress.storage import paths
-from runs import environment
+from helpers.runs import environment
 
 # Runs command lines one after the other in one process, and says what each printed and when torch came.
 RUN_ALL = """

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pico import save_pico
-from runs import GPTQ, RTN, cli, command, environment, one_line
+from helpers.pico import save_pico
+from helpers.runs import GPTQ, RTN, cli, command, environment, one_line
 
 COMPRESS = f"{sys.executable} -m compress"
 

@@ -19,8 +19,8 @@ from compress.evaluate.scores import text_windows
 from compress.model.load import load_config, load_tokenizer
 from compress.study import folder
 from compress.study.grid import Settings
-from pico import EOS_ID, beginning, pico_tokenizer, save_pico
-from runs import GPTQ, RTN, TEXT, cli, command, interrupt, job, one_line, report_of
+from helpers.pico import EOS_ID, beginning, pico_tokenizer, save_pico
+from helpers.runs import GPTQ, RTN, TEXT, cli, command, interrupt, job, one_line, report_of
 
 BOS_ID = EOS_ID + 1
 SAID = "each window begins with <bos>, as the tokenizer does"

@@ -14,7 +14,7 @@ from compress.evaluate import cache_layers
 from compress.kv import generation, hooks
 from compress.kv.cache import coded_layers, make_cache
 from compress.kv.settings import cache_settings
-from pico import build
+from helpers.pico import build
 
 TOKENS, PROMPT = 100, 50
 EVICTIONS: dict[str, dict[str, Any]] = {

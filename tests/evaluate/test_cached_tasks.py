@@ -21,7 +21,7 @@ from compress.evaluate.reader import Reader
 from compress.evaluate.suite import SuiteRequest
 from compress.kv.settings import cache_settings
 from compress.progress import silent
-from runs import TEXT, Setup, cli, job
+from helpers.runs import TEXT, Setup, cli, job
 
 HELD_OUT = TEXT.with_name("books_heldout.txt")
 PLAIN = {"method": "kivi", "bits": 2, "group_size": 8, "residual_length": 8, "flush": 8, "sink": 2}

@@ -16,8 +16,8 @@ from compress.errors import UnsupportedModelError
 from compress.evaluate import diagnosis, findings
 from compress.evaluate.diagnosis import BlockFacts, Facts, LinearFacts
 from compress.model import load
-from pico import build, save
-from runs import KEEP_TABLES, SMALL, Setup, job
+from helpers.pico import build, save
+from helpers.runs import KEEP_TABLES, SMALL, Setup, job
 
 BLOCKS = 5
 TOKENS = torch.randint(256, (4, 96), generator=torch.Generator().manual_seed(0))

@@ -20,7 +20,7 @@ from compress.errors import CalibrationError, CheckpointError, NumericalError
 from compress.evaluate import Comparison, Execution, Scores, evaluate, generate, scores
 from compress.model import load, writing
 from compress.numerics import kl
-from pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
+from helpers.pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
 
 HERE = Path(__file__).parents[1]
 BOOKS = HERE / "models" / "books-8m"

@@ -15,7 +15,7 @@ import pytest
 from compress.errors import CalibrationError, MissingPackageError, RecipeError
 from compress.evaluate import harness
 from compress.evaluate.reader import Execution
-from pico import beginning, pico_tokenizer
+from helpers.pico import beginning, pico_tokenizer
 
 
 def sample(number: int, **values: Any) -> dict[str, Any]:

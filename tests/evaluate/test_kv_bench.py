@@ -21,9 +21,9 @@ from compress.evaluate.cache_speed import MeasuredCacheBytes
 from compress.evaluate.reader import Candidate, Execution, Reader
 from compress.kv.cache import make_cache
 from compress.kv.settings import cache_settings
-from kv_cases import ready, windows
-from pico import build
-from runs import TEXT
+from helpers.kv_cases import ready, windows
+from helpers.pico import build
+from helpers.runs import TEXT
 
 KIVI = {"method": "kivi", "bits": 2, "group_size": 16, "residual_length": 32, "flush": 16, "sink": 4}
 IDENTITY = {"method": "identity", "residual_length": 32, "flush": 16}

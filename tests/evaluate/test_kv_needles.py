@@ -18,9 +18,9 @@ from compress.cli.app import app
 from compress.evaluate import cache_needles as needles
 from compress.evaluate.reader import Candidate, fill
 from compress.kv.settings import cache_settings
-from kv_cases import ready, windows
-from pico import build
-from runs import TEXT
+from helpers.kv_cases import ready, windows
+from helpers.pico import build
+from helpers.runs import TEXT
 
 SHORT = {"residual_length": 16, "flush": 8, "sink": 4}
 IDENTITY = cache_settings({"method": "identity", **SHORT})

@@ -22,9 +22,9 @@ from compress.evaluate.reader import Candidate, readable, readings
 from compress.kernels import llvm
 from compress.kv import fused
 from compress.kv.settings import cache_settings
-from kv_cases import ready
-from pico import of_type
-from runs import TEXT
+from helpers.kv_cases import ready
+from helpers.pico import of_type
+from helpers.runs import TEXT
 
 NO_COMPILER = pytest.mark.skipif(not llvm.available(), reason="compiled code needs llvmlite")
 

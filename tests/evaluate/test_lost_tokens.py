@@ -11,7 +11,7 @@ from compress.evaluate import pair
 from compress.evaluate.reader import Reader
 from compress.model import load
 from compress.pages import suite as page
-from pico import build, save
+from helpers.pico import build, save
 
 WINDOWS, LENGTH = 3, 24
 

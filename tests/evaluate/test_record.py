@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from json_damage import mutations
+from helpers.json_damage import mutations
 
 from compress.errors import CheckpointError
 from compress.evaluate import record

@@ -21,7 +21,7 @@ from compress.evaluate.reader import Reader
 from compress.evaluate.sampling_distributions import SamplingSetting, dense, filtered_law, order
 from compress.evaluate.sampling_temperature import TemperatureAdvice
 from compress.pages import measurements as page
-from pico import pico_tokenizer
+from helpers.pico import pico_tokenizer
 
 HELDOUT = Path(__file__).parents[1] / "data" / "books_heldout.txt"
 

@@ -15,8 +15,8 @@ from compress.cli.app import app
 from compress.errors import BudgetError
 from compress.evaluate import speed
 from compress.model.load import load_model
-from pico import save_pico
-from runs import RTN, job
+from helpers.pico import save_pico
+from helpers.runs import RTN, job
 
 
 @pytest.fixture(scope="module")

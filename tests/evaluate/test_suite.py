@@ -18,8 +18,8 @@ from compress.evaluate import Execution, evaluate, generate, generation, record,
 from compress.evaluate.suite import SuiteRequest
 from compress.pages import checkpoint
 from compress.run import report
-from pico import build, save
-from runs import GPTQ, cli, job, one_line
+from helpers.pico import build, save
+from helpers.runs import GPTQ, cli, job, one_line
 
 HELDOUT = Path(__file__).parents[1] / "data" / "books_heldout.txt"
 BLOCKS = 4

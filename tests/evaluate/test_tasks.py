@@ -15,7 +15,7 @@ from compress.errors import CalibrationError, RecipeError
 from compress.evaluate import answers, task_runs, task_scores
 from compress.evaluate.items import Item, Material, Outcome, Task
 from compress.evaluate.reader import Reader
-from pico import build, pico_tokenizer
+from helpers.pico import build, pico_tokenizer
 
 TEXT = (Path(__file__).parents[1] / "data" / "books_heldout.txt").read_text(encoding="utf-8")[:6000]
 DRAWN = [name for name in plugins.names("task") if plugins.constant("task", name, "SUITES")]

@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import compress
-import problems
+from helpers import problems
 from compress import api
 from compress.errors import CheckpointError, OutputError
 from compress.export import peft as adapter
 from compress.formats import lowrank
 from compress.runtime.linear import PackedLinear
 from compress.types import LowRank
-from pico import round_to_nearest, save_pico
-from runs import GPTQ, RTN, job, stored_tensors
+from helpers.pico import round_to_nearest, save_pico
+from helpers.runs import GPTQ, RTN, job, stored_tensors
 
 TOKENS = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(1))
 WITH_PART = ("bits=4", "lowrank={rank: 4, bits: 8, metric: none}")

@@ -20,8 +20,8 @@ from compress.importers.gguf import values
 from compress.importers.gguf_header import FREQUENCIES, Bands
 from compress.model.load import load_config, load_model
 from compress.run import source
-from engines import FOUR_BITS, packed, token_ids, tokenizer
-from pico import build
+from helpers.engines import FOUR_BITS, packed, token_ids, tokenizer
+from helpers.pico import build
 
 gguf = pytest.importorskip("gguf")
 

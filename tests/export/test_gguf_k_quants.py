@@ -15,9 +15,9 @@ from compress.export.targets.gguf import architecture, tensors
 from compress.export.weights import ExportWeight
 from compress.formats import kquant
 from compress.types import Stored
-from engines import k_quants, tokenizer
-from pico import build, save_pico
-from runs import SMALL, Setup, job
+from helpers.engines import k_quants, tokenizer
+from helpers.pico import build, save_pico
+from helpers.runs import SMALL, Setup, job
 
 gguf = pytest.importorskip("gguf")
 

@@ -16,8 +16,8 @@ from compress.errors import CompressError, OutputError
 from compress.export import convert, for_runs
 from compress.export.source import open_source
 from compress.progress import silent
-from pico import save_pico
-from runs import GPTQ, RTN, Setup, cli, interrupt, job, one_line, stored_tensors
+from helpers.pico import save_pico
+from helpers.runs import GPTQ, RTN, Setup, cli, interrupt, job, one_line, stored_tensors
 
 RANK, ALPHA = 4, 8.0
 ADAPTED = ("q_proj", "down_proj")

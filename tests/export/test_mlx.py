@@ -17,9 +17,9 @@ from compress.errors import ExportError
 from compress.export import convert
 from compress.export.source import open_source
 from compress.export.targets import mlx
-from engines import FOUR_BITS, packed
-from pico import of_type, save, save_pico
-from runs import Setup, job, stored_tensors
+from helpers.engines import FOUR_BITS, packed
+from helpers.pico import of_type, save, save_pico
+from helpers.runs import Setup, job, stored_tensors
 
 LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
 GEMMA3: dict[str, Any] = {

@@ -19,8 +19,8 @@ from compress.export.weights import EMBEDDINGS, HEAD, ExportWeight, IntWeight
 from compress.formats import int as int_format
 from compress.model import stored_weights
 from compress.types import Activations, Stored
-from engines import packed
-from runs import cli, one_line
+from helpers.engines import packed
+from helpers.runs import cli, one_line
 
 
 def random_weight(bits: int, group: int, symmetric: bool, shape: tuple[int, int]) -> tuple[ExportWeight, IntWeight]:

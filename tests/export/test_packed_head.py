@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import without_us
+from helpers import without_us
 from compress import api, importers
 from compress.export import convert
 from compress.export.source import open_source
 from compress.model.load import load_model
-from pico import save_pico
-from runs import Setup, job, stored_tensors
+from helpers.pico import save_pico
+from helpers.runs import Setup, job, stored_tensors
 
 FOUR_BITS = ("quantize.bits=4", "group_size=16")
 INT8_INPUTS = ("quantize.bits=8", "group_size=-1", "activations={bits: 8, scale: token}")

@@ -10,8 +10,8 @@ import pytest
 
 from compress import api
 from compress.errors import ExportError
-from pico import of_type, save
-from runs import KEEP_TABLES, Setup, job
+from helpers.pico import of_type, save
+from helpers.runs import KEEP_TABLES, Setup, job
 
 GPT2: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}  # weights stored as [in, out]
 GPT_OSS: dict[str, Any] = {

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import hub
+from helpers import hub
 from compress import api
 from compress.errors import CheckpointError, OutputError
 from compress.export import push
-from pico import save_pico
-from runs import RTN, cli, job, one_line
+from helpers.pico import save_pico
+from helpers.runs import RTN, cli, job, one_line
 
 REPO = "me/model"
 LEFT = ["notes.log", "report.html"]  # what stays here

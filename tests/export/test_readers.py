@@ -18,8 +18,8 @@ from compress import api
 from compress.export import convert
 from compress.export.source import open_source
 from compress.model.load import load_model
-from pico import save_pico
-from runs import KEEP_TABLES, Setup, job
+from helpers.pico import save_pico
+from helpers.runs import KEEP_TABLES, Setup, job
 
 pytestmark = [  # GPTQModel leaves its temporary directories to the interpreter
     pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning"),

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from compress import api
 from compress.export import convert
 from compress.model.load import load_model, load_tokenizer
-from engines import FOUR_BITS, k_quants, packed, token_ids, tokenizer
-from pico import of_type, save, save_pico
-from runs import SMALL, Setup, job
+from helpers.engines import FOUR_BITS, k_quants, packed, token_ids, tokenizer
+from helpers.pico import of_type, save, save_pico
+from helpers.runs import SMALL, Setup, job
 
 BOOKS = Path(__file__).parents[1] / "models" / "books-8m"
 PROMPTS = (

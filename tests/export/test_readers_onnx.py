@@ -22,9 +22,9 @@ from compress.export.source import open_source
 from compress.export.targets import onnx
 from compress.export.targets.onnx import graph
 from compress.model.load import load_model
-from engines import packed
-from pico import build, of_type, save
-from runs import KEEP_TABLES, Setup, job
+from helpers.engines import packed
+from helpers.pico import build, of_type, save
+from helpers.runs import KEEP_TABLES, Setup, job
 
 SINGLE = 2e-6  # error of logits of computing in float32, relative to the largest
 HALF = 0.01

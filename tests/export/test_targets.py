@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-import without_us
+from helpers import without_us
 from compress import api, importers
 from compress.errors import ExportError, OutputError, RecipeError
 from compress.export import convert
 from compress.export.place import RECORD
 from compress.export.source import PackedSource, open_source
 from compress.model.load import load_model
-from pico import build, save, save_pico
-from runs import KEEP_TABLES, Setup, cli, job, one_line, stored_tensors, untouched
-from without_us import TOKENS
+from helpers.pico import build, save, save_pico
+from helpers.runs import KEEP_TABLES, Setup, cli, job, one_line, stored_tensors, untouched
+from helpers.without_us import TOKENS
 
 ASYMMETRIC = ("symmetric=false",)
 INT8_INPUTS = ("quantize.bits=8", "group_size=-1", "activations={bits: 8, scale: token}")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import stored
+from helpers import stored
 from compress import formats, plugins
 from compress.errors import CheckpointError
 from compress.formats import codebook

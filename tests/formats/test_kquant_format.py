@@ -8,7 +8,7 @@ import torch
 from compress import formats
 from compress.formats import kquant
 from compress.importers import gguf_blocks
-from stored import random_weight
+from helpers.stored import random_weight
 
 
 @pytest.mark.parametrize("type", kquant.LAYOUTS)

@@ -15,8 +15,8 @@ from compress.kernels import dispatch, llvm
 from compress.runtime.hf import build_config, scheme
 from compress.runtime.linear import PackedLinear
 from compress.types import NO_TRANSFORMS, PackedWeight, Stored, WeightTransforms
-from pico import round_to_nearest
-from problems import inputs, random
+from helpers.pico import round_to_nearest
+from helpers.problems import inputs, random
 
 BOTH = WeightTransforms(("signs", "hadamard"), ("hadamard", "signs"))
 VARIANTS = [

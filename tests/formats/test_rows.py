@@ -8,7 +8,7 @@ import torch
 from compress import formats
 from compress.formats import int as int_format
 from compress.types import PackedWeight, Stored
-from pico import round_to_nearest
+from helpers.pico import round_to_nearest
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])

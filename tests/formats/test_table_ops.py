@@ -16,8 +16,8 @@ from compress.runtime.embedding import PackedEmbedding
 from compress.runtime.linear import PackedLinear
 from compress.transform.bases import Basis
 from compress.types import PackedWeight, Stored, WeightTransforms
-from pico import round_to_nearest
-from problems import random
+from helpers.pico import round_to_nearest
+from helpers.problems import random
 
 AROUND = WeightTransforms(("reflection", "hadamard_transposed", "signs", "channel_scale"))
 IDS = torch.tensor([[5, 0, 23, 5]])

@@ -51,7 +51,7 @@ def prepare(folder: Path, name: str) -> Path:
 
 @functools.cache
 def _prepared(folder: Path, name: str) -> Path:
-    import pico
+    from helpers import pico
 
     return edits.sealed(pico.save_pico(name, folder / f"base-{name}", shards=True))
 

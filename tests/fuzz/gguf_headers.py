@@ -34,8 +34,8 @@ def prepare(folder: Path, name: str) -> Path:
 
 @functools.cache
 def _prepared(folder: Path, name: str) -> Path:
-    import gguf_files
-    import pico
+    from helpers import gguf_files
+    from helpers import pico
 
     directory = folder / f"base-gguf-{name}"
     directory.mkdir()

@@ -86,7 +86,7 @@ KINDS: dict[str, Kind] = {
 
 def prepare(models: Path) -> None:
     """Write the models."""
-    import pico
+    from helpers import pico
 
     wide = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256}
     pico.save_pico("llama", models / "llama", shards=True)

@@ -60,7 +60,7 @@ def prepare(folder: Path, name: str) -> Path:
 def _prepared(folder: Path, name: str) -> tuple[Path, str]:
     """The directory, and what the unchanged model computes."""
     import compress
-    import pico
+    from helpers import pico
     from compress import recipe
     from compress.run.job import Job
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import foreign
+from helpers import foreign
 from compress.importers import open_checkpoint
-from runs import stored_tensors
+from helpers.runs import stored_tensors
 
 Q = "model.layers.1.self_attn.q_proj"
 

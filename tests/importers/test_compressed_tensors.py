@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import foreign
+from helpers import foreign
 from compress.importers import open_checkpoint
 
 INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}

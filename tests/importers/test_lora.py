@@ -16,8 +16,8 @@ from compress.errors import CheckpointError, OutputError
 from compress.importers import open_checkpoint
 from compress.model.load import load_model
 from compress.run import source
-from pico import build, of_type, save, save_pico
-from runs import GPTQ, RTN, Setup, job
+from helpers.pico import build, of_type, save, save_pico
+from helpers.runs import GPTQ, RTN, Setup, job
 
 MODULES = ("q_proj", "down_proj")
 RANK, ALPHA = 4, 6.0

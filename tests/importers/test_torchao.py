@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import foreign
+from helpers import foreign
 from compress.importers import open_checkpoint
 
 SETTINGS = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2}}}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cpu_weights import WEIGHTS, int_weight, kernel_of
+from helpers.cpu_weights import WEIGHTS, int_weight, kernel_of
 
-import problems
+from helpers import problems
 from compress import formats
 from compress.formats import trellis
 from compress.kernels import dispatch, llvm

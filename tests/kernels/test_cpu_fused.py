@@ -7,10 +7,10 @@ import weakref
 
 import pytest
 import torch
-from cpu_weights import codebook_weight, int_weight
+from helpers.cpu_weights import codebook_weight, int_weight
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress.kernels import dispatch, llvm
 from compress.kernels.contract import Prepared
 from compress.kernels.cpu import emitter

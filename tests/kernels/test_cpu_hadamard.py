@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import problems
+from helpers import problems
 from compress.formats import transforms
 from compress.formats.transforms import pack_signs, unpack_signs
 from compress.kernels import dispatch, llvm

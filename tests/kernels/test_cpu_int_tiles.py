@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cpu_weights import int_weight, kernel_of
+from helpers.cpu_weights import int_weight, kernel_of
 
-import problems
-import stored
+from helpers import problems
+from helpers import stored
 from compress.kernels import llvm
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu import int as int_kernel

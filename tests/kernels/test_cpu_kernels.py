@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cpu_weights import WEIGHTS, codebook_weight, int_weight, kernel_of
+from helpers.cpu_weights import WEIGHTS, codebook_weight, int_weight, kernel_of
 from torch import Tensor
 
-import problems
-import stored
+from helpers import problems
+from helpers import stored
 from compress.formats import codebook, trellis
 from compress.kernels import dispatch, llvm
 from compress.kernels.cpu import emitter

@@ -14,7 +14,7 @@ from compress.formats import int as int_format
 from compress.formats.int import Params
 from compress.kernels import dispatch, llvm
 from compress.kernels.cpu import int as int_kernel
-from stored import random_weight
+from helpers.stored import random_weight
 
 IDS = torch.tensor([36, 0, 9, 9, 16])
 TYPES = (torch.float32, torch.float16, torch.bfloat16)

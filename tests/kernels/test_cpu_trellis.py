@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_weights import kernel_of, trellis_weight
+from helpers.cpu_weights import kernel_of, trellis_weight
 
-import problems
-import stored
+from helpers import problems
+from helpers import stored
 from compress.kernels import llvm
 from compress.kernels.cpu import emitter, trellis
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import problems
-import stored
+from helpers import problems
+from helpers import stored
 from compress.kernels import cpu, dispatch
 from compress.papers.formats import nf
 from compress.runtime.linear import PackedLinear

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress.kernels import llvm
 from compress.kernels.loops import columns as column_loops
 from compress.kernels.loops import compiler

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import Params
 from compress.kernels import llvm

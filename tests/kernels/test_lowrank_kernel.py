@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress.formats import lowrank
 from compress.kernels import llvm
 from compress.kernels.cpu import emitter

@@ -35,7 +35,7 @@ def compare() -> str:
     from compress.formats import int as int_format
     from compress.kernels import dispatch
     from compress.kernels.triton import int as int_kernel
-    from stored import random_weight
+    from helpers.stored import random_weight
 
     looked, graphs = 0, 0
     first, second = (torch.randint(SHAPE[0], (67,), generator=torch.Generator().manual_seed(i)) for i in range(2))

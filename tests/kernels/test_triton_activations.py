@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-import interpreter  # noqa: F401
+from helpers import interpreter  # noqa: F401
 from compress.formats import codebook as codebook_format
 from compress.formats import e8p as e8p_format
 from compress.formats import trellis as trellis_format
 from compress.kernels.triton import codebook, e8p, trellis
-from stored import product, random_weight
+from helpers.stored import product, random_weight
 
 Book = codebook_format.Params
 WEIGHTS = [

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-import interpreter  # noqa: F401
-import offline
+from helpers import interpreter  # noqa: F401
+from helpers import offline
 from compress.kernels.contract import Attended, HeadLayout
 from compress.kernels.triton import kv_attention as kernel
 from compress.kernels.triton import products

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import interpreter  # noqa: F401
-import neighbours
-import offline
-import ptx
+from helpers import interpreter  # noqa: F401
+from helpers import neighbours
+from helpers import offline
+from helpers import ptx
 from compress.formats import codebook as codebook_format
 from compress.formats.codebook import Params
 from compress.kernels import dispatch

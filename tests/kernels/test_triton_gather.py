@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-import interpreter  # noqa: F401
-import offline
+from helpers import interpreter  # noqa: F401
+from helpers import offline
 from compress.formats.codebook import Params
 from compress.kernels import dispatch
 from compress.kernels.triton import codebook, products
-from stored import product, random_weight
+from helpers.stored import product, random_weight
 
 
 @pytest.mark.parametrize(

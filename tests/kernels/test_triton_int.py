@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import interpreter  # noqa: F401
+from helpers import interpreter  # noqa: F401
 from compress.formats import int as int_format
 from compress.formats.int import Params
 from compress.kernels import dispatch

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import offline
+from helpers import offline
 from compress.formats.int import Params
 
 triton = pytest.importorskip("triton", reason="triton is not installed")

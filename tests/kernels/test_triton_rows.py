@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import interpreter  # noqa: F401
-import offline
+from helpers import interpreter  # noqa: F401
+from helpers import offline
 from compress.formats import int as int_format
 from compress.formats.int import Params
 from compress.kernels.triton import int as int_kernel
 from compress.kernels.triton.int import layout
-from stored import random_weight
+from helpers.stored import random_weight
 
 IDS = torch.tensor([36, 9, 9])
 BITS = [2, 3, 4, 5, 6, 7, 8]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import interpreter  # noqa: F401
-import neighbours
-import offline
-import ptx
+from helpers import interpreter  # noqa: F401
+from helpers import neighbours
+from helpers import offline
+from helpers import ptx
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import Params
 from compress.kernels import dispatch

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import interpreter  # noqa: F401
-import ptx
+from helpers import interpreter  # noqa: F401
+from helpers import ptx
 from compress.kernels.triton import unpack
 from compress.numerics import packing
 

@@ -16,7 +16,7 @@ from compress.kv import attention, hooks
 from compress.kv.cache import make_cache
 from compress.kv.codecs import identity
 from compress.kv.layer import CachePath, KVCache
-from pico import build
+from helpers.pico import build
 
 MODELS = ("llama", "qwen3", "gpt_neox", "gemma2", "mistral")
 IDENTITY = {"method": "identity", "sink": 4, "residual_length": 16, "other_layers": "exact"}

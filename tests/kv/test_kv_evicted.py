@@ -17,7 +17,7 @@ from compress.kv.cache import make_cache
 from compress.kv.codecs import identity
 from compress.kv.layer import CachePath, KVCache
 from compress.kv.token_store import Store
-from pico import build
+from helpers.pico import build
 
 TOKENS, PADS = 90, 21
 RECENT, SINK = 8, 4

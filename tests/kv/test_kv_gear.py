@@ -15,7 +15,7 @@ from compress.kv.codec import Spec
 from compress.kv.codecs import gear, kivi
 from compress.kv.settings import Policy
 from compress.kv.token_store import Store
-from pico import build
+from helpers.pico import build
 
 FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}
 HEADS, WIDTH, BLOCK = 2, 32, 64

@@ -17,7 +17,7 @@ from compress.kv import attention, hooks
 from compress.kv.cache import make_cache
 from compress.kv.layer import CachePath, KVCache
 from compress.kv.settings import cache_settings
-from pico import build
+from helpers.pico import build
 
 POLICY = {"sink": 2, "residual_length": 8, "flush": 8, "other_layers": "exact"}
 FINE: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-import pico
+from helpers import pico
 from compress.errors import UnreadCacheError
 from compress.evaluate import saved_cache
 from compress.evaluate.reader import Candidate, Reader

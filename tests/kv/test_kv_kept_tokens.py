@@ -17,7 +17,7 @@ from compress.kv.layer import KVCache
 from compress.kv.settings import cache_settings
 from compress.run import kv_cache
 from compress.runtime import kv_config
-from pico import build
+from helpers.pico import build
 
 CONTEXT, LAYERS = 300, 4
 BASE: dict[str, Any] = {"method": "kivi", "bits": 4, "group_size": 16, "residual_length": 16, "flush": 16, "sink": 2}

@@ -17,8 +17,8 @@ from compress.kv.codec import Codec, Spec, rotate, unrotate
 from compress.kv.codecs import kvquant
 from compress.kv.settings import Policy, cache_settings
 from compress.kv.token_store import Store
-from kv_cases import refusal
-from pico import build
+from helpers.kv_cases import refusal
+from helpers.pico import build
 
 FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}
 LLOYD = {2: 0.1175, 3: 0.0345, 4: 0.0095}  # relative squared error of the best levels for N(0, 1)

@@ -20,7 +20,7 @@ from compress.kv.layer import KVCache
 from compress.kv.rope import Rope
 from compress.kv.settings import Policy
 from compress.kv.token_store import Store
-from pico import build as pico
+from helpers.pico import build as pico
 
 GAUSSIAN = {1: 0.3634, 2: 0.1175, 3: 0.03455, 4: 0.0095}  # relative squared error of N(0, 1)
 POSITIVE = {2: [0.4528, 1.5104], 3: [0.2451, 0.7560, 1.3439, 2.1519]}

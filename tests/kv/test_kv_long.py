@@ -23,8 +23,8 @@ from compress.kv.codec import Codec
 from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import KINDS
 from compress.kv.token_store import Bytes, Store
-from kv_cases import CASES, HEADS, POLICY, QUERIES, WIDTH, Case, normal
-from pico import build
+from helpers.kv_cases import CASES, HEADS, POLICY, QUERIES, WIDTH, Case, normal
+from helpers.pico import build
 
 TOKENS, PROMPT, EARLY = 2000, 100, 228
 EXACT = POLICY["sink"] + POLICY["residual_length"]

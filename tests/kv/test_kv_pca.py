@@ -16,7 +16,7 @@ from compress.kv.codecs.packed import row_nbytes
 from compress.kv.rope import Rope
 from compress.kv.settings import Policy
 from compress.kv.token_store import Store
-from kv_cases import refusal, through_a_model
+from helpers.kv_cases import refusal, through_a_model
 
 HEADS, WIDTH, QUERIES = 2, 32, 2
 

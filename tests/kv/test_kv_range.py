@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compress.errors import NumericalError
 from compress.kv.cache import make_cache
-from pico import build
+from helpers.pico import build
 
 STATIC_FREE: dict[str, dict[str, Any]] = {
     "kivi": {"bits": 4, "group_size": 16},

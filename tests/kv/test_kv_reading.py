@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from reading_cases import SIZES, WIDTH, Case, best, cache, channels, chunks, normal, shared, step
+from helpers.reading_cases import SIZES, WIDTH, Case, best, cache, channels, chunks, normal, shared, step
 from torch import Tensor
 
 from compress.kv.layer import KVCache

@@ -23,8 +23,8 @@ from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import cache_settings
 from compress.run.job import Job
 from compress.runtime import kv_config
-from pico import VOCAB_SIZE, save_pico
-from runs import TEXT, cli, one_line
+from helpers.pico import VOCAB_SIZE, save_pico
+from helpers.runs import TEXT, cli, one_line
 
 CALIBRATED = "{method: kvquant, residual_length: 32}"
 NAME, COMMIT = "someone/pico", "0123456789abcdef0123456789abcdef01234567"

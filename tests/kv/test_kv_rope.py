@@ -15,7 +15,7 @@ from compress.kv import attention, hooks
 from compress.kv.cache import make_cache
 from compress.kv.rope import Rope, sources
 from compress.kv.settings import cache_settings
-from pico import build
+from helpers.pico import build
 
 HALF = 6
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from compress.kv import attention
 from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import KINDS
-from kv_cases import CASES, HEADS, POLICY, QUERIES, WIDTH, Case, normal
+from helpers.kv_cases import CASES, HEADS, POLICY, QUERIES, WIDTH, Case, normal
 
 BATCH, TOKENS, FIRST = 3, 300, 200
 KEYS, VALUES = (normal(BATCH, HEADS, TOKENS, WIDTH, seed=i) for i in (1, 2))

@@ -20,7 +20,7 @@ from compress.kv.cache import make_cache
 from compress.kv.saved import columns, file, load_cache, raw_nbytes, save_cache, token_ids
 from compress.kv.settings import cache_settings
 from compress.storage import checkpoint, files
-from pico import build, of_type
+from helpers.pico import build, of_type
 
 TOKENS = 300
 

@@ -19,8 +19,8 @@ from compress.kv.saved import checked, coded, file, load_cache, parts, raw_nbyte
 from compress.kv.saved.parts import SavedPart
 from compress.kv.token_store import Store
 from compress.storage import checkpoint, json_text
-from kv_cases import CASES, HEADS, QUERIES, WIDTH, Case, normal
-from pico import build, of_type
+from helpers.kv_cases import CASES, HEADS, QUERIES, WIDTH, Case, normal
+from helpers.pico import build, of_type
 
 TOKENS = 300
 KIVI = {"method": "kivi", "bits": 4, "group_size": 32, "sink": 2, "residual_length": 32}

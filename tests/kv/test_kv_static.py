@@ -17,7 +17,7 @@ from compress.kv.cache import make_cache
 from compress.kv.codec import Spec
 from compress.kv.settings import KINDS, cache_settings
 from compress.runtime import kv_config
-from kv_cases import CASES, HEADS, QUERIES, WIDTH, Case, normal, refusal
+from helpers.kv_cases import CASES, HEADS, QUERIES, WIDTH, Case, normal, refusal
 
 CALIBRATED = [case for case in CASES if plugins.load("kv", case.method).NEEDS]
 every_case = pytest.mark.parametrize("case", CALIBRATED, ids=str)

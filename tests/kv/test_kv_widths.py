@@ -22,7 +22,7 @@ from compress.kv.codecs import pca
 from compress.kv.layer import KVCache
 from compress.kv.settings import cache_settings
 from compress.run import kv_cache
-from pico import of_type
+from helpers.pico import of_type
 
 TOKENS = 72
 POLICY = {"sink": 2, "residual_length": 8, "flush": 8}

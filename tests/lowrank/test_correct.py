@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import problems
+from helpers import problems
 from compress import api, formats, plugins, recipe
 from compress.errors import RecipeError
 from compress.formats import lowrank
@@ -30,8 +30,8 @@ from compress.types import (
     Stats,
     Stored,
 )
-from pico import save_pico
-from runs import GPTQ, RTN, contents, job, report_of, stored_tensors
+from helpers.pico import save_pico
+from helpers.runs import GPTQ, RTN, contents, job, report_of, stored_tensors
 
 SHAPE = (48, 64)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress import formats
 from compress.errors import CheckpointError
 from compress.formats import lowrank, transforms
@@ -20,7 +20,7 @@ from compress.quant.incoherence import OPS
 from compress.runtime.hf import CompressConfig, build_config, scheme
 from compress.runtime.linear import PackedLinear
 from compress.types import NO_TRANSFORMS, Activations, LowRank, PackedWeight, Stored, WeightTransforms
-from pico import round_to_nearest
+from helpers.pico import round_to_nearest
 
 SHAPE = (48, 96)
 KINDS = [

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import pico
+from helpers import pico
 from compress import importers
 from compress.errors import CompressError
 from compress.importers import open_checkpoint

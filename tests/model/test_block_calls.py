@@ -13,7 +13,7 @@ from compress.model import block_calls, blockwise
 from compress.model.block_calls import BlockArgs, leaves, replace_in_tree
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
-from pico import of_type
+from helpers.pico import of_type
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(5 * 24).reshape(5, 24) % 200 + 3

@@ -13,8 +13,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from compress import api
 from compress.errors import CompressError
-from pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
-from runs import GPTQ, RTN, Setup, job
+from helpers.pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
+from helpers.runs import GPTQ, RTN, Setup, job
 
 COMMON = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": EOS_ID, "pad_token_id": EOS_ID}
 OTHERS = {

@@ -25,8 +25,8 @@ from compress.numerics import products
 from compress.runtime import expert_layouts
 from compress.runtime.experts import Experts
 from compress.storage.checkpoint import CONFIG, open_checkpoint
-from pico import PICO, save_pico
-from runs import stored_tensors
+from helpers.pico import PICO, save_pico
+from helpers.runs import stored_tensors
 
 CPU = torch.device("cpu")
 IDS = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(1))  # longer than the sliding windows

@@ -14,7 +14,7 @@ import torch
 
 from compress.model import paging
 from compress.model.blockwise import FULL, QUANTIZED, HiddenStates
-from pretend_gpu import DEVICE, Gpu, OnGpu
+from helpers.pretend_gpu import DEVICE, Gpu, OnGpu
 
 SAMPLES, BATCH = 7, 2
 

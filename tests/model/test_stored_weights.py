@@ -17,7 +17,7 @@ from compress.errors import CheckpointError
 from compress.model import load, stored_weights
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
-from runs import RTN, cli, command, one_line
+from helpers.runs import RTN, cli, command, one_line
 
 Q = "model.layers.1.self_attn.q_proj"
 FLOAT8 = torch.float8_e4m3fn

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compress.numerics import hadamard
 from compress.numerics.hadamard import Order, order, table, transform, transpose
-from problems import random
+from helpers.problems import random
 
 # Dimensions of common models, and K * 2^power they are made of.
 DIMENSIONS = {

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import pico
-import problems
+from helpers import pico
+from helpers import problems
 from compress import api, process_memory
 from compress.calib.stats import CHUNK, HessianSum, adding_nbytes, nbytes
 from compress.model import blockwise
@@ -24,7 +24,7 @@ from compress.run import calibration_stream, calibration_text, memory_plan, pipe
 from compress.run.plan import make
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import Quantized, Stats
-from runs import GPTQ, RTN, Setup, cli, command, contents, interrupt, job, report_of
+from helpers.runs import GPTQ, RTN, Setup, cli, command, contents, interrupt, job, report_of
 
 FULL = GPTQ.set("calibration.target_correction=1")
 ROTATED = FULL.set("incoherence=true")

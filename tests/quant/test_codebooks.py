@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress.quant import codebooks, refit
 from compress.quant.codebooks import GroupedVectors
 from compress.quant.feedback import Objective

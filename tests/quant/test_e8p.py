@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress import formats
 from compress.formats import e8p as e8p_format
 from compress.quant import descent, e8p, feedback, gptq

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress.numerics.linalg import upper_factor
 from compress.quant import feedback
 

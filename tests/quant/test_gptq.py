@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress.calib.stats import HessianSum
 from compress.errors import NumericalError
 from compress.quant import gptq, grid, rtn

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress import formats, recipe
 from compress.errors import RecipeError
 from compress.formats import codebook

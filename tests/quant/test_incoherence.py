@@ -23,8 +23,8 @@ from compress.run.report import from_dict
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import NO_TRANSFORMS, LinearSpec, PackedWeight, Quantized, Stats
-from pico import PICO
-from runs import GPTQ, RTN, Setup, contents, job, report_of, stored_tensors
+from helpers.pico import PICO
+from helpers.runs import GPTQ, RTN, Setup, contents, job, report_of, stored_tensors
 
 ROTATED = GPTQ.set("incoherence=true")
 ROTATED_RTN = RTN.set("incoherence=true")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress.formats import kquant as format
 from compress.quant import gptq, kquant
 from compress.quant.kquant import SuperGrid

@@ -29,8 +29,8 @@ from compress.runtime import activation_quant
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear
 from compress.types import PackedWeight, WeightTransforms
-from pico import ODD, PICO, build, save_pico
-from runs import KEEP_TABLES, Setup, cli, command, contents, interrupt, job, report_of, stored_tensors
+from helpers.pico import ODD, PICO, build, save_pico
+from helpers.runs import KEEP_TABLES, Setup, cli, command, contents, interrupt, job, report_of, stored_tensors
 
 CALIBRATION = ("calibration.num_samples=8", "calibration.seq_len=32")
 SMALL = {  # method -> settings of a short search

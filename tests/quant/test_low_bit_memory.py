@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from compress import process_memory
-from runs import environment
+from helpers.runs import environment
 
 SEED_ONLY = {"bits": 9, "iterations": 0, "sweeps": 0}
 CASES: list[tuple[str, dict[str, Any], tuple[int, int]]] = [

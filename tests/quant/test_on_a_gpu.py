@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-import problems
+from helpers import problems
 from compress import formats, plugins
 from compress.quant import viterbi
 from compress.types import PackedWeight, Stats
-from pretend_gpu import Gpu, OnGpu
+from helpers.pretend_gpu import Gpu, OnGpu
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "trellis": {"state_bits": 6, "tile_rows": 16, "sweeps": 1},

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress.formats import int as int_format
 from compress.quant import feedback, gptq, trellis
 from compress.types import PackedWeight, Stats

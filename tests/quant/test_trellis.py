@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress import formats
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import Params

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import interpreter  # noqa: F401
-import offline
+from helpers import interpreter  # noqa: F401
+from helpers import offline
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import Params
 from compress.quant import trellis, viterbi

@@ -17,7 +17,7 @@ from compress import plugins, recipe
 from compress.errors import RecipeError
 from compress.recipe import CalibrationConfig, Recipe, Rule, blocks, read
 from compress.types import Scheme
-from fake_methods import Make, maker, settings
+from helpers.fake_methods import Make, maker, settings
 
 
 @pytest.fixture(name="make")

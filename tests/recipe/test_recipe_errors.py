@@ -8,7 +8,7 @@ import pytest
 
 from compress import plugins, recipe
 from compress.errors import RecipeError
-from fake_methods import Make, maker, message
+from helpers.fake_methods import Make, maker, message
 
 
 @pytest.fixture(name="make")

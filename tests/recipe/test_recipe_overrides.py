@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from compress.recipe import CalibrationConfig, Recipe, Rule
-from fake_methods import Make, maker, message, settings
+from helpers.fake_methods import Make, maker, message, settings
 
 
 @pytest.fixture(name="make")

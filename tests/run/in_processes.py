@@ -14,7 +14,7 @@ import torch
 from compress import api, ranks
 from compress.quant import feedback
 from compress.run import memory_plan
-from runs import Setup, job
+from helpers.runs import Setup, job
 
 SMALL = ("calibration.num_samples=10", "calibration.seq_len=32")
 BATCH_TOKENS = 64  # five batches: uneven parts

@@ -19,8 +19,8 @@ from compress import api
 from compress.errors import OutputError
 from compress.storage import workdir
 from compress.storage.checkpoint import CONFIG, INDEX
-from pico import save_pico
-from runs import GPTQ, RTN, Setup, cli, command, contents, job, one_line, report_of, stored_tensors, untouched
+from helpers.pico import save_pico
+from helpers.runs import GPTQ, RTN, Setup, cli, command, contents, job, one_line, report_of, stored_tensors, untouched
 
 Q = "model.layers.1.self_attn.q_proj"
 

@@ -16,9 +16,9 @@ from compress.kv.cache import coded_layers, make_cache
 from compress.kv.settings import cache_settings
 from compress.model import load
 from compress.run import kv_cache
-from kv_cases import ready
-from pico import of_type, save_pico
-from runs import TEXT, cli
+from helpers.kv_cases import ready
+from helpers.pico import of_type, save_pico
+from helpers.runs import TEXT, cli
 
 CONTEXT = 1000
 CASES: list[dict[str, Any]] = [

@@ -11,8 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from compress import api
 from compress.run import calibration_text, kv_cache
 from compress.run.job import Job
-from pico import save_pico
-from runs import TEXT, Setup
+from helpers.pico import save_pico
+from helpers.runs import TEXT, Setup
 
 PROBES = 1000  # tokens of self-checks, at most
 CALIBRATION = ("calibration.num_samples=64", "calibration.seq_len=32", "calibration.importance=none")

@@ -16,8 +16,8 @@ from compress import api
 from compress.model.skeleton import UNUSED, Skeleton
 from compress.run import plan, report
 from compress.storage.checkpoint import open_checkpoint
-from pico import PICO, of_type, save, save_pico
-from runs import RTN, Setup, job
+from helpers.pico import PICO, of_type, save, save_pico
+from helpers.runs import RTN, Setup, job
 
 TABLES = Setup("int8")  # embeddings and head, too
 FAMILIES: dict[str, Callable[[Path], Path]] = {

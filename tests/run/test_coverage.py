@@ -13,7 +13,7 @@ from compress.model.skeleton import Skeleton
 from compress.run import plan, plan_summary
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import Plan
-from runs import RTN, Setup, cli, one_line
+from helpers.runs import RTN, Setup, cli, one_line
 
 WHERE = Path("model")
 ATTENTION_ONLY = RTN.set('ignore=["*.mlp.*"]')

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import compress
-import fake_methods
+from helpers import fake_methods
 from compress.__main__ import main
-from runs import TEXT
+from helpers.runs import TEXT
 
 MAX_FRAMES_TO_METHOD = 7
 MAX_FRAMES_TO_COLUMNS = 10

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import forked
+from helpers import forked
 import in_processes
 import pytest
 
@@ -30,8 +30,8 @@ from compress.ranks import connected
 from compress.run import memory_plan, plan
 from compress.run.loop import DividedBlock
 from compress.storage.checkpoint import open_checkpoint
-from pico import save_pico
-from runs import TEXT, cli, contents
+from helpers.pico import save_pico
+from helpers.runs import TEXT, cli, contents
 
 TESTS = Path(__file__).parents[1]
 MODELS = ("llama", "mixtral")

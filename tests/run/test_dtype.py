@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import pico
+from helpers import pico
 from compress import api
 from compress.model.load import load_model
 from compress.run import verify
-from runs import TEXT, Result, cli, one_line, report_of, stored_tensors
+from helpers.runs import TEXT, Result, cli, one_line, report_of, stored_tensors
 
 FEW = ("--calib", str(TEXT), "--set", "calibration.num_samples=8", "--set", "calibration.seq_len=32")
 OVERFLOW = "model.layers.0 overflows float16, as the original does"

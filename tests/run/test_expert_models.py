@@ -20,8 +20,8 @@ from compress.model.skeleton import Skeleton
 from compress.runtime.experts import Experts
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
-from pico import of_type, save
-from runs import GPTQ, RTN, Setup, cli, command, contents, interrupt, job, report_of, stored_tensors
+from helpers.pico import of_type, save
+from helpers.runs import GPTQ, RTN, Setup, cli, command, contents, interrupt, job, report_of, stored_tensors
 
 HEADS = {"num_key_value_heads": 2, "head_dim": 16}
 MODELS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_counts import counting
+from helpers.expert_counts import counting
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
@@ -20,7 +20,7 @@ from compress.runtime.hf import CompressConfig, CompressQuantizer, build_config
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import ExpertPruning, Pruning
-from pico import PICO, build, round_to_nearest
+from helpers.pico import PICO, build, round_to_nearest
 
 EXPERTS = 4
 IDS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))

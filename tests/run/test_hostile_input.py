@@ -13,7 +13,7 @@ import pytest
 from compress.errors import CalibrationError
 from compress.evaluate import generate
 from compress.storage.checkpoint import CONFIG, INDEX
-from runs import RTN, TEXT, Setup, cli, command, one_line
+from helpers.runs import RTN, TEXT, Setup, cli, command, one_line
 
 DEEP = "[" * 100_000
 OTHER_FILE = "root:x:0:0:secret:/root\n"

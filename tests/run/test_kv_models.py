@@ -18,8 +18,8 @@ from compress.kv.settings import cache_settings
 from compress.model import cache_pass
 from compress.run import kv_cache
 from compress.run.job import Job
-from pico import of_type, save
-from runs import TEXT, cli, one_line
+from helpers.pico import of_type, save
+from helpers.runs import TEXT, cli, one_line
 
 HEADS: dict[str, Any] = {"head_dim": 32, "num_key_value_heads": 2, "intermediate_size": 64}
 LATENT: dict[str, Any] = {

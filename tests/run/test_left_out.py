@@ -13,8 +13,8 @@ from huggingface_hub.utils import filter_repo_objects
 
 from compress.run import source
 from compress.storage import manifest
-from pico import save_pico
-from runs import RTN, cli, command, one_line
+from helpers.pico import save_pico
+from helpers.runs import RTN, cli, command, one_line
 
 SECRETS = ("id_rsa", "private_eval.jsonl", "secrets.env", "token.txt")
 COPIED = {"LICENSE", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import problems
+from helpers import problems
 from compress.calib.stats import HessianSum
 from compress.quant import viterbi
 from compress.run import prepare, quantize_linear, report
 from compress.run.quantize_linear import LinearTask, finish_statistics
-from pretend_gpu import DEVICE, Gpu, OnGpu
-from runs import Setup, job
+from helpers.pretend_gpu import DEVICE, Gpu, OnGpu
+from helpers.runs import Setup, job
 
 TOKENS = 256
 

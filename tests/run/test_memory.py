@@ -29,7 +29,7 @@ from compress.run.memory_plan import Arrangement
 from compress.run.plan import make
 from compress.run.sizes import split_passes
 from compress.storage.checkpoint import open_checkpoint
-from runs import GPTQ, RTN, Setup, cli, command, contents, job, one_line, report_of
+from helpers.runs import GPTQ, RTN, Setup, cli, command, contents, job, one_line, report_of
 
 MIB = 1 << 20
 BASE = 100 * MIB

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from compress.process_memory import parse_size
-from runs import Setup, cli, report_of
+from helpers.runs import Setup, cli, report_of
 
 HERE = Path(__file__).parents[1]
 BOOKS, TEXT = HERE / "models" / "books-8m", HERE / "data" / "books_calib.txt"

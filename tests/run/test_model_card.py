@@ -10,8 +10,8 @@ from huggingface_hub import ModelCard
 
 from compress import api
 from compress.run import records
-from pico import save_pico
-from runs import GPTQ, RTN, SMALL, Setup, cli, job
+from helpers.pico import save_pico
+from helpers.runs import GPTQ, RTN, SMALL, Setup, cli, job
 
 BASE_CARD = """---
 license: llama3.2

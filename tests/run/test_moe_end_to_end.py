@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from expert_counts import counting
+from helpers.expert_counts import counting
 from transformers import AutoModelForCausalLM
 
 from compress import api, recipe
@@ -22,9 +22,9 @@ from compress.progress import silent
 from compress.run import prepare, sizes, verify
 from compress.runtime.experts import Experts
 from compress.types import ExpertPruning
-from pico import VOCAB_SIZE, save_pico
-from runs import GPTQ, Setup, cli, command, contents, interrupt, one_line, report_of, stored_tensors
-from runs import job as job_of
+from helpers.pico import VOCAB_SIZE, save_pico
+from helpers.runs import GPTQ, Setup, cli, command, contents, interrupt, one_line, report_of, stored_tensors
+from helpers.runs import job as job_of
 
 FEW = ("calibration.num_samples=8", "calibration.seq_len=32")
 OPTIONS = "allocate.options=[{bits: 2}, {bits: 4}, {bits: 8}]"

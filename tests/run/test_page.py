@@ -17,7 +17,7 @@ from compress.evaluate import page, record, suite
 from compress.export import convert
 from compress.run import records, verify
 from compress.storage.manifest import PAGE, SCORES, Manifest
-from runs import GPTQ, RTN, SMALL, Setup, contents, job
+from helpers.runs import GPTQ, RTN, SMALL, Setup, contents, job
 
 KINDS = {"no text": RTN, "transform": Setup("quarot4bit", SMALL), "cache alone": Setup("kv8")}
 SUITE = suite.SuiteResult("quick", "base", (), {}, (), ("<this> looks odd",), (), 1.0).plain()

@@ -24,8 +24,8 @@ from compress.run.report import from_dict, to_dict
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear
 from compress.types import PackedWeight, Stats, Stored
-from pico import PICO
-from runs import GPTQ, RTN, TEXT, Setup, contents, job, report_of, stored_tensors
+from helpers.pico import PICO
+from helpers.runs import GPTQ, RTN, TEXT, Setup, contents, job, report_of, stored_tensors
 
 IDS = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(1))
 SETUPS = {"rtn": RTN, "gptq": GPTQ}

@@ -16,8 +16,8 @@ from compress.model.skeleton import Skeleton
 from compress.run import plan, plan_summary
 from compress.storage.checkpoint import StoredTensor, open_checkpoint
 from compress.types import Plan, Stored
-from pico import PICO
-from runs import GPTQ, RTN, Setup
+from helpers.pico import PICO
+from helpers.runs import GPTQ, RTN, Setup
 
 Q = "model.layers.0.self_attn.q_proj"
 

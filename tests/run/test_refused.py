@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pico import save_pico
-from runs import GPTQ, RTN, TEXT, Setup, cli, command, interrupt, one_line
+from helpers.pico import save_pico
+from helpers.runs import GPTQ, RTN, TEXT, Setup, cli, command, interrupt, one_line
 
 MEASURED = """
 calibration: {num_samples: 4, seq_len: 24}

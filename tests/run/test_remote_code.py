@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compress import api
 from compress.errors import CheckpointError
-from pico import save_pico
-from runs import RTN, job
+from helpers.pico import save_pico
+from helpers.runs import RTN, job
 
 AUTO_MAP = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model", "AutoTokenizer": ["own.Tokenizer", None]}
 

@@ -23,7 +23,7 @@ from compress import api
 from compress.run import verify
 from compress.storage import checkpoint
 from compress.storage.workdir import Output
-from runs import (
+from helpers.runs import (
     GPTQ,
     REPORTS,
     RTN,

@@ -12,7 +12,7 @@ import pytest
 
 from compress import api
 from compress.run import verify, write
-from runs import GPTQ, cli, command, contents, interrupt, job, one_line, report_of
+from helpers.runs import GPTQ, cli, command, contents, interrupt, job, one_line, report_of
 
 CACHE = "kv_cache={method: kvquant, keys: {bits: 3}, values: {bits: 3}, residual_length: 16}"
 LOWRANK = "lowrank={{rank: 4, train: 8, train_rate: {}}}"

@@ -11,7 +11,7 @@ import pytest
 
 from compress import api
 from compress.run import verify
-from runs import GPTQ, cli, command, contents, interrupt, job, report_of
+from helpers.runs import GPTQ, cli, command, contents, interrupt, job, report_of
 
 LOWRANK = "lowrank={rank: 4, train: 8, train_rate: 1e-3}"
 TUNE = "tune={{method: end_to_end, steps: 4, batch_tokens: 2048, rate: {0}, norm_rate: {0}, held_out: 4}}"

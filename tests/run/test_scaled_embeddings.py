@@ -20,8 +20,8 @@ from compress.errors import CompressError
 from compress.export import convert
 from compress.run import verify
 from compress.runtime.embedding import PackedEmbedding
-from pico import of_type, save
-from runs import GPTQ, Setup, job
+from helpers.pico import of_type, save
+from helpers.runs import GPTQ, Setup, job
 
 TABLES = ("head={bits: 8, group_size: 32}", "embeddings={bits: 8, group_size: 32}")
 PACKED = Setup("int4", (*TABLES, *GPTQ.overrides[2:]))

@@ -20,8 +20,8 @@ from compress.run import verify
 from compress.run.job import Job
 from compress.runtime import hf
 from compress.storage.checkpoint import CONFIG, MANIFEST, read_header
-from pico import EOS_ID, ODD, VOCAB_SIZE, pico_tokenizer, save_pico
-from runs import GPTQ, RTN, job
+from helpers.pico import EOS_ID, ODD, VOCAB_SIZE, pico_tokenizer, save_pico
+from helpers.runs import GPTQ, RTN, job
 
 COMMON = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": EOS_ID, "pad_token_id": EOS_ID}
 MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}

@@ -18,7 +18,7 @@ from compress.run import prepare, report, sizes, verify
 from compress.runtime.embedding import PackedEmbedding
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
-from runs import GPTQ, RTN, cli, command, contents, interrupt, job, noted_statistics, report_of, stored_tensors
+from helpers.runs import GPTQ, RTN, cli, command, contents, interrupt, job, noted_statistics, report_of, stored_tensors
 
 HEAD = "head={method: gptq, bits: 8, group_size: 32}"
 EMBEDDINGS = "embeddings={bits: 8, group_size: 32}"

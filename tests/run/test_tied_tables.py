@@ -18,8 +18,8 @@ from compress.run import prepare, report, verify
 from compress.runtime.linear import PackedLinear
 from compress.transform.bases import Basis
 from compress.types import NO_TRANSFORMS, PackedWeight
-from pico import ODD, of_type, save, save_pico
-from runs import GPTQ, RTN, Setup, cli, command, contents, interrupt, job, noted_statistics, stored_tensors
+from helpers.pico import ODD, of_type, save, save_pico
+from helpers.runs import GPTQ, RTN, Setup, cli, command, contents, interrupt, job, noted_statistics, stored_tensors
 
 ROTATE = "transform=[{method: rotate}]"
 PACKED = ("head={bits: 8}", "embeddings={bits: 8}")

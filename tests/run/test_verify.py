@@ -19,8 +19,8 @@ from compress.run import report, verify
 from compress.runtime import kv_config
 from compress.storage.checkpoint import CONFIG, INDEX, MANIFEST
 from compress.storage.manifest import PAGE, RECIPE
-from pico import save_pico
-from runs import RTN, Setup, job
+from helpers.pico import save_pico
+from helpers.runs import RTN, Setup, job
 
 CACHE = Setup("w4kv2", ("group_size=32", "calibration.num_samples=8", "calibration.seq_len=32"))
 

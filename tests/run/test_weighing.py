@@ -9,8 +9,8 @@ import pytest
 from compress import api
 from compress.calib import token_importance
 from compress.run.calibration_stream import CalibrationStream
-from pico import save_pico
-from runs import KEEP_TABLES, Setup, contents, job
+from helpers.pico import save_pico
+from helpers.runs import KEEP_TABLES, Setup, contents, job
 
 TEXT = ("calibration.num_samples=10", "calibration.seq_len=32", "calibration.importance=attention")
 EVEN = Setup("int3", (*KEEP_TABLES, *TEXT, "calibration.importance_min=0.3"))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-import pico
-import wrappers
+from helpers import pico
+from helpers import wrappers
 from compress import api
 from compress.errors import RecipeError
 from compress.model.load import load_model
@@ -18,7 +18,7 @@ from compress.model.skeleton import OFF_TEXT_PATH, Skeleton
 from compress.run import sizes, verify
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
-from runs import GPTQ, RTN, job, report_of, stored_tensors
+from helpers.runs import GPTQ, RTN, job, report_of, stored_tensors
 
 TOWERS = {"qwen2_5_vl": "visual.", "gemma3": "vision_tower.", "llava": "vision_tower.", "qwen3_5": "visual."}
 TOKENS = torch.arange(40)[None] + 60

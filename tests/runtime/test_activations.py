@@ -26,7 +26,7 @@ from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.hf import CompressQuantizer, build_config, scheme
 from compress.runtime.linear import PackedLinear
 from compress.types import Activations, PackedWeight, Stored, WeightTransforms
-from pico import PICO, round_to_nearest
+from helpers.pico import PICO, round_to_nearest
 
 BF16 = torch.bfloat16
 EIGHT, FOUR, FP8, STATIC = Activations(), Activations(4), Activations(8, dtype="fp8"), Activations(8, "tensor")

@@ -14,7 +14,7 @@ import torch
 
 from compress.runtime.hf import CompressQuantizer, build_config
 from compress.runtime.linear import PackedLinear
-from pico import PICO, round_to_nearest
+from helpers.pico import PICO, round_to_nearest
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = any(e.value == "compress.autoload:install" for e in entry_points(group="torch.backends"))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import stored
+from helpers import stored
 from compress.allocate.variants import Database
 from compress.errors import CheckpointError
 from compress.formats import codebook
@@ -22,7 +22,7 @@ from compress.runtime.hf import CompressQuantizer, build_config
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint, write_shard
 from compress.types import LayerReport, PackedWeight
-from pico import PICO
+from helpers.pico import PICO
 
 NAME = "model.layers.1.self_attn.q_proj"
 LINE = f"{NAME}.order holds 7 twice; download or write the checkpoint again"

@@ -15,7 +15,7 @@ from compress.formats import stored
 from compress.runtime import embedding, hf
 from compress.runtime.embedding import PackedEmbedding
 from compress.runtime.linear import PackedLinear
-from pico import PICO, build, round_to_nearest
+from helpers.pico import PICO, build, round_to_nearest
 
 IDS = torch.tensor([[5, 0, 263, 5]])
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from compress.runtime.expert_layouts import PROJECTIONS
 from compress.runtime.experts import Experts, is_fused_experts, is_supported
 from compress.runtime.linear import PackedLinear
-from pico import PICO, round_to_nearest
+from helpers.pico import PICO, round_to_nearest
 
 
 def fused_experts(name: str) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-import guard_pages
+from helpers import guard_pages
 import pytest
 
 

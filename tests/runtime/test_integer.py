@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_weights import is_real
+from helpers.cpu_weights import is_real
 from torch import Tensor
 
 from compress import formats
@@ -25,7 +25,7 @@ from compress.runtime import integer
 from compress.runtime.activation_quant import quantize
 from compress.runtime.linear import CACHE, CACHE_LIMIT_NBYTES, PackedLinear, set_cache_limit
 from compress.types import Activations, PackedWeight, Stored
-from pico import round_to_nearest
+from helpers.pico import round_to_nearest
 
 BF16 = torch.bfloat16
 INT8, INT4, FP8 = Activations(), Activations(4), Activations(8, dtype="fp8")

@@ -24,8 +24,8 @@ from compress.kv.settings import cache_settings
 from compress.run import prepare, verify
 from compress.run.job import Job
 from compress.runtime import kv_config
-from pico import build, save_pico
-from runs import TEXT, contents
+from helpers.pico import build, save_pico
+from helpers.runs import TEXT, contents
 
 KIVI = "{method: kivi, bits: 4, group_size: 16, residual_length: 32, layers: [{match: 0, keys: {bits: 8}}]}"
 TABLE = {"method": "kivi", "bits": 4, "group_size": 16, "residual_length": 32, "layers": {"0": {"keys": {"bits": 8}}}}

@@ -15,8 +15,8 @@ from compress.formats import dense
 from compress.runtime import linears
 from compress.runtime.linear import PackedLinear
 from compress.types import PackedWeight, Stored
-from pico import of_type, pico_tokenizer, round_to_nearest
-from runs import GPTQ, RTN, Setup, job, stored_tensors
+from helpers.pico import of_type, pico_tokenizer, round_to_nearest
+from helpers.runs import GPTQ, RTN, Setup, job, stored_tensors
 
 SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 

@@ -22,7 +22,7 @@ from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.hf import CompressConfig, CompressQuantizer, build_config, register, scheme, swap
 from compress.runtime.linear import PackedLinear
 from compress.types import PackedWeight, Stored
-from pico import PICO, round_to_nearest
+from helpers.pico import PICO, round_to_nearest
 
 IDS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
 KINDS = ["llama", "llama_tied", "qwen2", "opt", "phi3", "mixtral", "qwen3_moe"]

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cpu_weights import CODEBOOK, INT, codebook_weight, int_weight, is_real
+from helpers.cpu_weights import CODEBOOK, INT, codebook_weight, int_weight, is_real
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import problems
+from helpers import problems
 from compress.formats import lowrank
 from compress.kernels import dispatch, llvm
 from compress.runtime.linear import PackedLinear

@@ -20,8 +20,8 @@ from compress.errors import AdapterError, CheckpointError
 from compress.kv import saved
 from compress.runtime.linear import PackedLinear
 from compress.storage import json_text
-from pico import of_type, save, save_pico
-from runs import RTN, environment, job
+from helpers.pico import of_type, save, save_pico
+from helpers.runs import RTN, environment, job
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -240,7 +240,7 @@ def test_the_trainer_of_transformers(packed: Path, tmp_path: Path) -> None:
 
 
 def test_plain_models_are_as_before() -> None:
-    from pico import PICO
+    from helpers.pico import PICO
 
     model = peft.get_peft_model(PICO["llama"](), peft.LoraConfig(**CONFIG))
     assert {type(m) for m in model.modules() if hasattr(m, "lora_A")} == {peft.tuners.lora.Linear}

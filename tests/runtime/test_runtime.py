@@ -17,7 +17,7 @@ from compress.formats import int as int_format
 from compress.runtime import linear
 from compress.runtime.linear import CACHE, CACHE_LIMIT_NBYTES, PackedLinear, set_cache_limit
 from compress.types import Activations, LowRank, PackedWeight, Stored
-from pico import round_to_nearest
+from helpers.pico import round_to_nearest
 
 BF16 = torch.bfloat16
 

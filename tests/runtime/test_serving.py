@@ -14,8 +14,8 @@ from compress import api, formats
 from compress.kernels import dispatch, llvm
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu.small_matmul import Product
-from pico import save_pico
-from runs import GPTQ, Setup, job
+from helpers.pico import save_pico
+from helpers.runs import GPTQ, Setup, job
 
 pytestmark = [
     pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here"),

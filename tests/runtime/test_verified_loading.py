@@ -16,8 +16,8 @@ from compress.errors import CheckpointError
 from compress.runtime import kv_config
 from compress.storage import manifest
 from compress.storage.checkpoint import CONFIG, INDEX, MANIFEST
-from pico import save_pico
-from runs import RTN, Setup, job
+from helpers.pico import save_pico
+from helpers.runs import RTN, Setup, job
 
 SHARD = "model-00002-of-00003.safetensors"
 Load = Callable[[Path], Any]

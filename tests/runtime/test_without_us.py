@@ -19,8 +19,8 @@ from compress import api
 from compress.runtime.linear import PackedLinear
 from compress.storage import json_text
 from compress.storage.checkpoint import CONFIG, open_checkpoint
-from pico import save_pico
-from runs import RTN, job
+from helpers.pico import save_pico
+from helpers.runs import RTN, job
 
 TOKENS = torch.arange(32).view(2, 16)
 STOCK = """

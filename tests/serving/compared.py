@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import runs
+from helpers import runs
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # the engines' attention knows these
 SMALL = (*runs.SMALL, "group_size=32")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from compared import HEADS
 
-import pico
-import runs
+from helpers import pico
+from helpers import runs
 from compress import api
 
 

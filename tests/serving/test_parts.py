@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import pico
+from helpers import pico
 from compress import formats
 from compress.errors import CheckpointError
 from compress.formats import int as int_format
@@ -19,7 +19,7 @@ from compress.serving import parts
 from compress.serving.parts import FusedShards, LinearShard, Region, Totals
 from compress.serving.tables import TableShard
 from compress.types import PackedWeight, Stored, WeightTransforms
-from stored import random_parts
+from helpers.stored import random_parts
 
 SHAPE = (48, 64)
 

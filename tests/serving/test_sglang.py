@@ -16,7 +16,7 @@ import pytest
 from compared import MIXED, PROMPTS, SMALL, TOKENS, check
 from safetensors.torch import load_file, save_file
 
-import runs
+from helpers import runs
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
 

@@ -15,7 +15,7 @@ from compared import MIXED, SMALL, check, errors_of
 from in_vllm import needed, refused, served
 from safetensors.torch import load_file, save_file
 
-import runs
+from helpers import runs
 
 pytestmark = needed
 

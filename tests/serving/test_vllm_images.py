@@ -10,9 +10,9 @@ import torch
 from compared import HEADS, SMALL, check
 from in_vllm import needed, served
 
-import pico
-import runs
-import wrappers
+from helpers import pico
+from helpers import runs
+from helpers import wrappers
 from compress import api
 
 pytestmark = needed

@@ -13,7 +13,7 @@ from compress import api
 from compress.errors import OutputError
 from compress.run import pipeline
 from compress.storage import files, paths, workdir
-from runs import RTN, cli, contents, job
+from helpers.runs import RTN, cli, contents, job
 
 
 @pytest.fixture

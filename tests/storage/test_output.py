@@ -20,7 +20,7 @@ from compress.storage import checkpoint
 from compress.storage.checkpoint import write_text
 from compress.storage.files import sync_directory
 from compress.storage.workdir import Output, writing
-from runs import cli, interrupt
+from helpers.runs import cli, interrupt
 
 STEPS = ["os.mkdir", "os.rename", "os.replace", "os.rmdir", "os.unlink", "shutil.rmtree"]  # all that change directories
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress.errors import NumericalError
 from compress.numerics import linalg
 from compress.numerics.linalg import truncate_rank

@@ -15,7 +15,7 @@ from compress.errors import BudgetError, NumericalError
 from compress.study import cell, grid, summary
 from compress.study.folder import CellFolder, StudyFolder
 from compress.study.grid import Axes, Settings
-from runs import TEXT
+from helpers.runs import TEXT
 
 HELD_OUT = TEXT.with_name("books_heldout.txt")
 

@@ -11,7 +11,7 @@ import pytest
 from compress.errors import RecipeError
 from compress.study import folder, grid, losses
 from compress.study.grid import Axes, Cell, Settings
-from runs import TEXT
+from helpers.runs import TEXT
 
 
 def labels(axes: Axes) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from json_damage import mutations
+from helpers.json_damage import mutations
 
 from compress.errors import OutputError
 from compress.study import grid, losses, summary

@@ -22,7 +22,7 @@ from compress.kv.settings import cache_settings
 from compress.run.job import Job
 from compress.study import losses, recommend
 from compress.study.recommend import BEST, SMALLEST, TRADE, RecipeChoice, Wanted
-from runs import RTN, TEXT, cli, job, one_line, stored_tensors
+from helpers.runs import RTN, TEXT, cli, job, one_line, stored_tensors
 
 
 def choice(name: str, nbytes: int, kl: float) -> RecipeChoice:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from compress.cli.app import app
-from runs import TEXT
+from helpers.runs import TEXT
 
 HELD_OUT = TEXT.with_name("books_heldout.txt")
 

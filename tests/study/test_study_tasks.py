@@ -18,7 +18,7 @@ from compress.model import load
 from compress.study import cell, grid, summary, tasks
 from compress.study.folder import StudyFolder
 from compress.study.grid import Axes, Settings
-from runs import TEXT
+from helpers.runs import TEXT
 
 HELD_OUT = TEXT.with_name("books_heldout.txt")
 FEW = ["continuation", "tracking"]  # by likelihood and greedy; the suite has more

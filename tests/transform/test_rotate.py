@@ -21,8 +21,8 @@ from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform import rotate
 from compress.types import WeightTransforms
-from pico import ODD, PICO, VOCAB_SIZE, save_pico
-from runs import RTN, contents, job, report_of, stored_tensors
+from helpers.pico import ODD, PICO, VOCAB_SIZE, save_pico
+from helpers.runs import RTN, contents, job, report_of, stored_tensors
 
 MODELS = Path(__file__).parents[1] / "models"
 IDS = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(1))

@@ -18,8 +18,8 @@ from compress.numerics import hadamard
 from compress.quant import gptq
 from compress.transform.bases import Basis, Orthogonal
 from compress.types import Stats, WeightTransforms
-from problems import random
-from runs import GPTQ, Setup, job, stored_tensors
+from helpers.problems import random
+from helpers.runs import GPTQ, Setup, job, stored_tensors
 
 
 @pytest.fixture(scope="module")

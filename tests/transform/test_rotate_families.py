@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-import wrappers
+from helpers import wrappers
 from compress import api
 from compress.errors import UnsupportedModelError
 from compress.model import graph as structure
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
-from pico import build, of_type, save, save_pico
-from runs import KEEP_TABLES, RTN, Setup, cli, job
+from helpers.pico import build, of_type, save, save_pico
+from helpers.runs import KEEP_TABLES, RTN, Setup, cli, job
 
 IDS = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(1))
 ROTATE = "transform=[{method: rotate}]"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocks import SAMPLES, SITES, TOKENS, Case, outputs, per_token, vectors
+from helpers.blocks import SAMPLES, SITES, TOKENS, Case, outputs, per_token, vectors
 from compress import formats
 from compress.model.blockwise import BlockArgs
 from compress.model.graph import Site
@@ -27,7 +27,7 @@ from compress.transform.search import (
     trials,
 )
 from compress.types import Activations, Scheme
-from problems import random
+from helpers.problems import random
 
 
 @pytest.mark.parametrize("name", SITES)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocks import SITES, Case, difference, outputs, rounded_outputs, vectors
+from helpers.blocks import SITES, Case, difference, outputs, rounded_outputs, vectors
 from compress.model.graph import Site
 from compress.transform import smooth
 from compress.transform.smooth import Config

@@ -22,8 +22,8 @@ from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.hf import CompressConfig, scheme
 from compress.storage import checkpoint
 from compress.types import NO_TRANSFORMS, WeightTransforms
-from pico import PICO
-from runs import (
+from helpers.pico import PICO
+from helpers.runs import (
     GPTQ,
     RTN,
     Setup,

@@ -15,9 +15,9 @@ from compress.errors import RecipeError
 from compress.tune import bias_correction
 from compress.tune.bias_correction import Config, workspace
 from compress.tune.held_block import BlockSizes
-from pico import save_pico
-from runs import GPTQ, job, report_of, stored_tensors
-from small_block import Batch, SmallBlock, batches, held_error, plain_copy, quantized
+from helpers.pico import save_pico
+from helpers.runs import GPTQ, job, report_of, stored_tensors
+from helpers.small_block import Batch, SmallBlock, batches, held_error, plain_copy, quantized
 
 HELD_OUT = 4
 

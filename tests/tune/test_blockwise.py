@@ -24,10 +24,10 @@ from compress.tune import adamw8bit, blockwise
 from compress.tune.blockwise import BlockTuning, Config
 from compress.tune.held_block import BlockSizes
 from compress.types import Activations, PackedWeight, Stored, WeightTransforms
-from pico import round_to_nearest, save_pico
-from runs import GPTQ, Setup, cli, contents, job, report_of, stored_tensors
-from small_block import killed_behind_a_block
-from stored import samples
+from helpers.pico import round_to_nearest, save_pico
+from helpers.runs import GPTQ, Setup, cli, contents, job, report_of, stored_tensors
+from helpers.small_block import killed_behind_a_block
+from helpers.stored import samples
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SMALL = ("calibration.num_samples=8", "calibration.seq_len=32")

@@ -20,8 +20,8 @@ from compress.tune.descend import descend
 from compress.tune.held_block import Portions
 from compress.tune.trained import Rates, TrainedWeight, strip_surroundings
 from compress.types import PackedWeight, Stored, WeightTransforms
-from pico import round_to_nearest
-from stored import samples
+from helpers.pico import round_to_nearest
+from helpers.stored import samples
 
 AROUND = WeightTransforms(input=("signs", "hadamard"), output=("hadamard",))
 LEARNED = ("straight_through", "signs", "clips")

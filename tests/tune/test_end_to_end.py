@@ -25,8 +25,8 @@ from compress.tune.end_to_end import Config
 from compress.tune.streamed import StreamedModel, TrainingText
 from compress.tune.trained import DiskSizes, TuningResult, TuningWork, WholeModelSizes
 from compress.types import IN_SCALE, PackedWeight
-from pico import VOCAB_SIZE, save_pico
-from runs import GPTQ, Setup, contents, job, report_of, stored_tensors
+from helpers.pico import VOCAB_SIZE, save_pico
+from helpers.runs import GPTQ, Setup, contents, job, report_of, stored_tensors
 
 TOKENS = torch.randint(256, (6, 24), generator=torch.Generator().manual_seed(1))
 SMALL = ("calibration.num_samples=8", "calibration.seq_len=32")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import small_block
+from helpers import small_block
 from compress import formats
 from compress.formats import e8p as e8p_format
 from compress.formats import trellis as trellis_format
@@ -18,7 +18,7 @@ from compress.tune.codes.pv import LatticePoints, Paths
 from compress.tune.codes.vectors import Units
 from compress.tune.trained import Rates
 from compress.types import PackedWeight
-from stored import random_weight, samples
+from helpers.stored import random_weight, samples
 
 SHAPE = (40, 68)  # neither whole tiles nor whole vectors
 RATES = Rates(steps=20, rate=0.01, codes_rate=2.0, start="codes")

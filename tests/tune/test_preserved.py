@@ -21,9 +21,9 @@ from compress.tune import blockwise
 from compress.tune.blockwise import BlockTuning, Config, Preserved
 from compress.tune.held_block import BlockSizes
 from compress.types import Fisher
-from pico import round_to_nearest, save_pico
-from runs import GPTQ, Setup, contents, job, stored_tensors
-from small_block import killed_behind_a_block
+from helpers.pico import round_to_nearest, save_pico
+from helpers.runs import GPTQ, Setup, contents, job, stored_tensors
+from helpers.small_block import killed_behind_a_block
 
 SMALL = ("calibration.num_samples=8", "calibration.seq_len=32", "quantize.bits=2", "quantize.lowrank={rank: 4}")
 TUNED = "tune={{method: blockwise, codes: clips, steps: {}, between: 0, rate: 0.01, preserve: {}}}"

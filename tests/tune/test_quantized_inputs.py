@@ -12,7 +12,7 @@ from compress import formats
 from compress.runtime.linear import PackedLinear
 from compress.tune import held_block
 from compress.types import IN_SCALE, Activations, PackedWeight, WeightTransforms
-from pico import round_to_nearest
+from helpers.pico import round_to_nearest
 
 AROUND = WeightTransforms(input=("signs", "hadamard", "channel_scale"))
 KINDS = [

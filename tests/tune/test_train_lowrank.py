@@ -20,8 +20,8 @@ from compress.run import memory_plan, plan, trained_tensors, verify
 from compress.storage.checkpoint import MANIFEST, open_checkpoint
 from compress.tune import descend, low_rank
 from compress.types import Correction
-from pico import save_pico
-from runs import GPTQ, contents, job, report_of, stored_tensors
+from helpers.pico import save_pico
+from helpers.runs import GPTQ, contents, job, report_of, stored_tensors
 
 TOKENS = torch.randint(256, (6, 32), generator=torch.Generator().manual_seed(1))
 PART = ("bits=2", "calibration.num_samples=6", "calibration.seq_len=32")

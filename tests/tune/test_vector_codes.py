@@ -14,7 +14,7 @@ from compress.tune.codes import pv, vectors
 from compress.tune.codes.vectors import CodebookVectors
 from compress.tune.trained import Rates
 from compress.types import PackedWeight
-from stored import samples
+from helpers.stored import samples
 
 SHAPE = (16, 128)
 RATES = Rates(steps=20, rate=0.01, codes_rate=0.5, start="codes")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from allocator_tables import best, bits, model, problem, run, with_values
+from helpers.allocator_tables import best, bits, model, problem, run, with_values
 
 from compress.allocate.problem import FROM_BASE, Problem, Unit, UnitEntry
 from compress.errors import BudgetError, RecipeError

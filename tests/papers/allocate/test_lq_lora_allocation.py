@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from allocator_tables import best, model, problem, run
+from helpers.allocator_tables import best, model, problem, run
 
 from compress.papers.allocate import lq_lora
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compress.kv.codec import Spec
 from compress.papers.codecs import cskv
-from kv_cases import refusal, through_a_model
+from helpers.kv_cases import refusal, through_a_model
 
 HEADS, GROUP, WIDTH, TOKENS = 2, 2, 8, 400
 CHANNELS = HEADS * WIDTH

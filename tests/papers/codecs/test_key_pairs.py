@@ -12,7 +12,7 @@ from compress.errors import RecipeError
 from compress.kv.codec import Codec, Spec
 from compress.kv.codecs import kivi
 from compress.papers.codecs import key_pairs
-from kv_cases import refusal
+from helpers.kv_cases import refusal
 
 HEADS, QUERIES, WIDTH, TOKENS = 2, 4, 12, 40
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.kv.codec import Spec
 from compress.papers.codecs import matryoshka
 from compress.papers.codecs.coefficients import greedy, grid
-from kv_cases import refusal
+from helpers.kv_cases import refusal
 
 HEADS, GROUP, WIDTH = 2, 2, 8
 COUNT, LENGTH, SINK, TAIL = 3, 40, 3, 6

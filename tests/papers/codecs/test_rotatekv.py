@@ -16,7 +16,7 @@ from compress.kv.settings import Policy
 from compress.kv.token_store import Store
 from compress.numerics import hadamard
 from compress.papers.codecs import rotatekv
-from kv_cases import refusal
+from helpers.kv_cases import refusal
 
 HEADS, WIDTH = 4, 64
 GAUSSIAN = {(2, 128, 0.8): 0.1623, (3, 128, 1.0): 0.0458, (4, 128, 1.0): 0.0100, (3, 128, 0.8): 0.0346}

@@ -17,8 +17,8 @@ from compress.kv.codecs import kivi
 from compress.kv.settings import Policy, cache_settings
 from compress.kv.token_store import Store
 from compress.papers.codecs import squat
-from kv_cases import refusal
-from pico import build
+from helpers.kv_cases import refusal
+from helpers.pico import build
 
 FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None}
 HEADS, WIDTH = 2, 32

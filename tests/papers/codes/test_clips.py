@@ -17,7 +17,7 @@ from compress.tune.blockwise import BlockTuning, Config
 from compress.tune.descend import WARM_UP_STEPS, descend
 from compress.tune.trained import Rates
 from compress.types import LowRank, PackedWeight
-from pico import round_to_nearest
+from helpers.pico import round_to_nearest
 
 RATES = Rates(steps=8, rate=0.01, codes_rate=1.0, start="weights")
 SHAPE, RANK, GROUP = (24, 80), 4, 32

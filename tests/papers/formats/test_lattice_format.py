@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress.papers.formats import lattice as lattice_format
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress import formats
 from compress.papers.formats import pvq as pvq_format
 from compress.papers.quant import pvq

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress import formats
 from compress.papers.quant import glvq
 from compress.quant import descent, feedback, gptq

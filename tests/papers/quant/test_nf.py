@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress import api, formats
 from compress.errors import RecipeError
 from compress.model.skeleton import Skeleton
@@ -20,8 +20,8 @@ from compress.recipe import load
 from compress.run import plan
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import PackedWeight, Stored
-from pico import save_pico
-from runs import RTN, job, report_of
+from helpers.pico import save_pico
+from helpers.runs import RTN, job, report_of
 
 NF4 = [-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0, 0.0795803, 0.1609302]
 NF4 += [0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0]  # of QLoRA's code

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress import formats
 from compress.numerics.linalg import upper_factor
 from compress.papers.formats import pvq as pvq_format

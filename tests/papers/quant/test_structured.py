@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-import problems
+from helpers import problems
 from compress import api, formats
 from compress.papers.formats import structured as structured_format
 from compress.papers.quant import structured
 from compress.recipe import blocks, load
-from pico import save_pico
-from runs import Setup, job
+from helpers.pico import save_pico
+from helpers.runs import Setup, job
 
 TOKENS = torch.arange(24).view(2, 12) * 5 % 250
 

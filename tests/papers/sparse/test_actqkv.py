@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from reading_cases import WIDTH, Case, best, cache, chunks, step
+from helpers.reading_cases import WIDTH, Case, best, cache, chunks, step
 from torch import Tensor
 
 from compress.kv.sparse.reader import Tally

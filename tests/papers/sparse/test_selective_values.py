@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from reading_cases import SIZES, WIDTH, cache, chunks, step
+from helpers.reading_cases import SIZES, WIDTH, cache, chunks, step
 
 
 @pytest.mark.parametrize("codec", ["identity", "kivi", "lloyd", "gear"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from reading_cases import attended, best, cache, chunks, shared, step
+from helpers.reading_cases import attended, best, cache, chunks, shared, step
 
 from compress.papers.sparse import tidal
 

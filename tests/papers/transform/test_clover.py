@@ -12,15 +12,15 @@ from test_qk_pairs import called, logits, parts, rows_of
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-import problems
+from helpers import problems
 from compress import api, plugins
 from compress.errors import RecipeError, UnsupportedModelError
 from compress.model import graph as structure
 from compress.papers.transform import clover, qk_pairs
 from compress.recipe import load
 from compress.transform.bases import value_rows
-from pico import PICO, save_pico
-from runs import Setup, job, report_of
+from helpers.pico import PICO, save_pico
+from helpers.runs import Setup, job, report_of
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen2", "opt", "phi3", "gemma2", "mixtral"])

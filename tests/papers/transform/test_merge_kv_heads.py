@@ -22,8 +22,8 @@ from compress.papers.transform.merge_kv_heads import Config
 from compress.run import verify
 from compress.run.job import Job
 from compress.storage.checkpoint import open_checkpoint
-from pico import build, save
-from runs import TEXT, cli, contents, interrupt, report_of
+from helpers.pico import build, save
+from helpers.runs import TEXT, cli, contents, interrupt, report_of
 
 TOKENS = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(2))
 HEAL = "heal: 8, heal_tokens: 64"

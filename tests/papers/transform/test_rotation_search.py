@@ -22,8 +22,8 @@ from compress.runtime import activation_quant
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform.bases import Basis
 from compress.transform.search import fake_weight
-from pico import save_pico
-from runs import GPTQ, RTN, Setup, contents, job, report_of
+from helpers.pico import save_pico
+from helpers.runs import GPTQ, RTN, Setup, contents, job, report_of
 
 TOKENS = torch.randint(0, 256, (3, 24), generator=torch.Generator().manual_seed(1))
 W4A4 = RTN.set("bits=4", "group_size=32", "activations={bits: 4, clip: 0.9}")

@@ -20,9 +20,9 @@ from compress.papers.transform import learned_rotation, rotation_search, spin
 from compress.run import plan
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform.bases import Basis, Orthogonal
-from pico import build
-from problems import random
-from runs import GPTQ, RTN, Setup, job
+from helpers.pico import build
+from helpers.problems import random
+from helpers.runs import GPTQ, RTN, Setup, job
 
 TOKENS = torch.randint(0, 256, (4, 24), generator=torch.Generator().manual_seed(1))
 INPUTS = RTN.set("bits=8", "activations={bits: 3}")  # what is rounded without data: nearly nothing but the inputs

@@ -25,9 +25,9 @@ from compress.papers.tune.adaquant import (
 from compress.tune import held_block
 from compress.tune.codes import fixed, straight_through
 from compress.tune.trained import Rates, Trained
-from pico import round_to_nearest, save_pico
-from runs import RTN, SMALL, contents, job, report_of, stored_tensors
-from small_block import SmallBlock, batches, held_error, killed_behind_a_block, plain_copy, quantized
+from helpers.pico import round_to_nearest, save_pico
+from helpers.runs import RTN, SMALL, contents, job, report_of, stored_tensors
+from helpers.small_block import SmallBlock, batches, held_error, killed_behind_a_block, plain_copy, quantized
 
 TUNED = ("tune.method=adaquant", "tune.steps=30", "tune.codes_rate=0.3")
 

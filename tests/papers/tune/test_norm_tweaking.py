@@ -15,9 +15,9 @@ from compress.papers.tune import norm_tweaking
 from compress.papers.tune.norm_tweaking import Config, distance, norms, workspace
 from compress.tune import held_block
 from compress.tune.held_block import BlockSizes
-from pico import save_pico
-from runs import GPTQ, contents, job, report_of, stored_tensors
-from small_block import SmallBlock, batches, held_error, killed_behind_a_block, plain_copy, quantized
+from helpers.pico import save_pico
+from helpers.runs import GPTQ, contents, job, report_of, stored_tensors
+from helpers.small_block import SmallBlock, batches, held_error, killed_behind_a_block, plain_copy, quantized
 
 TWEAKED = ("tune.method=norm_tweaking", "tune.steps=8", "tune.rate=0.01")
 FEW = {"steps": 24, "rate": 0.02, "held_out": 4}

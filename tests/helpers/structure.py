@@ -1,7 +1,7 @@
 """Measure the structure of the sources: lines, files, cycles, fan-out, pairs that could be one file, keys of plugins.
 
-    python tests/structure.py          # the figures
-    python tests/structure.py --list   # and what they are made of
+    python tests/helpers/structure.py          # the figures
+    python tests/helpers/structure.py --list   # and what they are made of
 
 Imports inside functions and under TYPE_CHECKING count. Nothing of the sources is run.
 """

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compress import formats
 from compress.model.blockwise import BlockArgs
-from pico import round_to_nearest
+from helpers.pico import round_to_nearest
 
 LINEARS = ("up", "gate", "down")
 Batch = tuple[Tensor, BlockArgs, Tensor]

@@ -16,7 +16,7 @@ from compress.model.graph import Site
 from compress.quant import rtn
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.types import Activations, Scheme
-from pico import VOCAB_SIZE, build
+from helpers.pico import VOCAB_SIZE, build
 
 TOKENS = 24  # of a sequence
 SAMPLES = 6

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from pico import EOS_ID, VOCAB_SIZE
+from helpers.pico import EOS_ID, VOCAB_SIZE
 
 IMAGE_ID = VOCAB_SIZE - 1  # stands where the states of an image go
 _TEXT: dict[str, Any] = {

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runs import Result, cli
+from helpers.runs import Result, cli
 
 PAGE = mmap.PAGESIZE
 HEADS, WIDTH, TOKENS = 2, 64, 1200
@@ -25,7 +25,7 @@ _mapped: list[mmap.mmap] = []  # as long as the process lives
 
 def run(what: str) -> Result:
     """Do one of `TASKS` in a process of its own, which prints what it did."""
-    return cli("--version", prepare=f"import guard_pages\nprint(guard_pages.TASKS[{what!r}]())")
+    return cli("--version", prepare=f"from helpers import guard_pages\nprint(guard_pages.TASKS[{what!r}]())")
 
 
 def guarded(tensor: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def guarded(tensor: Tensor) -> Tensor:
 
 def weights() -> str:
     """Multiply with and decode a weight of each layout; its tensors pass the check."""
-    import cpu_weights
+    from helpers import cpu_weights
 
     from compress import formats
     from compress.kernels import dispatch

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import problems
+from helpers import problems
 from compress import formats, plugins
 from compress.formats import codebook
 from compress.types import PackedWeight, Stored

@@ -1,8 +1,8 @@
 """Find names that a reader must look up: what tests/test_names.py counts and lists.
 
-python tests/names.py            # how many of each kind
-python tests/names.py --write    # tests/names.yaml anew, from what is there now; only to take names out
-python tests/names.py PREFIX     # those of the files whose path starts with PREFIX
+python tests/helpers/names.py            # how many of each kind
+python tests/helpers/names.py --write    # tests/names.yaml anew, from what is there now; only to take names out
+python tests/helpers/names.py PREFIX     # those of the files whose path starts with PREFIX
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-LISTED = ROOT / "tests" / "names.yaml"
+LISTED = ROOT / "tests" / "helpers.names.yaml"
 SOURCES = sorted([*(ROOT / "compress").rglob("*.py"), *(ROOT / "calib").rglob("*.py")])
 SOURCES = [path for path in SOURCES if "compress/calib/" not in str(path)]
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
+from helpers.pico import EOS_ID, VOCAB_SIZE, pico_tokenizer
 
 TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
 

@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-import offline
+from helpers import offline
 
 ASSEMBLY = re.compile(r"elementwise_inline_asm .*packed_element = (\d+).*?\} (.*?)(?: loc\(|$)")
 TENSOR = re.compile(r"tensor<((?:\d+x)+)\w+, (#ttg\.dot_op<\{.*?\}>|#\w+)>")

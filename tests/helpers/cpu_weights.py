@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import stored
+from helpers import stored
 from compress.formats import codebook, e8p, trellis
 from compress.formats import int as int_format
 from compress.kernels import dispatch, llvm

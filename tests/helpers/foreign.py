@@ -27,7 +27,7 @@ from compress import api
 from compress.errors import CheckpointError
 from compress.importers import open_checkpoint
 from compress.model.load import load_model
-from runs import RTN, job, report_of, stored_tensors
+from helpers.runs import RTN, job, report_of, stored_tensors
 
 Packed = tuple[dict[str, Tensor], Tensor]  # {".qweight": ...}, weight [out, in]
 Pack = Callable[[str, Tensor], Packed | None]

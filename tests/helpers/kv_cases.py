@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, LlamaConfig, PreTrainedModel
 
-import pico
+from helpers import pico
 from compress import plugins
 from compress.calib.kv import calibrate
 from compress.errors import RecipeError

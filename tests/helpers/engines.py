@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from compress import api
-from pico import save_pico
-from runs import SMALL, Setup, job
+from helpers.pico import save_pico
+from helpers.runs import SMALL, Setup, job
 
 # what blocks and groups of 32 need, and what readers do not take from a file
 CHANGES: dict[str, dict[str, Any]] = {
