@@ -48,8 +48,8 @@ def kernels(device: str) -> list[Case]:
 
 def forms(device: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Yield a name and (format, params, shape) of every distinct way in which a method stores a weight."""
-    from helpers import stored
     from compress import plugins
+    from helpers import stored
 
     seen = set()
     asked = [(shape, stored.VARIANTS) for shape in SHAPES[device]]
@@ -68,8 +68,8 @@ def product(device: str, format: str, params: Any, shape: tuple[int, int]) -> Ro
     """Compare products, the decoded weight and its panels with what the format decodes to on a CPU in float64."""
     import torch
 
-    from helpers import stored
     from compress.formats import decode_stored
+    from helpers import stored
 
     weight = stored.random_weight(format, params, shape)
     exact = decode_stored(weight, torch.float64).to(device)

@@ -79,8 +79,8 @@ def stored_as(entry: str, shape: tuple[int, int]) -> tuple[str, Any]:
 
 def random_layer(entry: str, shape: tuple[int, int], device: str, seed: int = 0) -> Any:
     """A PackedLinear with random codes, without the operations that a recipe puts around it."""
-    from helpers import stored
     from compress.runtime.linear import PackedLinear
+    from helpers import stored
 
     format, params = stored_as(entry, shape)
     return PackedLinear.from_packed(stored.random_weight(format, params, shape, seed)).to(device)

@@ -57,8 +57,8 @@ class Row:
 
 def table(params: Any, shape: tuple[int, int], device: str) -> list[dict[str, Any]]:
     """Stored tensors of a random table, as many copies as exceed the caches together."""
-    from helpers import stored
     from compress.evaluate import speed
+    from helpers import stored
 
     tensors = {name: t.to(device) for name, t in stored.random_weight("int", params, shape).tensors.items()}
     count = max(2, -(-speed.ROTATED_NBYTES[device] // sum(t.nbytes for t in tensors.values())))

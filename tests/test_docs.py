@@ -12,10 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from helpers import problems
 from compress import plugins, recipe
 from compress.cli.app import FORMER_WORDS, app
 from compress.recipe import catalogue, read
+from helpers import problems
 from helpers.fake_methods import install
 
 ROOT = Path(__file__).resolve().parents[1]

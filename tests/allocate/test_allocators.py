@@ -10,13 +10,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from helpers.allocator_tables import BITS, ESTIMATORS, best, bits, model, problem, run, with_values
 
 from compress import plugins
 from compress.allocate.methods import experts, knapsack, uniform
 from compress.allocate.problem import Choice, Problem, Unit, UnitEntry, entries_at, option_named, rank_options
 from compress.errors import BudgetError, RecipeError
 from compress.papers.allocate import adaquant, layerwise, lq_lora
+from helpers.allocator_tables import BITS, ESTIMATORS, best, bits, model, problem, run, with_values
 
 PURE = [uniform, knapsack, layerwise, lq_lora, adaquant]
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.json_damage import mutations
 
 from compress.allocate import search_state, solver
 from compress.allocate.methods import evolve
 from compress.allocate.methods.evolve import PUBLISHED, Config
 from compress.allocate.problem import Choice, Problem
 from compress.errors import BudgetError
+from helpers.json_damage import mutations
 from helpers.landscape import Landscape
 
 SMALL = Config(generations=12, offspring=4, survivors=(2, 1), tokens=(128, 256), patience=0)

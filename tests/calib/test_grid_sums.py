@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress.calib.stats import HessianSum, agree
 from compress.ranks import Ranks
+from helpers import problems
 
 
 def relative(a: Tensor, b: Tensor) -> float:

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from helpers import problems
 from compress.calib import token_importance
 from compress.calib.data import Calibration, expand_copies, roll_windows
 from compress.calib.token_importance import AUTO_SCORE, SCORES_OF, Probabilities, effective, mass, weights
 from compress.errors import UnsupportedModelError
 from compress.model.blockwise import BlockArgs, BlockInputs, run_block
 from compress.recipe import schema
+from helpers import problems
 from helpers.pico import VOCAB_SIZE, build
 
 SAMPLES, LENGTH = 5, 48  # more tokens than the sliding windows of 32

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from helpers import forked
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from helpers import problems
 from compress import ranks
 from compress.calib import stats
 from compress.calib.routed_sums import RoutedSum, exchange
 from compress.calib.stats import HessianSum
+from helpers import forked, problems
 
 COLUMNS, CHUNK, DEVICE = 24, 4, torch.device("cpu")
 KEYS = {"a": 0, "b": 1, "c": 1}  # expert -> owner

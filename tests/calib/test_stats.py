@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers import problems
 from compress.calib import stats as module
 from compress.calib.stats import HessianSum, PassEnd, collect, expect, shrink
 from compress.errors import NumericalError, UnsupportedModelError
@@ -17,6 +16,7 @@ from compress.model.blockwise import InputsSeenError
 from compress.runtime.expert_layouts import PROJECTIONS
 from compress.runtime.experts import Experts
 from compress.types import Stats
+from helpers import problems
 from helpers.pico import PICO
 
 

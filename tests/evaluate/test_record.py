@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.json_damage import mutations
 
 from compress.errors import CheckpointError
 from compress.evaluate import record
@@ -18,6 +17,7 @@ from compress.evaluate.scores import Comparison
 from compress.evaluate.speed import LayerSpeed, Speed
 from compress.evaluate.suite import SuiteResult
 from compress.pages import measurements
+from helpers.json_damage import mutations
 
 SAID = {"prompt": "Once\nupon", "base": " a time,\n\tthere", "model": "\x00\u2028"}
 

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import compress
-from helpers import problems
 from compress import api
 from compress.errors import CheckpointError, OutputError
 from compress.export import peft as adapter
 from compress.formats import lowrank
 from compress.runtime.linear import PackedLinear
 from compress.types import LowRank
+from helpers import problems
 from helpers.pico import round_to_nearest, save_pico
 from helpers.runs import GPTQ, RTN, job, stored_tensors
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import without_us
 from compress import api, importers
 from compress.export import convert
 from compress.export.source import open_source
 from compress.model.load import load_model
+from helpers import without_us
 from helpers.pico import save_pico
 from helpers.runs import Setup, job, stored_tensors
 

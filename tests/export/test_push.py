@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from helpers import hub
 from compress import api
 from compress.errors import CheckpointError, OutputError
 from compress.export import push
+from helpers import hub
 from helpers.pico import save_pico
 from helpers.runs import RTN, cli, job, one_line
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import without_us
 from compress import api, importers
 from compress.errors import ExportError, OutputError, RecipeError
 from compress.export import convert
 from compress.export.place import RECORD
 from compress.export.source import PackedSource, open_source
 from compress.model.load import load_model
+from helpers import without_us
 from helpers.pico import build, save, save_pico
 from helpers.runs import KEEP_TABLES, Setup, cli, job, one_line, stored_tensors, untouched
 from helpers.without_us import TOKENS

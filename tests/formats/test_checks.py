@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import stored
 from compress import formats, plugins
 from compress.errors import CheckpointError
 from compress.formats import codebook
 from compress.papers.formats import lattice, structured
 from compress.types import Activations, LowRank, PackedWeight, Stored, WeightTransforms
+from helpers import stored
 
 FORMATS = plugins.names("formats")
 SHAPE = (9, 50)

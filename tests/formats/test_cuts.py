@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.cpu_weights import CODEBOOK, E8P, INT, TRELLIS, codebook_weight, e8p_weight, int_weight, trellis_weight
 
 from compress import formats, plugins
 from compress.formats import int as int_format
 from compress.formats import lowrank as lowrank_format
 from compress.formats import transforms
 from compress.types import IN_SCALE, Activations, LowRank, PackedWeight, Stored, WeightTransforms
+from helpers.cpu_weights import CODEBOOK, E8P, INT, TRELLIS, codebook_weight, e8p_weight, int_weight, trellis_weight
 from helpers.stored import random_parts, random_weight
 
 Part = tuple[range, range]

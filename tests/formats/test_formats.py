@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress import formats, plugins
 from compress.errors import CheckpointError
 from compress.formats import dense
 from compress.formats import int as int_format
 from compress.formats.stored import params_from_dict
 from compress.types import Stored
+from helpers import problems
 from helpers.stored import samples
 
 FORMATS = plugins.names("formats")

@@ -34,8 +34,7 @@ def prepare(folder: Path, name: str) -> Path:
 
 @functools.cache
 def _prepared(folder: Path, name: str) -> Path:
-    from helpers import gguf_files
-    from helpers import pico
+    from helpers import gguf_files, pico
 
     directory = folder / f"base-gguf-{name}"
     directory.mkdir()

@@ -60,9 +60,9 @@ def prepare(folder: Path, name: str) -> Path:
 def _prepared(folder: Path, name: str) -> tuple[Path, str]:
     """The directory, and what the unchanged model computes."""
     import compress
-    from helpers import pico
     from compress import recipe
     from compress.run.job import Job
+    from helpers import pico
 
     kind, recipe_name, overrides = BASES[name] if name in BASES else ("llama", "int8", (_cache(name),))
     model = folder / f"{kind}-wide"

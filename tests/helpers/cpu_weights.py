@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import stored
 from compress.formats import codebook, e8p, trellis
 from compress.formats import int as int_format
 from compress.kernels import dispatch, llvm
 from compress.kernels.contract import Prepared
 from compress.runtime import integer
 from compress.types import Activations, PackedWeight
+from helpers import stored
 
 INT = [  # shape, bits, group, symmetric
     ((64, 512), 4, 128, True),

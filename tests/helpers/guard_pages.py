@@ -42,11 +42,10 @@ def guarded(tensor: Tensor) -> Tensor:
 
 def weights() -> str:
     """Multiply with and decode a weight of each layout; its tensors pass the check."""
-    from helpers import cpu_weights
-
     from compress import formats
     from compress.kernels import dispatch
     from compress.types import PackedWeight
+    from helpers import cpu_weights
 
     seen: dict[str, Any] = {}
     for case in cpu_weights.WEIGHTS:

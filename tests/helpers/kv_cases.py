@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, LlamaConfig, PreTrainedModel
 
-from helpers import pico
 from compress import plugins
 from compress.calib.kv import calibrate
 from compress.errors import RecipeError
@@ -26,6 +25,7 @@ from compress.kv.cache import make_cache
 from compress.kv.codec import Spec
 from compress.kv.layer import CachePath, KVCache, build
 from compress.kv.settings import KINDS, cache_settings
+from helpers import pico
 
 QUERIES, HEADS, WIDTH = 4, 2, 16
 POLICY = {"sink": 4, "residual_length": 32, "flush": 32}

@@ -1,4 +1,4 @@
-"""Find names that a reader must look up: what tests/test_names.py counts and lists.
+"""Find names that a reader must look up: what tests/test_naming.py counts and lists.
 
 python tests/helpers/names.py            # how many of each kind
 python tests/helpers/names.py --write    # tests/names.yaml anew, from what is there now; only to take names out
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-LISTED = ROOT / "tests" / "helpers.names.yaml"
+ROOT = Path(__file__).resolve().parents[2]
+LISTED = ROOT / "tests" / "names.yaml"
 SOURCES = sorted([*(ROOT / "compress").rglob("*.py"), *(ROOT / "calib").rglob("*.py")])
 SOURCES = [path for path in SOURCES if "compress/calib/" not in str(path)]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda", 0)
 WAITS = {
     "item",

@@ -31,7 +31,7 @@ from compress import recipe
 from compress.run import tables
 from compress.run.job import Job
 
-TEXT = Path(__file__).with_name("data") / "calibration.txt"  # to calibrate on
+TEXT = Path(__file__).parents[1] / "data" / "calibration.txt"  # to calibrate on
 REPORTS = {"report.json", "report.html", "compress_manifest.json"}  # hold times: all else is equal in two equal runs
 
 
@@ -196,7 +196,7 @@ for line in sys.stdin:
 def _parent() -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT],
-        env={**environment(), "PYTHONPATH": str(Path(__file__).parent)},
+        env={**environment(), "PYTHONPATH": str(Path(__file__).parents[1])},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

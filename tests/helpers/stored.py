@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress import formats, plugins
 from compress.formats import codebook
 from compress.types import PackedWeight, Stored
+from helpers import problems
 
 METHODS = plugins.names("quant")
 # Settings of methods, beside the defaults, that store other tensors.

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import foreign
 from compress.importers import open_checkpoint
+from helpers import foreign
 from helpers.runs import stored_tensors
 
 Q = "model.layers.1.self_attn.q_proj"

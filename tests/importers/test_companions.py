@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 from test_gptq_import import AWQ, awq, gptq, settings
 
-from helpers import foreign
 from compress import api
 from compress.errors import CheckpointError
 from compress.importers import companions, open_checkpoint
 from compress.model.load import load_model
+from helpers import foreign
 from helpers.pico import save_pico
 from helpers.runs import RTN, job
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import foreign
 from compress.importers import open_checkpoint
+from helpers import foreign
 
 INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from helpers import foreign
 from compress.importers import open_checkpoint
 from compress.model.skeleton import Skeleton
 from compress.run import sizes
 from compress.storage.checkpoint import CHUNK
+from helpers import foreign
 from helpers.runs import GPTQ, RTN, TEXT, cli, command, contents, interrupt, one_line, report_of
 
 BLOCK = (48, 40)  # neither divides the rows and columns of all linears

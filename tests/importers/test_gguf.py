@@ -9,10 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.json_damage import mutations
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from helpers import gguf_files
 from compress.calib import prefix
 from compress.errors import CheckpointError, CompressError, UnsupportedModelError, shown
 from compress.importers import gguf, gguf_header, open_checkpoint
@@ -20,6 +18,8 @@ from compress.model import fingerprint, gguf_names
 from compress.model.load import load_model, load_tokenizer
 from compress.model.skeleton import Skeleton
 from compress.run import source
+from helpers import gguf_files
+from helpers.json_damage import mutations
 from helpers.pico import EOS_ID, build, of_type
 
 pytest.importorskip("gguf")

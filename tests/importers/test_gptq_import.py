@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import foreign
 from compress.importers import open_checkpoint
+from helpers import foreign
 from helpers.runs import stored_tensors
 
 GROUP = 32

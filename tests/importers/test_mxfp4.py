@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from helpers import foreign
-from helpers import pico
+from helpers import foreign, pico
 
 SETTINGS = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
 CONFIG: dict[str, Any] = {

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers import foreign
 from compress.importers import open_checkpoint
+from helpers import foreign
 
 SETTINGS = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2}}}
 Q = "model.layers.1.self_attn.q_proj"

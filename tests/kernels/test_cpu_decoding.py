@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.cpu_weights import WEIGHTS, int_weight, kernel_of
 
-from helpers import problems
 from compress import formats
 from compress.formats import trellis
 from compress.kernels import dispatch, llvm
 from compress.kernels.cpu import emitter, small_matmul
 from compress.kernels.cpu.trellis import two_floats
 from compress.runtime.linear import PackedLinear
+from helpers import problems
+from helpers.cpu_weights import WEIGHTS, int_weight, kernel_of
 
 pytestmark = [
     pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here"),

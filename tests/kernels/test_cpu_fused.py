@@ -7,16 +7,16 @@ import weakref
 
 import pytest
 import torch
-from helpers.cpu_weights import codebook_weight, int_weight
 from torch import Tensor
 
-from helpers import problems
 from compress.kernels import dispatch, llvm
 from compress.kernels.contract import Prepared
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu.small_matmul import Product
 from compress.runtime.linear import FusedLinears, PackedLinear
 from compress.types import PackedWeight
+from helpers import problems
+from helpers.cpu_weights import codebook_weight, int_weight
 
 pytestmark = [
     pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here"),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers import problems
 from compress.formats import transforms
 from compress.formats.transforms import pack_signs, unpack_signs
 from compress.kernels import dispatch, llvm
 from compress.kernels.cpu import hadamard
 from compress.numerics import hadamard as reference
 from compress.types import WeightTransforms
+from helpers import problems
 
 pytestmark = pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here")
 

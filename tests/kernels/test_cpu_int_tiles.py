@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.cpu_weights import int_weight, kernel_of
 
-from helpers import problems
-from helpers import stored
 from compress.kernels import llvm
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu import int as int_kernel
+from helpers import problems, stored
+from helpers.cpu_weights import int_weight, kernel_of
 
 pytestmark = [
     pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here"),

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.cpu_weights import WEIGHTS, codebook_weight, int_weight, kernel_of
 from torch import Tensor
 
-from helpers import problems
-from helpers import stored
 from compress.formats import codebook, trellis
 from compress.kernels import dispatch, llvm
 from compress.kernels.cpu import emitter
 from compress.runtime.linear import PackedLinear
+from helpers import problems, stored
+from helpers.cpu_weights import WEIGHTS, codebook_weight, int_weight, kernel_of
 
 pytestmark = [
     pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here"),

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.cpu_weights import kernel_of, trellis_weight
 
-from helpers import problems
-from helpers import stored
 from compress.kernels import llvm
 from compress.kernels.cpu import emitter, trellis
+from helpers import problems, stored
+from helpers.cpu_weights import kernel_of, trellis_weight
 
 pytestmark = [
     pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here"),

@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from helpers import problems
-from helpers import stored
 from compress.kernels import cpu, dispatch
 from compress.papers.formats import nf
 from compress.runtime.linear import PackedLinear
+from helpers import problems, stored
 
 SHAPE = (48, 128)
 DROPPED = '''

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress.kernels import llvm
 from compress.kernels.loops import columns as column_loops
 from compress.kernels.loops import compiler
 from compress.numerics.linalg import upper_factor
 from compress.quant import descent, feedback, gptq, grid
 from compress.types import Stats
+from helpers import problems
 
 pytestmark = pytest.mark.skipif(not compiler.available(), reason="nothing can be compiled here")
 SHAPES = [(17, 9), (32, 16), (128, 45)]  # columns, rows: whole vectors, single rows, both

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import Params
 from compress.kernels import llvm
@@ -14,6 +13,7 @@ from compress.kernels.loops import viterbi as viterbi_compiled
 from compress.kernels.loops.viterbi import best_lanes
 from compress.quant import trellis, viterbi
 from compress.quant.viterbi import Search
+from helpers import problems
 
 compiled = pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled")
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress.formats import lowrank
 from compress.kernels import llvm
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu import lowrank as kernel
 from compress.runtime.linear import PackedLinear
 from compress.types import PackedWeight, Stored
+from helpers import problems
 
 pytestmark = [
     pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here"),

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import interpreter  # noqa: F401
 from compress.formats import codebook as codebook_format
 from compress.formats import e8p as e8p_format
 from compress.formats import trellis as trellis_format
 from compress.kernels.triton import codebook, e8p, trellis
+from helpers import interpreter  # noqa: F401
 from helpers.stored import product, random_weight
 
 Book = codebook_format.Params

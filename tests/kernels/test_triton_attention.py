@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from helpers import interpreter  # noqa: F401
-from helpers import offline
 from compress.kernels.contract import Attended, HeadLayout
 from compress.kernels.triton import kv_attention as kernel
 from compress.kernels.triton import products
 from compress.kv import fused
 from compress.kv.cache import make_cache
 from compress.kv.layer import CodedLayer, KVCache
+from helpers import (
+    interpreter,  # noqa: F401
+    offline,
+)
 
 KIVI = {"method": "kivi", "sink": 3, "residual_length": 5, "flush": 1}
 SCALING = 0.1

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import interpreter  # noqa: F401
-from helpers import neighbours
-from helpers import offline
-from helpers import ptx
 from compress.formats import codebook as codebook_format
 from compress.formats.codebook import Params
 from compress.kernels import dispatch
 from compress.kernels.triton import codebook, products
+from helpers import (
+    interpreter,  # noqa: F401
+    neighbours,
+    offline,
+    ptx,
+)
 
 GPTVQ = Params((8,), 4, 128, group_columns=256, group_rows=256, permuted=True)  # what recipes/gptvq2bit.yaml makes
 VPTQ = Params((8,), 4, 128, axis="out", outliers=82)  # and vptq2bit.yaml, of 4096 columns

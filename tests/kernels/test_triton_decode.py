@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import interpreter  # noqa: F401
-from helpers import offline
-from helpers import ptx
 from compress import formats
 from compress.formats import codebook as codebook_format
 from compress.formats import e8p as e8p_format
 from compress.formats import trellis as trellis_format
 from compress.kernels import dispatch
 from compress.kernels.triton import codebook, e8p, trellis
+from helpers import (
+    interpreter,  # noqa: F401
+    offline,
+    ptx,
+)
 from helpers.stored import random_weight
 
 Book = codebook_format.Params

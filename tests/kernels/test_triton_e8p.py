@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import interpreter  # noqa: F401
-from helpers import neighbours
-from helpers import offline
-from helpers import ptx
 from compress.formats import e8p as e8p_format
 from compress.formats.e8p import Params
 from compress.kernels import dispatch
 from compress.kernels.triton import e8p, products
+from helpers import (
+    interpreter,  # noqa: F401
+    neighbours,
+    offline,
+    ptx,
+)
 
 PAIRS = [0, 2, 4, 6, 1, 3, 5, 7]  # columns of the four registers of a code
 STEP = 2.0**-24  # of a subnormal float16

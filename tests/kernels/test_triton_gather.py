@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import interpreter  # noqa: F401
-from helpers import offline
 from compress.formats.codebook import Params
 from compress.kernels import dispatch
 from compress.kernels.triton import codebook, products
+from helpers import (
+    interpreter,  # noqa: F401
+    offline,
+)
 from helpers.stored import product, random_weight
 
 

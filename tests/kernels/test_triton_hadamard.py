@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import interpreter  # noqa: F401
-from helpers import offline
 from compress.formats.transforms import pack_signs, unpack_signs
 from compress.kernels.triton import hadamard
 from compress.numerics import hadamard as reference
+from helpers import (
+    interpreter,  # noqa: F401
+    offline,
+)
 
 
 @pytest.mark.parametrize(

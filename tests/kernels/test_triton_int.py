@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import interpreter  # noqa: F401
 from compress.formats import int as int_format
 from compress.formats.int import Params
 from compress.kernels import dispatch
 from compress.kernels.triton import int as kernel
 from compress.kernels.triton import products
+from helpers import interpreter  # noqa: F401
 
 H200 = products.Device(132, 227 * 1024)
 A100 = products.Device(108, 163 * 1024, 8)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from helpers import offline
 from compress.formats.int import Params
+from helpers import offline
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import interpreter  # noqa: F401
-from helpers import offline
 from compress.formats import int as int_format
 from compress.formats.int import Params
 from compress.kernels.triton import int as int_kernel
 from compress.kernels.triton.int import layout
+from helpers import (
+    interpreter,  # noqa: F401
+    offline,
+)
 from helpers.stored import random_weight
 
 IDS = torch.tensor([36, 9, 9])

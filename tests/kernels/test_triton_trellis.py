@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import interpreter  # noqa: F401
-from helpers import neighbours
-from helpers import offline
-from helpers import ptx
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import Params
 from compress.kernels import dispatch
 from compress.kernels.triton import products, trellis
+from helpers import (
+    interpreter,  # noqa: F401
+    neighbours,
+    offline,
+    ptx,
+)
 
 WINDOWS = [(2, 16), (3, 16), (4, 16), (1, 16), (8, 16), (2, 12), (3, 14), (5, 11)]  # bits, state_bits
 

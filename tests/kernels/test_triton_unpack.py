@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import interpreter  # noqa: F401
-from helpers import ptx
 from compress.kernels.triton import unpack
 from compress.numerics import packing
+from helpers import (
+    interpreter,  # noqa: F401
+    ptx,
+)
 
 WORDS = torch.arange(1 << 16)
 OTHERS = (WORDS * 40503 + 12345) & 0xFFFF  # a permutation of all words

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from helpers import pico
 from compress.errors import UnreadCacheError
 from compress.evaluate import saved_cache
 from compress.evaluate.reader import Candidate, Reader
@@ -19,6 +18,7 @@ from compress.kv import generation, hooks
 from compress.kv.cache import make_cache
 from compress.kv.layer import KVCache
 from compress.kv.settings import cache_settings
+from helpers import pico
 
 ORIGINAL = 64  # positions of the short factors
 FACTORS = {

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.reading_cases import SIZES, WIDTH, Case, best, cache, channels, chunks, normal, shared, step
 from torch import Tensor
 
 from compress.kv.layer import KVCache
 from compress.kv.sparse.reader import Tally
+from helpers.reading_cases import SIZES, WIDTH, Case, best, cache, channels, chunks, normal, shared, step
 
 
 def rounded(keys: Tensor, bits: int) -> Tensor:

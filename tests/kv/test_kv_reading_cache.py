@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.reading_cases import WIDTH, cache, chunks, step
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,6 +17,7 @@ from compress.kv.cache import coded_layers, make_cache
 from compress.kv.settings import cache_settings
 from compress.runtime import kv_config
 from helpers.pico import build
+from helpers.reading_cases import WIDTH, cache, chunks, step
 
 PARTS: dict[str, dict[str, Any]] = {
     "double_sparsity": {"keep": 0.2, "dense_layers": 0, "channels": 8},

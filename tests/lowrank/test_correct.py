@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from helpers import problems
 from compress import api, formats, plugins, recipe
 from compress.errors import RecipeError
 from compress.formats import lowrank
@@ -30,6 +29,7 @@ from compress.types import (
     Stats,
     Stored,
 )
+from helpers import problems
 from helpers.pico import save_pico
 from helpers.runs import GPTQ, RTN, contents, job, report_of, stored_tensors
 

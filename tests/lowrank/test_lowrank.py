@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress import formats
 from compress.errors import CheckpointError
 from compress.formats import lowrank, transforms
@@ -20,6 +19,7 @@ from compress.quant.incoherence import OPS
 from compress.runtime.hf import CompressConfig, build_config, scheme
 from compress.runtime.linear import PackedLinear
 from compress.types import NO_TRANSFORMS, Activations, LowRank, PackedWeight, Stored, WeightTransforms
+from helpers import problems
 from helpers.pico import round_to_nearest
 
 SHAPE = (48, 96)

@@ -12,12 +12,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from helpers import pico
 from compress import importers
 from compress.errors import CompressError
 from compress.importers import open_checkpoint
 from compress.model.load import load_model
 from compress.model.skeleton import Skeleton
+from helpers import pico
 
 Changed = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 

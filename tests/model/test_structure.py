@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaRMSNorm
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
-from helpers import pico
-from helpers.blocks import QKV, SITES, Case, difference, outputs
 from compress.errors import UnsupportedModelError
 from compress.model import graph as structure
 from compress.model.blockwise import BlockArgs
@@ -21,6 +19,8 @@ from compress.model.graph import Attention, Block, Site, norm_kind
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform.folding import fold
+from helpers import pico
+from helpers.blocks import QKV, SITES, Case, difference, outputs
 from helpers.pico import PICO, save_pico
 
 GATED = ("mlp.gate_proj", "mlp.up_proj")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress.errors import NumericalError
 from compress.numerics import linalg
 from compress.numerics.linalg import RETRIES, upper_factor
+from helpers import problems
 
 
 def hessian(columns: int) -> Tensor:

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from helpers import pico
-from helpers import problems
 from compress import api, process_memory
 from compress.calib.stats import CHUNK, HessianSum, adding_nbytes, nbytes
 from compress.model import blockwise
@@ -24,6 +22,7 @@ from compress.run import calibration_stream, calibration_text, memory_plan, pipe
 from compress.run.plan import make
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import Quantized, Stats
+from helpers import pico, problems
 from helpers.runs import GPTQ, RTN, Setup, cli, command, contents, interrupt, job, report_of
 
 FULL = GPTQ.set("calibration.target_correction=1")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress.quant import codebooks, refit
 from compress.quant.codebooks import GroupedVectors
 from compress.quant.feedback import Objective
+from helpers import problems
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress.formats import int as int_format
 from compress.numerics.linalg import upper_factor
 from compress.quant import descent, feedback
 from compress.quant.feedback import Objective
 from compress.quant.grid import Grid
+from helpers import problems
 
 ROWS, COLUMNS = 6, 20
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress import formats
 from compress.formats import e8p as e8p_format
 from compress.quant import descent, e8p, feedback, gptq
 from compress.types import PackedWeight, Stats, Stored
+from helpers import problems
 
 CPU = torch.device("cpu")
 MAGNITUDES: list[list[float]] = e8p_format.magnitudes().tolist()

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress.numerics.linalg import upper_factor
 from compress.quant import feedback
+from helpers import problems
 
 ROWS = 5
 

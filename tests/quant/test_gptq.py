@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress.calib.stats import HessianSum
 from compress.errors import NumericalError
 from compress.quant import gptq, grid, rtn
 from compress.types import PackedWeight, Stats, Stored
+from helpers import problems
 
 ROWS, COLUMNS = 8, 72
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress import formats, recipe
 from compress.errors import RecipeError
 from compress.formats import codebook
 from compress.numerics.linalg import upper_factor
 from compress.quant import codebooks, feedback, gptq, gptvq, refit
 from compress.types import PackedWeight, Quantized, Stats, Stored
+from helpers import problems
 
 Settings = dict[str, int | float | bool | str]
 TINY = [(64, 64), (24, 50), (96, 32), (33, 50), (50, 33), (3, 7), (1, 1), (1, 40), (40, 1)]

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress.formats import kquant as format
 from compress.quant import gptq, kquant
 from compress.quant.kquant import SuperGrid
 from compress.types import PackedWeight, Stats
+from helpers import problems
 
 ROWS, COLUMNS = 8, 512
 TYPES = list(format.LAYOUTS)

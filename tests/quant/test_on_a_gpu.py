@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import problems
 from compress import formats, plugins
 from compress.quant import viterbi
 from compress.types import PackedWeight, Stats
+from helpers import problems
 from helpers.pretend_gpu import Gpu, OnGpu
 
 SETTINGS: dict[str, dict[str, Any]] = {

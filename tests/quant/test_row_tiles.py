@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress.formats import int as int_format
 from compress.quant import feedback, gptq, trellis
 from compress.types import PackedWeight, Stats
+from helpers import problems
 
 ROWS, COLUMNS = 300, 64
 CASES: list[tuple[Any, Any]] = [

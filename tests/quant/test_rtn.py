@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress.formats import int as int_format
 from compress.quant import grid, rtn
 from compress.types import PackedWeight
+from helpers import problems
 
 BITS = range(2, 9)
 

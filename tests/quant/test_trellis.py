@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress import formats
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import Params
@@ -16,6 +15,7 @@ from compress.kernels.loops import viterbi as viterbi_compiled
 from compress.quant import gptq, trellis, viterbi
 from compress.quant.viterbi import Search
 from compress.types import PackedWeight, Stats, Stored
+from helpers import problems
 
 GAUSSIAN = {  # (code, bits) -> distortion of N(0, 1) with a window of 16 bits, the project's reference table
     ("mul1", 1): 0.2800,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers import interpreter  # noqa: F401
-from helpers import offline
 from compress.formats import trellis as trellis_format
 from compress.formats.trellis import Params
 from compress.quant import trellis, viterbi
 from compress.quant.viterbi import Search
+from helpers import (
+    interpreter,  # noqa: F401
+    offline,
+)
 
 SHAPES = [  # code, bits, bits of a state, rows
     *(("mul1", 1, 5, 32), ("mul1", 2, 4, 16), ("mul1", 2, 6, 32), ("3inst", 3, 7, 16), ("mcg", 4, 8, 16)),

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import compress
-from helpers import fake_methods
 from compress.__main__ import main
+from helpers import fake_methods
 from helpers.runs import TEXT
 
 MAX_FRAMES_TO_METHOD = 7

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from helpers import forked
 import in_processes
 import pytest
 
@@ -30,6 +29,7 @@ from compress.ranks import connected
 from compress.run import memory_plan, plan
 from compress.run.loop import DividedBlock
 from compress.storage.checkpoint import open_checkpoint
+from helpers import forked
 from helpers.pico import save_pico
 from helpers.runs import TEXT, cli, contents
 

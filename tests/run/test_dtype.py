@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers import pico
 from compress import api
 from compress.model.load import load_model
 from compress.run import verify
+from helpers import pico
 from helpers.runs import TEXT, Result, cli, one_line, report_of, stored_tensors
 
 FEW = ("--calib", str(TEXT), "--set", "calibration.num_samples=8", "--set", "calibration.seq_len=32")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.expert_counts import counting
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
@@ -20,6 +19,7 @@ from compress.runtime.hf import CompressConfig, CompressQuantizer, build_config
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import ExpertPruning, Pruning
+from helpers.expert_counts import counting
 from helpers.pico import PICO, build, round_to_nearest
 
 EXPERTS = 4

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import problems
 from compress.calib.stats import HessianSum
 from compress.quant import viterbi
 from compress.run import prepare, quantize_linear, report
 from compress.run.quantize_linear import LinearTask, finish_statistics
+from helpers import problems
 from helpers.pretend_gpu import DEVICE, Gpu, OnGpu
 from helpers.runs import Setup, job
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers.expert_counts import counting
 from transformers import AutoModelForCausalLM
 
 from compress import api, recipe
@@ -22,6 +21,7 @@ from compress.progress import silent
 from compress.run import prepare, sizes, verify
 from compress.runtime.experts import Experts
 from compress.types import ExpertPruning
+from helpers.expert_counts import counting
 from helpers.pico import VOCAB_SIZE, save_pico
 from helpers.runs import GPTQ, Setup, cli, command, contents, interrupt, one_line, report_of, stored_tensors
 from helpers.runs import job as job_of

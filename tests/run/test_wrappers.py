@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from helpers import pico
-from helpers import wrappers
 from compress import api
 from compress.errors import RecipeError
 from compress.model.load import load_model
@@ -18,6 +16,7 @@ from compress.model.skeleton import OFF_TEXT_PATH, Skeleton
 from compress.run import sizes, verify
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
+from helpers import pico, wrappers
 from helpers.runs import GPTQ, RTN, job, report_of, stored_tensors
 
 TOWERS = {"qwen2_5_vl": "visual.", "gemma3": "vision_tower.", "llava": "vision_tower.", "qwen3_5": "visual."}

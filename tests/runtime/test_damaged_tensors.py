@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from helpers import stored
 from compress.allocate.variants import Database
 from compress.errors import CheckpointError
 from compress.formats import codebook
@@ -22,6 +21,7 @@ from compress.runtime.hf import CompressQuantizer, build_config
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint, write_shard
 from compress.types import LayerReport, PackedWeight
+from helpers import stored
 from helpers.pico import PICO
 
 NAME = "model.layers.1.self_attn.q_proj"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 
-from helpers import guard_pages
 import pytest
+
+from helpers import guard_pages
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.cpu_weights import is_real
 from torch import Tensor
 
 from compress import formats
@@ -25,6 +24,7 @@ from compress.runtime import integer
 from compress.runtime.activation_quant import quantize
 from compress.runtime.linear import CACHE, CACHE_LIMIT_NBYTES, PackedLinear, set_cache_limit
 from compress.types import Activations, PackedWeight, Stored
+from helpers.cpu_weights import is_real
 from helpers.pico import round_to_nearest
 
 BF16 = torch.bfloat16

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers.cpu_weights import CODEBOOK, INT, codebook_weight, int_weight, is_real
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from helpers import problems
 from compress.formats import lowrank
 from compress.kernels import dispatch, llvm
 from compress.runtime.linear import PackedLinear
 from compress.types import Activations, PackedWeight, Stored
+from helpers import problems
+from helpers.cpu_weights import CODEBOOK, INT, codebook_weight, int_weight, is_real
 
 BF16 = torch.bfloat16
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from compared import HEADS
 
-from helpers import pico
-from helpers import runs
 from compress import api
+from helpers import pico, runs
 
 
 @pytest.fixture(scope="session")

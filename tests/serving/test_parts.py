@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers import pico
 from compress import formats
 from compress.errors import CheckpointError
 from compress.formats import int as int_format
@@ -19,6 +18,7 @@ from compress.serving import parts
 from compress.serving.parts import FusedShards, LinearShard, Region, Totals
 from compress.serving.tables import TableShard
 from compress.types import PackedWeight, Stored, WeightTransforms
+from helpers import pico
 from helpers.stored import random_parts
 
 SHAPE = (48, 64)

@@ -13,8 +13,6 @@ import torch
 from compared import SMALL
 from torch import Tensor, nn
 
-from helpers import pico
-from helpers import runs
 import sglang_stand_in as stand_in
 from compress import api, serving
 from compress.errors import CheckpointError, UnsupportedModelError
@@ -22,6 +20,7 @@ from compress.model.load import load_model
 from compress.runtime import linear as runtime_linear
 from compress.serving import parts
 from compress.storage.checkpoint import read_json
+from helpers import pico, runs
 from helpers.runs import stored_tensors
 
 STACKED = [("qkv_proj", "q_proj", "q"), ("qkv_proj", "k_proj", "k"), ("qkv_proj", "v_proj", "v")]

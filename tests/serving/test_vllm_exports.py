@@ -17,9 +17,9 @@ import pytest
 import torch
 from compared import HEADS, PROMPTS, TOKENS, errors_of
 
-from helpers import pico
 from compress import api
 from compress.export import convert
+from helpers import pico
 from helpers.runs import KEEP_TABLES, Setup, job
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")

@@ -10,10 +10,8 @@ import torch
 from compared import HEADS, SMALL, check
 from in_vllm import needed, served
 
-from helpers import pico
-from helpers import runs
-from helpers import wrappers
 from compress import api
+from helpers import pico, runs, wrappers
 
 pytestmark = needed
 

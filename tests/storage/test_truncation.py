@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress.errors import NumericalError
 from compress.numerics import linalg
 from compress.numerics.linalg import truncate_rank
+from helpers import problems
 
 SHAPES = pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32), (1, 7), (7, 1)])
 

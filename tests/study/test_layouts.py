@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.json_damage import mutations
 
 from compress.errors import OutputError
 from compress.study import grid, losses, summary
 from compress.study.folder import ASKED, RESULT, CellFolder, StudyFolder
 from compress.study.grid import Axes, Settings
+from helpers.json_damage import mutations
 
 IDENTITY = {"model": "fingerprint"}
 TEXT = {"text": "text", "tokens": 10, "perplexity": 2.0, "base_perplexity": 1.5, "kl_mean": 0.1, "kl_se": None}

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.blocks import SITES, Case, difference, nearest, outputs, rounded_outputs, vectors
 from compress.papers.quant import vptq
 from compress.quant import rtn
 from compress.transform import awq
 from compress.transform.awq import Config, clamp, never_clipped
 from compress.transform.search import trials
 from compress.types import Scheme
+from helpers.blocks import SITES, Case, difference, nearest, outputs, rounded_outputs, vectors
 from helpers.problems import random
 
 SCALE_ONLY = Config(clip=False)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.blocks import SITES, Case, difference, outputs
 from compress.model.graph import Site
 from compress.transform import folding
 from compress.transform.folding import by_producer, can_shift, fold, to_readers
+from helpers.blocks import SITES, Case, difference, outputs
 from helpers.problems import random
 
 NORM = Site("norm", True, ("a", "b"), "")

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from helpers import wrappers
 from compress import api
 from compress.errors import UnsupportedModelError
 from compress.model import graph as structure
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
+from helpers import wrappers
 from helpers.pico import build, of_type, save, save_pico
 from helpers.runs import KEEP_TABLES, RTN, Setup, cli, job
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.blocks import SAMPLES, SITES, TOKENS, Case, outputs, per_token, vectors
 from compress import formats
 from compress.model.blockwise import BlockArgs
 from compress.model.graph import Site
@@ -27,6 +26,7 @@ from compress.transform.search import (
     trials,
 )
 from compress.types import Activations, Scheme
+from helpers.blocks import SAMPLES, SITES, TOKENS, Case, outputs, per_token, vectors
 from helpers.problems import random
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.blocks import SITES, Case, difference, outputs, rounded_outputs, vectors
 from compress.model.graph import Site
 from compress.transform import smooth
 from compress.transform.smooth import Config
 from compress.types import Activations, Scheme
+from helpers.blocks import SITES, Case, difference, outputs, rounded_outputs, vectors
 
 W8A8 = {"bits": 8, "activations": Activations(8)}
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import small_block
 from compress import formats
 from compress.formats import e8p as e8p_format
 from compress.formats import trellis as trellis_format
@@ -18,6 +17,7 @@ from compress.tune.codes.pv import LatticePoints, Paths
 from compress.tune.codes.vectors import Units
 from compress.tune.trained import Rates
 from compress.types import PackedWeight
+from helpers import small_block
 from helpers.stored import random_weight, samples
 
 SHAPE = (40, 68)  # neither whole tiles nor whole vectors

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from helpers.allocator_tables import best, bits, model, problem, run, with_values
 
 from compress.allocate.problem import FROM_BASE, Problem, Unit, UnitEntry
 from compress.errors import BudgetError, RecipeError
 from compress.papers.allocate import adaquant
+from helpers.allocator_tables import best, bits, model, problem, run, with_values
 
 
 def test_adaquant_counts_changes_against_the_base() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.allocator_tables import bits, model, problem, run, with_values
 from transformers import AutoModelForCausalLM
 
 from compress import recipe
@@ -18,6 +17,7 @@ from compress.papers.allocate import block_scores, layerwise
 from compress.progress import silent
 from compress.run.job import Job
 from compress.storage.checkpoint import open_checkpoint
+from helpers.allocator_tables import bits, model, problem, run, with_values
 from helpers.runs import TEXT
 
 TOKENS = torch.randint(0, 256, (3, 12), generator=torch.Generator().manual_seed(1))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from helpers.allocator_tables import best, model, problem, run
 
 from compress.papers.allocate import lq_lora
+from helpers.allocator_tables import best, model, problem, run
 
 
 @pytest.mark.parametrize("estimator", ["weight", "fisher"])

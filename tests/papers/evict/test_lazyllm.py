@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.pruned_llama import SlowLlama
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,6 +19,7 @@ from compress.kv.settings import cache_settings
 from compress.papers.evict import lazyllm
 from compress.run import kv_cache
 from helpers.pico import build
+from helpers.pruned_llama import SlowLlama
 
 LAYERS, TOKENS, PADS, SINK, RECENT, KEEP = 6, 60, 13, 4, 8, 0.6
 LAZY: dict[str, Any] = {"method": "lazyllm", "keep": KEEP, "recent": RECENT, "window": 1}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress.papers.formats import lattice as lattice_format
+from helpers import problems
 
 
 def stored(

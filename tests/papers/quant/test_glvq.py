@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress import formats
 from compress.papers.quant import glvq
 from compress.quant import descent, feedback, gptq
 from compress.types import PackedWeight, Stats, Stored
+from helpers import problems
 
 
 def layer(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Stats]:

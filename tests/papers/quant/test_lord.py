@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from helpers import problems
 from compress import api, formats, recipe
 from compress.errors import RecipeError
 from compress.numerics.linalg import truncate_rank
 from compress.papers.quant import lord
 from compress.run import verify
 from compress.types import Stats, Stored
+from helpers import problems
 from helpers.pico import save_pico
 from helpers.runs import GPTQ, job, report_of
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress import api, formats
 from compress.errors import RecipeError
 from compress.model.skeleton import Skeleton
@@ -20,6 +19,7 @@ from compress.recipe import load
 from compress.run import plan
 from compress.storage.checkpoint import open_checkpoint
 from compress.types import PackedWeight, Stored
+from helpers import problems
 from helpers.pico import save_pico
 from helpers.runs import RTN, job, report_of
 

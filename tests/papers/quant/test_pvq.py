@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import problems
 from compress import formats
 from compress.numerics.linalg import upper_factor
 from compress.papers.formats import pvq as pvq_format
 from compress.papers.quant import pvq
 from compress.types import PackedWeight, Stats, Stored
+from helpers import problems
 
 # The shapes of the reference's table of distortions: vector_dim -> pulses at 2, 3 and 4 bits.
 PULSES = {8: (4, 10, 24), 16: (9, 21, 46), 32: (19, 43, 92), 64: (39, 89, 186), 128: (80, 179, 371)}

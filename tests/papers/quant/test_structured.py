@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from helpers import problems
 from compress import api, formats
 from compress.papers.formats import structured as structured_format
 from compress.papers.quant import structured
 from compress.recipe import blocks, load
+from helpers import problems
 from helpers.pico import save_pico
 from helpers.runs import Setup, job
 

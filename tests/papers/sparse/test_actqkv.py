@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.reading_cases import WIDTH, Case, best, cache, chunks, step
 from torch import Tensor
 
 from compress.kv.sparse.reader import Tally
 from compress.papers.sparse import actqkv
+from helpers.reading_cases import WIDTH, Case, best, cache, chunks, step
 
 
 def by_block(case: Case, row: int, queries: Tensor, keys: Tensor, coded: int) -> Tensor:

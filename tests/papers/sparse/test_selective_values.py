@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from helpers.reading_cases import SIZES, WIDTH, cache, chunks, step
 
 

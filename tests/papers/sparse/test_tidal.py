@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.reading_cases import attended, best, cache, chunks, shared, step
 
 from compress.papers.sparse import tidal
+from helpers.reading_cases import attended, best, cache, chunks, shared, step
 
 
 @pytest.mark.parametrize("heads", ["each", "all"])

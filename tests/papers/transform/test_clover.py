@@ -12,13 +12,13 @@ from test_qk_pairs import called, logits, parts, rows_of
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from helpers import problems
 from compress import api, plugins
 from compress.errors import RecipeError, UnsupportedModelError
 from compress.model import graph as structure
 from compress.papers.transform import clover, qk_pairs
 from compress.recipe import load
 from compress.transform.bases import value_rows
+from helpers import problems
 from helpers.pico import PICO, save_pico
 from helpers.runs import Setup, job, report_of
 

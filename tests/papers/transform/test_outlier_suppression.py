@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.blocks import SITES, Case, difference, nearest, outputs, per_token, rounded_outputs, vectors
 from compress.papers.quant import vptq
 from compress.papers.transform import outlier_suppression
 from compress.papers.transform.outlier_suppression import Change, Config, scales, substitutes
 from compress.quant import rtn
 from compress.transform.search import substitute_weights, trials
 from compress.types import Activations, Scheme
+from helpers.blocks import SITES, Case, difference, nearest, outputs, per_token, rounded_outputs, vectors
 from helpers.problems import random
 
 FEW = Config(thresholds=8)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers import problems
 from compress.errors import UnsupportedModelError
 from compress.model import graph as structure
 from compress.model.blockwise import BlockArgs
 from compress.model.skeleton import Skeleton
 from compress.papers.transform import clover, qk_pairs
 from compress.storage.checkpoint import open_checkpoint
+from helpers import problems
 from helpers.pico import PICO
 
 TOKENS = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(2))

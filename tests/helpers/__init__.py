@@ -1,0 +1,1 @@
+"""What several tests share: small models, stand-ins for other tools, cases, measures of the sources."""
