@@ -152,7 +152,8 @@ PARENT = """
 import contextlib, gc, io, json, os, signal, sys, tempfile, traceback
 from pathlib import Path
 import compress.__main__, compress.cli.app, compress.cli.tables, compress.evaluate
-import llvmlite.binding, llvmlite.ir, pico, runs, torch
+import llvmlite.binding, llvmlite.ir, torch
+from helpers import pico, runs
 from transformers.utils import logging
 
 logging.disable_progress_bar()

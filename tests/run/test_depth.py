@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import compress
 from compress.__main__ import main
+from compress.cli import interruption
+from compress.progress import NOTES
 from helpers import fake_methods
 from helpers.runs import TEXT
 
@@ -44,6 +47,17 @@ def frames(name: str) -> list[str]:
     folders = tuple(f"{root / folder}/" for folder in ("compress", "calib"))
     ours = [line for line in Path(name).read_text().splitlines() if line.startswith(folders)]
     return [line.removeprefix(f"{root}/") for line in ours]
+
+
+@pytest.fixture(autouse=True)
+def undo_main() -> Iterator[None]:
+    """Give the signals and the notes back that `main` changes for its whole process."""
+    signals = {number: signal.getsignal(number) for number in interruption.SIGNALS}
+    handlers = list(NOTES.handlers)
+    yield
+    NOTES.handlers[:] = handlers
+    for number, answer in signals.items():
+        signal.signal(number, answer)
 
 
 def run_quantize(model: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
