@@ -167,9 +167,9 @@ def test_it_is_scored_against(pico_dir: foreign.Pico, tmp_path: Path) -> None:
 
 def test_the_pieces_of_decoding_are_planned(pico_dir: foreign.Pico, tmp_path: Path) -> None:
     both = foreign.written(pico_dir("llama"), tmp_path, settings(BLOCK), pack)
-    sizes = [sizes.decoding_nbytes(Skeleton(open_checkpoint(directory))) for directory in both]
+    nbytes = [sizes.decoding_nbytes(Skeleton(open_checkpoint(directory))) for directory in both]
     largest = 64 * 192 + 2 * 5 * 4  # codes of a linear, and its scales
-    assert sizes == [largest + sizes.PIECES * CHUNK, 0]
+    assert nbytes == [largest + sizes.PIECES * CHUNK, 0]
 
 
 def test_plan_and_result_say_what_the_base_was(pico_dir: foreign.Pico, tmp_path: Path) -> None:
