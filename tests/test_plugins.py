@@ -171,7 +171,7 @@ def test_a_new_plugin_is_one_file(kind: str, monkeypatch: pytest.MonkeyPatch, tm
         install(monkeypatch, tmp_path / "writer", **{"zz_writer": writer})
     assert name in plugins.names(kind) and plugins.describe(kind, name) == plugins.describe(kind, model)
     listed = json.loads(CliRunner().invoke(app, ["methods", "--json"]).stdout)
-    assert listed[f"{kind}/{name}"]["description"] == plugins.describe(kind, model)
+    assert listed[f"{kind}/{name}"] == plugins.describe(kind, model)
     told = json.loads(CliRunner().invoke(app, ["methods", name, "--json"]).stdout)
     known = json.loads(CliRunner().invoke(app, ["methods", f"{kind}/{model}", "--json"]).stdout)
     assert told["settings"] == known["settings"] != []

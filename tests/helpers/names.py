@@ -99,6 +99,7 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@cache
 def offenders() -> dict[str, list[str]]:
     """Kind of name -> `file: name`, sorted, each once."""
     finders = {"completed constants": completed_constants, "participles": participles, "found as a local": found_locals}
