@@ -169,7 +169,7 @@ def test_the_pieces_of_decoding_are_planned(pico_dir: foreign.Pico, tmp_path: Pa
     both = foreign.written(pico_dir("llama"), tmp_path, settings(BLOCK), pack)
     nbytes = [sizes.decoding_nbytes(Skeleton(open_checkpoint(directory))) for directory in both]
     largest = 64 * 192 + 2 * 5 * 4  # codes of a linear, and its scales
-    assert nbytes == [largest + sizes.PIECES * CHUNK, 0]
+    assert nbytes == [largest + sizes.DECODING_COPIES * CHUNK, 0]
 
 
 def test_plan_and_result_say_what_the_base_was(pico_dir: foreign.Pico, tmp_path: Path) -> None:
