@@ -68,8 +68,8 @@ KINDS = {
 SETTABLE = tuple(kind for kind in KINDS if kind not in ("codes", "importers", "export", "task"))  # in recipes
 # (kind, former name) -> the present name of a plugin, for recipes and checkpoints of earlier versions
 ALIASES = {("quant", "cut"): "structured", ("formats", "cut"): "structured"}
-# (kind, name) -> keys that another plugin has taken over, with their defaults, and which one: it has more in it
-MOVED_KEYS = {("transform", "rotate"): ({"seeds": 1, "search_samples": 8, "learn": 0}, "spin")}
+# (kind, name) -> the plugin that was split off from it, which has the keys that it had once (its REMOVED_KEYS)
+SPLIT_OFF = {("transform", "rotate"): "spin"}
 _FOLDERS = {
     "allocate": "allocate.methods",
     "kv": "kv.codecs",
@@ -129,18 +129,14 @@ def load(kind: str, name: str) -> ModuleType:
     return module
 
 
-def current(kind: str, name: str, keys: Iterable[str] = ()) -> str:
-    """Return the present name of a plugin that was renamed, or of the one that has some of these keys now."""
-    moved, successor = MOVED_KEYS.get((kind, name), ({}, ""))
-    return ALIASES.get((kind, name), successor if moved.keys() & set(keys) else name)
+def current(kind: str, name: str) -> str:
+    """Return the present name of a plugin that may have been renamed; any other name as it is."""
+    return ALIASES.get((kind, name), name)
 
 
-def before_move(kind: str, name: str) -> tuple[str, Mapping[str, Any]]:
-    """Return the plugin that had a plugin's settings before some of its keys moved, and these with their defaults."""
-    for (of, former), (moved, successor) in MOVED_KEYS.items():
-        if of == kind and name in (former, successor):
-            return former, moved
-    return name, {}
+def before_split(kind: str, name: str) -> str:
+    """Return the name of the plugin that a plugin was split off from; any other name as it is."""
+    return next((whole for (of, whole), part in SPLIT_OFF.items() if (of, part) == (kind, name)), name)
 
 
 def constant(kind: str, name: str, attribute: str) -> Any:

@@ -117,11 +117,11 @@ def method(entries: Entries, kind: str = "quant") -> ModuleType:
 def present_name(entries: Entries, kind: str) -> str:
     """Return the present name of the method of a block; keys at the values that it works with now move nothing."""
     name = value(entries, "method", str)
-    if (kind, name) not in plugins.MOVED_KEYS:
+    if (kind, name) not in plugins.SPLIT_OFF:
         return plugins.current(kind, name)
     removed = plugins.removed_keys(plugins.load(kind, name).Config)
-    keys = [key for key, (_, node) in entries.items() if key not in removed or plain(node, key) != removed[key]]
-    return plugins.current(kind, name, keys)
+    is_moved = any(key in removed and plain(node, key) != removed[key] for key, (_, node) in entries.items())
+    return plugins.SPLIT_OFF[kind, name] if is_moved else name
 
 
 @functools.cache  # once a process: a block is read more than once

@@ -276,8 +276,7 @@ def fingerprint(recipe: Recipe) -> str:
     if recipe.calibration.bos == "auto":
         del content["calibration"]["bos"]
     for step in content["transform"]:
-        name, keys = plugins.before_move("transform", step["method"])
-        step |= {**keys, **step, "method": name}
+        step["method"] = plugins.before_split("transform", step["method"])
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -287,19 +286,19 @@ def _with_former_keys(config: Any) -> dict[str, Any]:
 
 
 def _plain(recipe: Recipe, plain: ToPlain = dataclasses.asdict) -> dict[str, Any]:
-    """Return the recipe in the layout of its YAML; plain: gives the settings of weight methods and allocators."""
+    """Return the recipe in the layout of its YAML; plain: gives the settings of a method."""
     tables = {key: scheme for key in TABLES if (scheme := getattr(recipe, key)) is not None}
     return {
         "name": recipe.name,
         "description": recipe.description,
         "calibration": dataclasses.asdict(recipe.calibration),
-        "transform": [plain_step(step) for step in recipe.transform],
+        "transform": [plain_step(step, plain) for step in recipe.transform],
         **({"quantize": settings(recipe.quantize, plain)} if recipe.packs else {}),
         "rules": [_plain_rule(rule, plain) for rule in recipe.rules],
         "ignore": list(recipe.ignore),
         **{key: settings(scheme, plain) for key, scheme in tables.items()},
         **({"allocate": _plain_allocation(recipe.allocate, plain)} if recipe.allocate is not None else {}),
-        **plain_tuning(recipe.tune),
+        **plain_tuning(recipe.tune, plain),
         **({"experts": dataclasses.asdict(recipe.experts)} if recipe.experts is not None else {}),
         **({"kv_cache": recipe.kv_cache.plain()} if recipe.kv_cache is not None else {}),
         **({"towers": [_plain_rule(rule, plain) for rule in recipe.towers]} if recipe.towers else {}),
@@ -332,12 +331,12 @@ def _plain_rule(rule: Rule, plain: ToPlain) -> dict[str, Any]:
     return {"match_any" if rule.alternatives else "match": match, **_kept_or(rule.scheme, plain)}
 
 
-def plain_tuning(steps: Sequence[Step]) -> dict[str, Any]:
+def plain_tuning(steps: Sequence[Step], plain: ToPlain = dataclasses.asdict) -> dict[str, Any]:
     """Return the section `tune` of a recipe: one step as a block, several as a list, nothing without any."""
-    plain = [plain_step(step) for step in steps]
-    return {"tune": plain if len(plain) > 1 else plain[0]} if plain else {}
+    blocks = [plain_step(step, plain) for step in steps]
+    return {"tune": blocks if len(blocks) > 1 else blocks[0]} if blocks else {}
 
 
-def plain_step(step: Step) -> dict[str, Any]:
+def plain_step(step: Step, plain: ToPlain = dataclasses.asdict) -> dict[str, Any]:
     """Return a step in the layout of its YAML."""
-    return {"method": step.method, **dataclasses.asdict(step.config)}
+    return {"method": step.method, **plain(step.config)}
