@@ -12,12 +12,14 @@ Importing this package makes `from_pretrained` know packed checkpoints, and impo
 
 The packages, each of which imports only those before it:
     errors, types, plugins, progress     what everything may use
+    ranks, pages    processes that share a run; HTML pages from plain data
     numerics    factors of matrices, Hadamard transforms, packed words
     formats     one file a format: how codes are stored and decoded; transforms: what lies around a stored matrix
-    kernels     products that read stored weights: kernels/cpu/ (compiled by LLVM), kernels/triton/; dispatch finds them
+    kernels     products that read stored weights: kernels/cpu/ (LLVM), kernels/loops/ (numba), kernels/triton/
     storage     safetensors and checkpoint directories; the working directory of a run, renamed into place last
+    importers   checkpoints of other tools, read as plain weights
     kv          the key-value cache: store, cache, attention; kv/codecs/: one file a codec
-    runtime     modules that hold packed weights; how transformers loads them
+    runtime, serving    modules that hold packed weights; how transformers, vLLM and SGLang load them
     model       the skeleton of a model, running it block by block, tracing what feeds what
     recipe      YAML -> Recipe and back
     calib       calibration text, statistics of inputs, gradients, samples for cache codecs
@@ -25,11 +27,11 @@ The packages, each of which imports only those before it:
     quant       one file a weight method: which codes?
     transform   what is done to weights before: rotation, scaling
     run         a job from its plan to the finished checkpoint
-    evaluate    perplexity, divergence, speed, caches
+    evaluate    perplexity, divergence, speed, caches, tasks
     allocate    bits within a budget: options, what they damage, allocators (allocate/methods/)
-    export      low-rank parts in the form of PEFT
-    api         whole tasks: allocate and run, plan, load
-    cli         the command line
+    export      checkpoints in the formats of other tools
+    api, study, cli    whole tasks: allocate and run, plan, load; grids of recipes; the command line
+    papers      published methods behind the frontier, found by name; nothing imports them
 """
 
 from __future__ import annotations

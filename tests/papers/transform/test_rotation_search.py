@@ -13,37 +13,24 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from compress import api
-from compress.model import blockwise, edits
+from compress.model import blockwise
 from compress.model.skeleton import Skeleton
 from compress.papers.transform import rotation_search, spin
 from compress.quant import gptq
-from compress.run import plan
 from compress.runtime import activation_quant
 from compress.storage.checkpoint import open_checkpoint
 from compress.transform.bases import Basis
 from compress.transform.search import fake_weight
 from helpers.pico import save_pico
+from helpers.rotations import CPU, open_bench
 from helpers.runs import GPTQ, RTN, Setup, contents, job, report_of
 
 TOKENS = torch.randint(0, 256, (3, 24), generator=torch.Generator().manual_seed(1))
 W4A4 = RTN.set("bits=4", "group_size=32", "activations={bits: 4, clip: 0.9}")
-CPU = torch.device("cpu")
-
-
-def bench(
-    model: Path, folder: Path, setup: Setup, config: spin.Config, pack: bool = True
-) -> tuple[spin.ChosenRotation, edits.EditContext]:
-    """The rotation of a checkpoint, and what it is tried out with."""
-    skeleton = Skeleton(open_checkpoint(model))
-    rotation = spin.apply(skeleton, config, 0)
-    skeleton.edits = rotation
-    made = plan.make(setup.load(), skeleton, pack)
-    folder.mkdir(exist_ok=True)
-    return rotation, edits.EditContext(CPU, TOKENS, made, 2, folder, None, lambda _: None)
 
 
 def scores(model: Path, folder: Path, setup: Setup, seeds: int, pack: bool = True) -> list[float]:
-    rotation, given = bench(model, folder, setup, spin.Config(seeds=seeds), pack)
+    rotation, given = open_bench(model, folder, setup, spin.Config(seeds=seeds), TOKENS, pack)
     rotation.begin(CPU)
     layers = rotation_search.roundings(given.plan, 0, CPU)
     return rotation_search.search(rotation, given, layers)
@@ -103,7 +90,7 @@ def test_more_candidates_are_never_worse_by_the_same_measure(pico_dir: Callable[
     four = scores(pico_dir("llama"), tmp_path, W4A4, 4)
     assert four[:2] == scores(pico_dir("llama"), tmp_path, W4A4, 2)
     assert len(set(four)) == 4
-    rotation, given = bench(pico_dir("llama"), tmp_path, W4A4, spin.Config(seeds=4))
+    rotation, given = open_bench(pico_dir("llama"), tmp_path, W4A4, spin.Config(seeds=4), TOKENS)
     rotation.begin(CPU)
     best, notes = rotation_search.choose(rotation, given)
     assert four[best] == min(four) <= four[0]
@@ -122,20 +109,20 @@ def test_static_scales_and_operations_at_run_time(pico_dir: Callable[..., Path],
 
 
 def test_the_lowest_of_equals(pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rotation, given = bench(pico_dir("llama"), tmp_path, W4A4, spin.Config(seeds=3))
+    rotation, given = open_bench(pico_dir("llama"), tmp_path, W4A4, spin.Config(seeds=3), TOKENS)
     monkeypatch.setattr(rotation_search, "search", lambda *_: [0.5, 0.25, 0.25])
     assert rotation_search.choose(rotation, given)[0] == 1
 
 
 def test_where_nothing_can_be_scored_the_first_is_used(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
-    rotation, given = bench(pico_dir("llama"), tmp_path, W4A4, spin.Config(seeds=3))
+    rotation, given = open_bench(pico_dir("llama"), tmp_path, W4A4, spin.Config(seeds=3), TOKENS)
     first = rotation.basis
     assert isinstance(first, Basis)
     (note,) = rotation.choose(given._replace(tokens=None))
     assert note == "there is no calibration text: the first of 3 rotations is used, none has been tried"
     assert isinstance(rotation.basis, Basis) and torch.equal(rotation.basis.signs, first.signs)
     vectors = Setup("vq2bit")
-    rotation, given = bench(pico_dir("llama"), tmp_path / "other", vectors, spin.Config(seeds=2))
+    rotation, given = open_bench(pico_dir("llama"), tmp_path / "other", vectors, spin.Config(seeds=2), TOKENS)
     (note,) = rotation.choose(given)
     assert note.startswith("the recipe rounds nothing on integer grids: the first of 2")
 

@@ -14,31 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from compress import api
 from compress.errors import BudgetError, CalibrationError, CompressError, RecipeError
-from compress.model import edits
-from compress.model.skeleton import Skeleton
 from compress.papers.transform import learned_rotation, rotation_search, spin
-from compress.run import plan
-from compress.storage.checkpoint import open_checkpoint
 from compress.transform.bases import Basis, Orthogonal
 from helpers.pico import build
 from helpers.problems import random
+from helpers.rotations import CPU, open_bench
 from helpers.runs import GPTQ, RTN, Setup, job
 
 TOKENS = torch.randint(0, 256, (4, 24), generator=torch.Generator().manual_seed(1))
 INPUTS = RTN.set("bits=8", "activations={bits: 3}")  # what is rounded without data: nearly nothing but the inputs
-CPU = torch.device("cpu")
-
-
-def bench(
-    model: Path, folder: Path, setup: Setup, config: spin.Config, pack: bool = True
-) -> tuple[spin.ChosenRotation, edits.EditContext]:
-    """The rotation of a checkpoint, and what it is learned with."""
-    skeleton = Skeleton(open_checkpoint(model))
-    rotation = spin.apply(skeleton, config, 0)
-    skeleton.edits = rotation
-    made = plan.make(setup.load(), skeleton, pack)
-    folder.mkdir(exist_ok=True)
-    return rotation, edits.EditContext(CPU, TOKENS, made, 2, folder, None, lambda _: None)
 
 
 def orthogonal(size: int, seed: int) -> Tensor:
@@ -111,7 +95,7 @@ def test_rounding_in_a_basis_is_the_rotated_model_rounded(
 ) -> None:
     """Nothing is merged here, all is there: both must give the same KL but for numbers that fall to the other side."""
     setup = RTN.set("activations={bits: 5, clip: 0.9}", *changes)
-    rotation, given = bench(pico_dir(name), tmp_path, setup, spin.Config(learn=1))
+    rotation, given = open_bench(pico_dir(name), tmp_path, setup, spin.Config(learn=1), TOKENS)
     rotation.begin(CPU)
     layers = rotation_search.roundings(given.plan, 0, CPU)
     (expected,) = rotation_search.search(rotation, given._replace(batch=1), layers)
@@ -163,7 +147,7 @@ def test_learning_finds_a_basis_without_outliers(tmp_path: Path, monkeypatch: py
         source.get_input_embeddings().weight[:, [5, 40]] *= 12
     source.save_pretrained(tmp_path / "model")
     setup = RTN.set("bits=8", "activations={bits: 4}")
-    rotation, given = bench(tmp_path / "model", tmp_path / "work", setup, spin.Config(learn=10))
+    rotation, given = open_bench(tmp_path / "model", tmp_path / "work", setup, spin.Config(learn=10), TOKENS)
     rotation.begin(CPU)
     rotation.use(Orthogonal(), {0: Orthogonal(), 1: Orthogonal()})
     matrices, note = learned_rotation.learn(rotation, given)
@@ -194,7 +178,7 @@ def test_refusals(
     tmp_path: Path,
 ) -> None:
     """In one line, before anything is learned."""
-    rotation, given = bench(pico_dir("llama"), tmp_path, setup, spin.Config(learn=5))
+    rotation, given = open_bench(pico_dir("llama"), tmp_path, setup, spin.Config(learn=5), TOKENS)
     with pytest.raises(error, match=message) as caught:
         rotation.choose(given._replace(**changes))
     assert "\n" not in str(caught.value)
