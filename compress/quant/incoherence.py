@@ -55,6 +55,11 @@ def rotated_weight(weight: Tensor, layer: LayerPlan, seed: int) -> Tensor:
     return transforms.rotate(weight, layer.stored.ops, draw_on_device(layer, seed, weight))
 
 
+def rotated_gradients(gradients: Tensor, layer: LayerPlan, seed: int) -> Tensor:
+    """Return gradients [n, out] at the layer's outputs as those at the rows of its rotated weight."""
+    return transforms.transpose_output(gradients, layer.stored.ops, draw_on_device(layer, seed, gradients))
+
+
 def wrap(packed: PackedWeight, layer: LayerPlan, seed: int) -> PackedWeight:
     """Return the packed rotated weight with the operations that turn it back."""
     added = draw_on_device(layer, seed, next(iter(packed.tensors.values())))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,13 +15,14 @@ from torch import Tensor
 
 from compress import plugins
 from compress.calib import stats as calib_stats
+from compress.calib.output_gradients import OutputGradients
 from compress.errors import NumericalError
 from compress.formats import dense, transforms
 from compress.lowrank import correct
 from compress.quant import feedback, incoherence, target_correction
 from compress.run import sizes
 from compress.runtime.activation_quant import LargestInput
-from compress.types import IN_SCALE, Fisher, LayerPlan, PackedWeight, Quantized, Stats
+from compress.types import IN_SCALE, Fisher, LayerPlan, OutputMetric, PackedWeight, Quantized, Stats
 
 ROWS_PER_CHECK = 4096  # so many rows of a weight are searched for NaN at a time
 
@@ -109,6 +110,18 @@ class LinearTask(NamedTuple):
     statistics: InputStatistics  # of its shared input, whether its method needs them or not
     fisher: Fisher | None  # where its low-rank part, or tuning, goes by the loss's gradients
     in_scale: Tensor | None  # float32 [1], where its inputs have a static scale
+    output_gradients: OutputGradients | None = None  # where its scheme needs the loss's gradients at its outputs
+
+
+def output_metric(task: LinearTask, change_rows: Callable[[Tensor], Tensor] | None = None) -> OutputMetric | None:
+    """Return the Hessian of a linear's outputs if its errors go by it, else None.
+
+    change_rows: takes gradients to the basis of the rows that are rounded; None: that of the outputs themselves.
+    """
+    if task.output_gradients is None or not task.layer.scheme.two_sided:
+        return None
+    moment = task.output_gradients.changed(change_rows) if change_rows else task.output_gradients.changed()
+    return OutputMetric(moment.block)
 
 
 def quantize(task: LinearTask, seed: int) -> Quantized:
@@ -183,6 +196,9 @@ def _method_inputs(task: LinearTask, seed: int) -> tuple[Tensor, Stats | None, i
     layer, given = task.layer, _statistics(task)
     target, stats = given.target(task.weight), given.for_layer(layer)
     target = incoherence.rotated_weight(target, layer, seed) if layer.stored.ops else target
+    if stats is not None:
+        change = partial(incoherence.rotated_gradients, layer=layer, seed=seed) if layer.stored.ops else None
+        stats = dataclasses.replace(stats, output=output_metric(task, change))
     return target, stats, incoherence.derived_seed(seed, "method", layer.spec.name)
 
 
