@@ -121,7 +121,8 @@ class OutputGradients:
         linearly: g in the basis of outputs y = B s of stored rows s becomes B^T g.
         """
         if isinstance(self.gradients, GradientRows):
-            factor = change_rows(self.gradients.full())
+            rows = self.gradients.full()
+            factor = change_rows(rows if len(rows) else rows.new_zeros(1, self.width))
             mean = factor.square().sum(0).double().mean().item()
             return OutputMoment(self.count, factor.mul_(mean**-0.5) if mean > 0 else factor, is_factor=True)
         moment = change_rows(change_rows(self.gradients.clone()).T.contiguous())
