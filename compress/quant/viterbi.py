@@ -93,7 +93,7 @@ class Search:
         self.on_gpu: TritonSearch | None = None
         if self.most_bits <= NARROW and runs_on_gpu(table.device):
             costs = GpuCosts(self.farthest, self.costs.shift, self.limits)
-            self.on_gpu = TritonSearch(symbol_bits, self.levels[self.index], costs)
+            self.on_gpu = TritonSearch(self.step_bits, self.levels[self.index], costs)
         if table.device.type == "cpu" and self.most_bits <= NARROW:
             self.compiled = viterbi_compiled.compiled_search(
                 self.unit, self.levels, self.index, state_bits, symbol_bits, self.limits
@@ -255,10 +255,10 @@ class TritonSearch:
     Costs stay in registers from step to step, a decision is one byte, and the way back is walked in the same launch.
     """
 
-    def __init__(self, symbol_bits: int, emitted: Tensor, costs: GpuCosts) -> None:
+    def __init__(self, step_bits: tuple[int, ...], emitted: Tensor, costs: GpuCosts) -> None:
         """Take what states emit, emitted [states, dim] int32 of at most 16 bits, on the device of the search."""
-        self.symbol_bits, self.costs = symbol_bits, costs
-        self.nodes, self.dim = emitted.shape[0] >> symbol_bits, emitted.shape[1]
+        self.step_bits, self.costs = step_bits, costs
+        self.nodes, self.dim = emitted.shape[0] >> step_bits[0], emitted.shape[1]
         self.tops = emitted.abs().amax(0)
         self.emitted = emitted.T.to(torch.int16).contiguous()  # [dim, states]
 
@@ -279,10 +279,10 @@ class TritonSearch:
                 part = slice(first, min(first + some, count))
                 _viterbi.paths[(part.stop - first,)](
                     values[part], states if seam is None else seam[part], self.emitted, self.tops, decisions,
-                    states[part], steps, SYMBOL_BITS=self.symbol_bits, REST=self.nodes >> self.symbol_bits,
-                    DIM=self.dim, FARTHEST=self.costs.farthest, SHIFT=self.costs.shift, MOST=limits.most,
-                    KNEE=limits.knee, PERIOD=limits.period, FAR=limits.far, SEAMED=seam is not None,
-                    num_warps=warps_of_program(self.nodes),
+                    states[part], steps, SYMBOL_BITS=self.step_bits[0], NEXT_BITS=self.step_bits[-1],
+                    REST=self.nodes >> self.step_bits[-1], DIM=self.dim, FARTHEST=self.costs.farthest,
+                    SHIFT=self.costs.shift, MOST=limits.most, KNEE=limits.knee, PERIOD=limits.period, FAR=limits.far,
+                    SEAMED=seam is not None, num_warps=warps_of_program(self.nodes),
                 )  # fmt: skip
         return states
 
