@@ -56,7 +56,7 @@ def test_a_cpu_keeps_to_its_own_code() -> None:
 
 @pytest.mark.slow
 def test_machine_code_keeps_costs_in_registers() -> None:
-    """About 11 instructions a state, of which the table is read two bytes at a time; at whole bits nothing is spilled."""
+    """About 11 instructions a state, of which the table is read two bytes at a time; whole bits spill nothing."""
     cases, states = [], []
     kinds = {"values": "*i32", "seams": "*i64", "emitted": "*i16", "tops": "*i32", "decisions": "*u8", "states": "*i64"}
     for state_bits, symbol_bits, dim in ((12, 2, 1), (14, 2, 1), (16, 2, 1), (12, 3, 1), (8, 4, 2), (12, 2.5, 1)):
