@@ -97,7 +97,7 @@ def whole(bits: float) -> int | float:
 
 def row_multiple(bits: float) -> int:
     """Return the rows whose bits are whole words at this number of bits a weight."""
-    return ROW_MULTIPLE if bits == int(bits) else 2 * ROW_MULTIPLE
+    return ROW_MULTIPLE * len(step_bits(bits))
 
 
 def step_bits(symbol_bits: float) -> tuple[int, ...]:

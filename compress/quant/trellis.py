@@ -47,7 +47,8 @@ TWO_SIDED = True
 
 # Bits -> scale over the one that matches the root mean squares of weights and code. Fed-back errors make the targets
 # larger than the weights, and a target outside the code's range costs more than a coarser code. Measured on rotated
-# layers of tests/models/books-8m: the loss changes by less than 2% within 0.05 of these, for all codes.
+# layers of tests/models/books-8m: the loss changes by less than 2% within 0.05 of these, for all codes. Those of half
+# bits lie between their neighbours.
 RATIOS = {1: 1.15, 1.5: 1.13, 2: 1.11, 2.5: 1.12, 3: 1.14, 3.5: 1.17, 4: 1.2}
 LAST_RATIO = 1.3
 BATCH = 16  # tiles that fill the search

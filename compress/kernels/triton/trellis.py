@@ -91,7 +91,7 @@ class _TrellisOnGpu(GpuProduct):
         constants = configuration(params, rows, self.shape)
         block_m, step = constants["BLOCK_M"], WARPS * constants["BLOCK_K"]
         groups = trellis_format.padded_rows(params, outputs) // GROUP
-        kinds = 1 if params.bits == int(params.bits) else 2  # of groups, by where in a word they begin
+        kinds = len(trellis_format.step_bits(params.bits))  # of groups, by where in a word they begin
         tiles = kinds * -(-groups // (kinds * GROUP))
         grid = Grid(tiles, -(-inputs // step), GROUP * GROUP * block_m, OCCUPANCY[block_m])
         products.launch(
