@@ -197,19 +197,19 @@ def _quantize_two_sided(rounding: Rounding, layer: Layer, output: OutputMetric, 
     if rounding.row_scales is not None:
         scales = rounding.row_scales[rows.start : rows.start + len(metric)].float()
         metric = metric * scales * scales[:, None]
-    codes = torch.zeros(columns, layer.weight.shape[1] // tile, tile // params.vector_dim, dtype=torch.int32)
-    codes = codes.to(layer.weight.device)
+    paths, steps = layer.weight.shape[1] // tile, tile // params.vector_dim
+    codes = torch.zeros(paths, columns, steps, dtype=torch.int32, device=layer.weight.device)
 
     def encode(front: two_sided.Front, target: Tensor) -> Tensor:
-        states = search.encode((target / scale).reshape(-1, tile))
-        codes[front.columns, front.groups] = states.view(*target.shape[:2], -1).to(torch.int32)
+        states = search.encode((target / scale).view(-1, tile))
+        front.of(codes).copy_(states.view(*target.shape[:2], steps))
         return search.table[states].view(target.shape) * scale
 
     values = two_sided.wavefront(layer.weight, layer.factor, metric, encode, tile)
     some = slice(0, min(CORRECTION_ROWS, outputs - rows.start))
     pulled = torch.addmm(values[:, some], layer.hessian, values[:, some], beta=layer.damping) @ metric[some, some]
     terms = [(pulled * side[:, some]).sum(dtype=torch.float64).item() for side in (layer.weight, values)]
-    return Tile(layer.natural(codes.view(columns, -1)), *terms)
+    return Tile(layer.natural(codes.transpose(0, 1).reshape(columns, -1)), *terms)
 
 
 def join(rounding: Rounding, tiles: Sequence[Tile]) -> Quantized:

@@ -18,7 +18,7 @@ from compress.calib import stats
 from compress.kernels.loops import columns as column_loops
 from compress.lowrank import correct
 from compress.model.skeleton import Skeleton
-from compress.quant import feedback, incoherence, target_correction
+from compress.quant import feedback, incoherence, target_correction, two_sided
 from compress.recipe.schema import Recipe
 from compress.storage.checkpoint import CHUNK, StoredTensor
 from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec
@@ -207,7 +207,8 @@ def layer_workspace(layer: LayerPlan) -> int:
     if (need := MEASURING_NBYTES_PER_WEIGHT * layer.spec.numel) and layer.scheme.config is None:
         return need
     method = plugins.load("quant", layer.scheme.method)
-    need = max(need, method.workspace(layer.scheme.config, layer.spec.shape))
+    taken = method.workspace(layer.scheme.config, layer.spec.shape)
+    need = max(need, taken + (two_sided.workspace(layer.spec.shape) if layer.scheme.two_sided else 0))
     if layer.scheme.lowrank is not None:
         need = correct.workspace(layer.spec.shape, need)
     rotated = layer, needs_statistics(layer)
