@@ -28,7 +28,7 @@ from compress.calib.output_gradients import GradientRows, OutputGradients
 from compress.errors import CheckpointError
 from compress.storage import files
 from compress.storage.checkpoint import StoredTensor, read_header, read_json, sha256, write_shard, write_text
-from compress.storage.workdir import check_owner, writing
+from compress.storage.workdir import check_owner, check_space, writing
 
 OPTION = "--measurements"
 VERSION = 1
@@ -58,7 +58,7 @@ class GradientStore:
                 kept = self._hashes()
                 for left in [*self.folder.glob("*.part"), *self.folder.glob("behind-*")]:  # by a killed run
                     if left.name not in kept:
-                        left.unlink()
+                        left.unlink(missing_ok=True)
             yield
 
     def remaining(self) -> int:
@@ -70,6 +70,11 @@ class GradientStore:
             return remaining
         behind = self._behind(remaining)
         return remaining if self._is_intact(behind, hashes) else blocks
+
+    def check_space(self, nbytes: int) -> None:
+        """Raise OutputError if the disk has no room for what is still to be written; nbytes: of all blocks."""
+        if remaining := self.remaining():
+            check_space(self.folder, nbytes * remaining // len(self.linears))
 
     def resume_point(self, remaining: int, samples: slice) -> Begun | None:
         """Return where a pass goes on that has so many blocks to do, for these samples; None if it is at its start."""
