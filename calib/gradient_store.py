@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -32,6 +33,7 @@ from compress.storage.workdir import check_owner, check_space, writing
 
 OPTION = "--measurements"
 VERSION = 1
+LOCK = "lock"
 
 
 class GradientStore:
@@ -47,19 +49,34 @@ class GradientStore:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Make the folder, and wait until no other run is making what is in it."""
+        """Make the folder, and wait until no other run is making what is in it; an empty one is removed at the end."""
         with ExitStack() as opened:
             with writing(self.folder, OPTION):
-                self.folder.parent.mkdir(parents=True, exist_ok=True)
-                files.make_folder(self.folder)
-                check_owner(self.folder, OPTION)
-                lock = opened.enter_context(files.open_lock(self.folder / "lock"))
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._take_lock(opened)
                 kept = self._hashes()
                 for left in [*self.folder.glob("*.part"), *self.folder.glob("behind-*")]:  # by a killed run
                     if left.name not in kept:
                         left.unlink(missing_ok=True)
-            yield
+            try:
+                yield
+            finally:
+                if not self.index.exists():
+                    with suppress(OSError):
+                        (self.folder / LOCK).unlink()
+                        self.folder.rmdir()
+
+    def _take_lock(self, opened: ExitStack) -> None:
+        """Lock the folder until `opened` is closed."""
+        while True:  # a run that ends may remove the folder between any two steps
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            files.make_folder(self.folder)
+            with suppress(FileNotFoundError), ExitStack() as attempt:
+                check_owner(self.folder, OPTION)
+                lock = attempt.enter_context(files.open_lock(self.folder / LOCK))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if os.path.samestat(os.fstat(lock.fileno()), (self.folder / LOCK).stat()):
+                    opened.push(attempt.pop_all())
+                    return
 
     def remaining(self) -> int:
         """Return the number of blocks that are still to be made, the first ones; 0 if all are there."""

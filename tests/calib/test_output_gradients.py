@@ -241,3 +241,4 @@ def test_gradients_that_are_not_finite(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(BackwardPass, "_of_loss", lambda *given: real(*given) * float("inf"))
     with pytest.raises(NumericalError, match="the gradient at the outputs of model.layers.1.* is not finite"):
         made(save_pico("llama", tmp_path / "m"), tmp_path / "gradients")
+    assert not (tmp_path / "gradients").exists()  # nothing was finished
