@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from compress import process_memory
 from compress.calib import prefix
 from compress.calib.data import Calibration
 from compress.calib.prefix import Prefix
@@ -82,11 +81,7 @@ class Prepared:
         """What is to be known of the plan, and of a transform of the whole model, before anything is done."""
         edits = self.skeleton.edits
         begun: tuple[str, ...] = (self.prefix.sentence,) if self.prefix.sentence else ()
-        if (taken := self.gradients) is not None:
-            begun += (
-                f"output gradients are taken on {taken.tokens} tokens first, unless an earlier run has kept them: "
-                f"{process_memory.show(taken.stored)} beside the output, or in the folder of --measurements",
-            )
+        begun += (self.gradients.sentence,) if self.gradients is not None else ()
         return (*self.plan.messages, *(edits.says if edits is not None else ()), *begun)
 
 

@@ -18,7 +18,7 @@ from compress.run.loop import BlockLoop, LinearOptions
 from compress.storage.workdir import Output
 from compress.tune.trained import DiskSizes
 
-GRADIENT_PASSES = 2  # times the calibration passes of as many tokens that taking gradients at outputs costs
+GRADIENT_PASSES = 4  # times the calibration passes of as many tokens that taking gradients at outputs costs
 
 
 class TimedBlocks(CheckpointBlocks):

@@ -146,6 +146,14 @@ class GradientSizes(NamedTuple):
     stored: int  # files in the folder of the gradients
     reading: int  # those of a linear while it is quantized, changed to the basis that it is stored in
 
+    @property
+    def sentence(self) -> str:
+        """What is to be known of the pass before anything is done."""
+        return (
+            f"output gradients are taken on {self.tokens} tokens first, unless an earlier run has kept them: "
+            f"{-(-self.stored // (1 << 20))} MiB beside the output, or in the folder of --measurements"
+        )
+
 
 def output_gradient_sizes(skeleton: Skeleton, samples: int, seq_len: int, item: int) -> GradientSizes:
     """Return the bytes for so many samples, computed in a type of `item` bytes; none for 0 samples.
