@@ -16,7 +16,8 @@ from helpers import problems
 
 METHODS = [name for name in plugins.names("quant") if getattr(plugins.load("quant", name), "TWO_SIDED", False)]
 IN_TILES = [name for name in METHODS if hasattr(plugins.load("quant", name), "quantize_rows")]
-ROWS, COLUMNS = 192, 256  # a weight for all methods; paths of the trellis have 96 rows
+ROWS, COLUMNS = 192, 256  # a weight for all methods
+SETTINGS: dict[str, dict[str, Any]] = {"trellis": {"state_bits": 8, "tile_rows": 48}, "e8p": {"sweeps": 1}}  # faster
 
 
 def output_hessian(rows: int, seed: int = 5) -> Tensor:
@@ -201,7 +202,7 @@ def loss_of(packed: PackedWeight, hessian: Tensor, moments: Tensor) -> float:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_loses_less(name: str) -> None:
     method = plugins.load("quant", name)
-    (weight, stats), moments, config = layer(), output_hessian(ROWS), method.Config()
+    (weight, stats), moments, config = layer(), output_hessian(ROWS), method.Config(**SETTINGS.get(name, {}))
     output = as_metric(moments)
     one, two = (method.quantize(weight, Stats(stats.hessian, stats.count, None, x), config) for x in (None, output))
     assert two.weight.stored.format == one.weight.stored.format and two.weight.nbytes == one.weight.nbytes
@@ -216,7 +217,7 @@ def test_rows_of_different_tiles_know_nothing_of_each_other(name: str, monkeypat
     """No method asks for more of the metric than a tile has, and what lies between tiles is never read."""
     monkeypatch.setattr(feedback, "ROWS_PER_TILE", 96)
     method, (weight, stats), moments = plugins.load("quant", name), layer(), output_hessian(ROWS)
-    config = method.Config()
+    config = method.Config(**SETTINGS.get(name, {}))
     tiles = feedback.row_tiles((ROWS, COLUMNS), method.row_unit(config, weight.shape) if name in IN_TILES else 1)
     assert len(tiles) == 2
 
