@@ -120,7 +120,7 @@ def output_metric(task: LinearTask, change_rows: Callable[[Tensor], Tensor] | No
     """
     if task.output_gradients is None or not task.layer.scheme.two_sided:
         return None
-    moment = task.output_gradients.changed(change_rows) if change_rows else task.output_gradients.changed()
+    moment = task.output_gradients.in_basis(change_rows) if change_rows else task.output_gradients.in_basis()
     return OutputMetric(moment.block)
 
 

@@ -24,6 +24,7 @@ CASES: list[tuple[str, dict[str, Any], tuple[int, int]]] = [
     ("gptq", {"sweeps": 1, "group_size": -1}, (1024, 768)),  # a group is the whole matrix
     ("gptq", {"sweeps": 1, "group_size": -1}, (1536, 1536)),  # and the factor of the Hessian is as large
     ("trellis", {"state_bits": 8, "sweeps": 0}, (768, 512)),
+    ("trellis", {"bits": 3.5, "state_bits": 12, "sweeps": 0}, (768, 512)),
     ("e8p", {"sweeps": 1}, (768, 512)),
     ("e8p", {"bits": 4, "row_scales": True, "sweeps": 0}, (256, 512)),
     ("kquant", {"sweeps": 1}, (768, 512)),
