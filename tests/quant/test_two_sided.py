@@ -263,6 +263,14 @@ def test_trellis_with_the_identity_takes_the_same_paths() -> None:
     )
 
 
+def test_sweeps_that_are_not_done_are_reported() -> None:
+    weight, stats = layer(32, 16)
+    config = trellis.Config(state_bits=8, sweeps=1)
+    given = Stats(stats.hessian, stats.count, None, as_metric(torch.eye(32)))
+    assert trellis.quantize(weight, given, config).notes == (trellis.NO_SWEEPS,)
+    assert trellis.quantize(weight, stats, config).notes == ()
+
+
 @pytest.mark.parametrize(("name", "settings"), [("e8p", {}), ("e8p", {"row_scales": True}), ("trellis", {})])
 def test_the_scale_of_the_tensor_is_the_best_in_the_metric(name: str, settings: dict[str, Any]) -> None:
     method, (weight, stats), moments = plugins.load("quant", name), layer(), output_hessian(ROWS)
