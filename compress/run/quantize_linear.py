@@ -207,7 +207,7 @@ def _method_inputs(task: LinearTask, seed: int) -> _Problem:
     change = None
     if layer.stored.ops:
         gradients = task.output_gradients if layer.scheme.out_scales == "sensitivity" else None
-        sensitivities = None if gradients is None else gradients.changed().diagonal()
+        sensitivities = None if gradients is None else gradients.in_basis().diagonal()
         around = incoherence.surroundings(layer, seed, target, sensitivities)
         target = incoherence.rotated_weight(target, layer, around)
         change = partial(incoherence.rotated_gradients, layer=layer, around=around)
