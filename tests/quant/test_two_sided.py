@@ -11,7 +11,8 @@ from torch import Tensor
 
 from compress import plugins
 from compress.quant import feedback, gptq, trellis, two_sided
-from compress.types import OutputMetric, PackedWeight, Stats
+from compress.run import sizes
+from compress.types import LayerPlan, LinearSpec, OutputMetric, PackedWeight, Scheme, Stats, Stored
 from helpers import problems
 
 METHODS = [name for name in plugins.names("quant") if getattr(plugins.load("quant", name), "TWO_SIDED", False)]
@@ -190,6 +191,19 @@ def test_the_objective_is_the_loss_of_all_tiles(monkeypatch: pytest.MonkeyPatch)
     apart = torch.block_diag(*(problem.moments[rows, rows] for rows in cut_rows([0, 32, 64, 80])))
     values = problems.random(48, 80, seed=4)
     assert both.loss(values) == pytest.approx(both_losses(problem.weight.T, values.T, problem.hessian, apart), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptvq"])
+def test_the_plan_adds_what_the_metric_takes(name: str) -> None:
+    """Its factor in float64 and G for a tile of 4096 rows, however many there are."""
+    shape, method = (8192, 2048), plugins.load("quant", name)
+    config = method.Config()
+    stored = Stored(method.FORMAT, method.plan_params(config, shape))
+    spec = LinearSpec("model.layers.0.up", shape, torch.bfloat16, 0, "model.layers.0.in")
+    schemes = [Scheme(name, config, two_sided=is_two_sided) for is_two_sided in (False, True)]
+    needs = [sizes.layer_workspace(LayerPlan(spec, scheme, stored, 0)) for scheme in schemes]
+    assert needs[1] == needs[0] + two_sided.workspace(shape)
+    assert two_sided.workspace(shape) > 8 * 2 * 4096**2 + 4 * 4096**2 + 3 * 4 * shape[0] * shape[1]
 
 
 # Methods.
