@@ -63,9 +63,9 @@ def workspace(shape: tuple[int, int]) -> int:
     Of the rows of a tile these are G, three copies and two of the factor; of the whole weight G, where entries are
     fitted, and targets, errors, what is fed back, and codes.
     """
-    rows, columns = shape
-    tile = feedback.row_tiles(shape)[0].stop + PADDING
-    return squares(tile, 2) + 4 * 4 * tile**2 + 4 * rows * tile + 4 * 4 * (rows + PADDING) * columns
+    rows, columns = shape[0] + PADDING, shape[1]
+    tile = feedback.row_tiles((rows, columns))[0].stop
+    return squares(tile, 2) + 4 * 4 * tile**2 + 4 * rows * tile + 4 * 4 * rows * columns
 
 
 def pad_rows(output: OutputMetric, outputs: int) -> OutputMetric:
