@@ -79,7 +79,8 @@ class Prepared:
         """What is to be known of the plan, and of a transform of the whole model, before anything is done."""
         edits = self.skeleton.edits
         begun = (self.prefix.sentence,) if self.prefix.sentence else ()
-        return (*self.plan.messages, *(edits.says if edits is not None else ()), *begun)
+        one_sided = (self.plan.one_sided,) if self.plan.one_sided else ()
+        return (*self.plan.messages, *one_sided, *(edits.says if edits is not None else ()), *begun)
 
 
 @dataclass
