@@ -35,7 +35,7 @@ from helpers.runs import TEXT, cli, contents
 
 TESTS = Path(__file__).parents[1]
 MODELS = ("llama", "mixtral")
-NAMES = ["gptq", "paired", "two-sided", "experts", "mixed"]
+NAMES = ["gptq", "paired", "experts", "mixed"]
 OTHERS = ["static", "lowrank", "rotated", "plain", "tuned"]
 LIMIT = 600  # seconds
 
