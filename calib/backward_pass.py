@@ -9,7 +9,7 @@ Memory holds one block with its activations of one sample. The hidden states in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar, cast
 
@@ -90,10 +90,11 @@ class BackwardPass:
 
     def blocks(
         self, take: Callable[[int, nn.Module], BlockGradients[T]], begun: Begun | None = None
-    ) -> Iterator[tuple[int, T]]:
+    ) -> Generator[tuple[int, T]]:
         """Yield (index, what `take` has taken) of every block, the last first, of those of `begun` if that is given.
 
-        Raises NumericalError if hidden states are not finite.
+        Raises NumericalError if hidden states are not finite, UnsupportedModelError where blocks hand each other more
+        than these.
         """
         passed = self.count if begun is None else begun.blocks
         try:
@@ -119,7 +120,8 @@ class BackwardPass:
             block, name = self._load(index), self.skeleton.block_prefix(index).rstrip(".")
             for sample in range(self.stream.samples):
                 hidden = self.stream.read(sample, 1, index).to(self.device)
-                self.stream.write(sample, blockwise.run_block(block, self.calls[index][1], hidden, name), index + 1)
+                states = blockwise.run_block(block, self.calls.alone(index, sample), hidden, name)
+                self.stream.write(sample, states, index + 1)
             self.skeleton.free()
 
     def _turn(self) -> None:
@@ -144,7 +146,7 @@ class BackwardPass:
         taken = take(index, self._load(index))
         for sample in range(self.stream.samples):
             hidden, behind = (self.stream.read(sample, 1, side).to(self.device) for side in (index, self.count))
-            self.stream.write(sample, taken.pull_back(self.calls[index][1], hidden, behind), self.count)
+            self.stream.write(sample, taken.pull_back(self.calls.alone(index, sample), hidden, behind), self.count)
         result = taken.finish()
         self.skeleton.free()
         return result

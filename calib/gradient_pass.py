@@ -3,13 +3,17 @@
 The processes of a run share out the samples: each takes its own forward and backward. The rows of a linear then go to
 one process, in the order of the samples, which sums them up. So files have the same bytes for any number of processes.
 
+Of some models gradients cannot be had: what blocks hand to each other beside hidden states has none here, an operation
+has no derivative, a number overflows. All processes then end the pass, and the store says why.
+
 On a CPU all is computed in float32, in which few processors are slower than in 16 bits; on a GPU in the model's type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +23,7 @@ from compress import ranks
 from compress.calib.backward_pass import BackwardPass
 from compress.calib.gradient_store import OPTION, GradientStore, as_stored
 from compress.calib.output_gradients import BlockOutputs, GradientRows, SampledLabels, reduce_rows
+from compress.errors import NumericalError, UnsupportedModelError, first_line
 from compress.model import blockwise
 from compress.model.skeleton import Skeleton
 from compress.numerics import checks
@@ -42,19 +47,38 @@ def make(
     """Store the gradients over tokens [samples, seq_len] of all blocks that the store does not have yet.
 
     file: where hidden states may spill. report: is told what is being done, behind each block again. Called by all
-    processes of a run. Frees all weights.
+    processes of a run. Frees all weights. Where they cannot be had, `store.failure` is why.
     """
     with store.hold() if ranks.current().is_main else nullcontext():
-        if remaining := ranks.by_main(store.remaining):
+        store.failure = ranks.by_main(store.known_failure)
+        if store.failure is None and (remaining := ranks.by_main(store.remaining)):
             report("taking output gradients")
             end = blockwise.computing_in(skeleton, computed_dtype(skeleton, device))
             try:
                 if skeleton.edits is not None:
                     skeleton.edits.begin(torch.device(device))
-                _GradientPass(skeleton, tokens, store, seed, torch.device(device)).run(remaining, file, report)
+                gradient_pass = _GradientPass(skeleton, tokens, store, seed, torch.device(device))
+                store.failure = gradient_pass.run(remaining, file, report)
             finally:
                 end()
+            if store.failure is not None:
+                ranks.by_main(partial(store.fail, store.failure))
         ranks.by_main(lambda: None)  # what the main process has written is there for all
+
+
+Blocks = Generator[tuple[int, dict[str, GradientRows]]]
+
+
+def _advance(blocks: Blocks | None) -> tuple[dict[str, GradientRows], str | None]:
+    """Return what is taken in the next block, {} if there are no samples; or {}, and why that cannot be had."""
+    try:
+        return next(blocks)[1] if blocks is not None else {}, None
+    except (UnsupportedModelError, NumericalError) as error:
+        return {}, str(error)
+    except RuntimeError as error:  # of operations of the model's own code that were never taken backward
+        if blockwise.is_out_of_memory(error):
+            raise
+        return {}, first_line(error)
 
 
 class _GradientPass:
@@ -73,20 +97,24 @@ class _GradientPass:
         self.tokens = tokens[self.samples]
         self.labels = SampledLabels(tokens.shape[1], seed, self.samples.start)
 
-    def run(self, remaining: int, file: Path | None, report: Callable[[str], None]) -> None:
-        """Make the first `remaining` blocks, the last of them first."""
+    def run(self, remaining: int, file: Path | None, report: Callable[[str], None]) -> str | None:
+        """Make the first `remaining` blocks, the last of them first; return why that cannot be, None if it was."""
         begun = self.store.resume_point(remaining, self.samples)
         way = BackwardPass(self.skeleton, self.tokens, self.labels, file, self.device)
         has_samples = len(self.tokens) > 0  # there may be more processes than samples
-        blocks: Iterator[tuple[int, dict[str, GradientRows]]] = (
-            way.blocks(self._take, begun) if has_samples else iter(())
-        )
+        blocks = way.blocks(self._take, begun) if has_samples else None
         for index in reversed(range(remaining)):
-            _, own = next(blocks, (index, {}))
+            own, failure = _advance(blocks)
+            if failures := list(filter(None, self.ranks.gather(failure))):
+                if blocks is not None:
+                    blocks.close()
+                return failures[0]
             self._store(index, self._sum_up(index, own), way.gradient() if has_samples else None)
             del own
             report(f"taking output gradients ({remaining - index} of {remaining} blocks)")
-        next(blocks, None)  # which frees what it holds
+        if blocks is not None:
+            next(blocks, None)  # which frees what it holds
+        return None
 
     def _take(self, index: int, block: nn.Module) -> BlockOutputs:
         linears = {name: self.skeleton.linear(block, name) for name in self.store.linears[index]}

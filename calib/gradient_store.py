@@ -7,6 +7,8 @@
     DIR/behind-00002.safetensors while it is being made: the gradient in front of block 3, for the run that goes on
     DIR/lock                     held while it is being made
 
+Where they cannot be had of a model, gradients.json says why, and the rest is removed: no other run tries it again.
+
 The last block is made first. A run that goes on behind block 3 runs the text forward to block 2, and backward from
 there. What is damaged, of another model or of another version is made anew.
 """
@@ -46,6 +48,7 @@ class GradientStore:
         self.folder, self.linears = folder, linears
         self.identity = json.loads(json.dumps({"version": VERSION, **identity}))
         self.index = folder / "gradients.json"
+        self.failure: str | None = None  # why there are none and can be none, where that is known
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -77,6 +80,17 @@ class GradientStore:
                 if os.path.samestat(os.fstat(lock.fileno()), (self.folder / LOCK).stat()):
                     opened.push(attempt.pop_all())
                     return
+
+    def known_failure(self) -> str | None:
+        """Return why an earlier run could not make them, None if it could, or if there was none."""
+        failure = self._content().get("failure")
+        return failure if isinstance(failure, str) else None
+
+    def fail(self, failure: str) -> None:
+        """Have it known that they cannot be made, and remove what there is."""
+        write_text(self.index, json.dumps({"identity": self.identity, "failure": failure}, indent=1))
+        for file in self.folder.glob("*.safetensors"):
+            file.unlink(missing_ok=True)
 
     def remaining(self) -> int:
         """Return the number of blocks that are still to be made, the first ones; 0 if all are there."""
@@ -125,11 +139,17 @@ class GradientStore:
 
     def _hashes(self) -> dict[str, str]:
         """Return file name -> hash of the files that are whole; {} where another model's, or nothing, is here."""
+        hashes = self._content().get("files")
+        if not isinstance(hashes, dict):
+            return {}
+        return {name: digest for name, digest in hashes.items() if isinstance(digest, str)}
+
+    def _content(self) -> dict[str, Any]:
+        """Return what the folder says of itself; {} where another model's, or nothing, is here."""
         with suppress(CheckpointError, OSError):
             stored = read_json(self.index)
-            hashes = stored.get("files")
-            if stored.get("identity") == self.identity and isinstance(hashes, dict):
-                return {name: digest for name, digest in hashes.items() if isinstance(digest, str)}
+            if stored.get("identity") == self.identity:
+                return dict(stored)
         return {}
 
     def _is_whole(self, index: int, hashes: Mapping[str, str]) -> bool:

@@ -110,6 +110,12 @@ class OutputGradients:
     gradients: GradientRows | Tensor  # G [out, out] float32; GradientRows where count < out
 
     @property
+    def is_zero(self) -> bool:
+        """Whether no gradient reaches the linear."""
+        rows = self.gradients.entries if isinstance(self.gradients, GradientRows) else self.gradients
+        return not bool(rows.any())
+
+    @property
     def width(self) -> int:
         """The outputs of the linear."""
         return (self.gradients.entries if isinstance(self.gradients, GradientRows) else self.gradients).shape[1]
@@ -181,7 +187,7 @@ class BlockOutputs:
         hidden = hidden.detach().clone().requires_grad_()
         watched = [linear.register_forward_hook(partial(self._watch, name)) for name, linear in self.linears.items()]
         with blockwise.attached(watched):
-            states, _ = blockwise.call_block(self.block, call, hidden)
+            states, _ = blockwise.call_block(self.block, call, hidden.clone())  # which it may change in place
         states.backward(behind)
         return cast(Tensor, hidden.grad)
 

@@ -294,6 +294,7 @@ class Plan:
     embedding_tables: tuple[str, ...] = ()  # names of those tables whose rows are embeddings
     tables_are_shared: bool = False  # `tables` is one for embeddings and head, with which a transform computes as two
     messages: tuple[str, ...] = ()  # lines that are shown before anything is done
+    one_sided: str = ""  # why rounding that the recipe asks to be two-sided is not, "" if it is as asked
     written_numel: int = 0  # parameters of the model that is written
     numel: int = 0  # parameters of the original, a tied table counted once
     unused: tuple[str, ...] = ()  # stored tensors that are nothing of the model, or a further copy of a tied weight

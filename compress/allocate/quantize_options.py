@@ -74,7 +74,7 @@ class _MeasuredBlocks:
         self.packed: dict[str, PackedWeight] = {}  # "<linear>@<option>" -> weight, of the present block
         self.measured: dict[str, Any] = {}  # linear -> what was measured of it, by option
 
-    def start(self, notes: list[str]) -> None:
+    def start(self, notes: dict[str, list[str]]) -> None:
         """Leave what a transform of the whole model says to the run."""
 
     def begin(self, index: int, block: nn.Module) -> None:
@@ -167,7 +167,7 @@ class _TimedBlocks:
 
     finished = 0
 
-    def start(self, notes: list[str]) -> None:
+    def start(self, notes: dict[str, list[str]]) -> None:
         """Leave the notes."""
 
     def begin(self, index: int, block: nn.Module) -> None:

@@ -55,15 +55,16 @@ def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sche
 
 def _check_output(made: Scheme, at: Node, where: str) -> None:
     """Raise RecipeError for two-sided rounding or stored scales that a scheme's method, or its basis, cannot have."""
-    if made.two_sided and not _is_two_sided(made.method):
-        able = ", ".join(filter(_is_two_sided, plugins.names("quant")))
+    if made.two_sided and not is_two_sided(plugins.load("quant", made.method)):
+        able = ", ".join(name for name in plugins.names("quant") if is_two_sided(plugins.load("quant", name)))
         raise error_at(at, f"{where}: {made.method} cannot round two-sided, {able} can; set two_sided: false")
     if not made.incoherence and (made.out_scales != "none" or made.in_vector):
         raise error_at(at, f"{where}: out_scales and in_vector are those of a rotated basis; set incoherence: true")
 
 
-def _is_two_sided(name: str) -> bool:
-    return getattr(plugins.load("quant", name), "TWO_SIDED", False)
+def is_two_sided(method: ModuleType) -> bool:
+    """Return whether a method can round two-sided."""
+    return getattr(method, "TWO_SIDED", False)
 
 
 def is_kept(entries: Entries, where: str) -> bool:

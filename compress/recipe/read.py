@@ -66,6 +66,7 @@ import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
@@ -82,6 +83,7 @@ from compress.recipe.blocks import (
     cache,
     fields,
     is_kept,
+    is_two_sided,
     method,
     scheme,
     table,
@@ -314,11 +316,11 @@ def _apply_override(root: Node, override: str) -> Node:
     new = compose(override.partition("=")[2], source)
     root = replace_at(root, path, lambda old: new, source)
     if path == ["quantize", "method"] or (path[0] == "rules" and path[2:] == ["method"]):
-        root = _drop_unknown_settings(root, path[:-1], method({"method": (new, new)}).Config, source)
+        root = _drop_unknown_settings(root, path[:-1], method({"method": (new, new)}), source)
     if path == ["allocate", "method"]:
-        root = _drop_unknown_settings(root, path[:-1], method({"method": (new, new)}, "allocate").Config, source)
+        root = _drop_unknown_settings(root, path[:-1], method({"method": (new, new)}, "allocate"), source)
     if path == ["kv_cache", "method"]:
-        root = _drop_unknown_settings(root, path[:-1], method({"method": (new, new)}, "kv").Config, source)
+        root = _drop_unknown_settings(root, path[:-1], method({"method": (new, new)}, "kv"), source)
     return root
 
 
@@ -331,10 +333,11 @@ def _is_bare(key: str) -> bool:
     return "." not in key and key not in TOP_KEYS
 
 
-def _drop_unknown_settings(root: Node, path: Sequence[str], config: type, source: str) -> Node:
-    """Return the tree without the settings, at `path` and in rules that build on it, that `config` does not have."""
+def _drop_unknown_settings(root: Node, path: Sequence[str], chosen: ModuleType, source: str) -> Node:
+    """Return the tree without the settings, at `path` and in rules that build on it, that a method does not have."""
     sections = {"allocate": ALLOCATE_KEYS, "kv_cache": ("method", *SECTION_KEYS, *POLICY_KEYS)}
-    known = [*sections.get(path[0], RULE_KEYS), *fields(config)]
+    known = {*sections.get(path[0], RULE_KEYS), *fields(chosen.Config)}
+    known -= set() if is_two_sided(chosen) else {"two_sided"}
 
     def keep_known(block: MappingNode) -> Node:
         pairs = [(key, content) for key, content in block.value if key.value in known or is_override(key)]

@@ -40,10 +40,9 @@ class CheckpointBlocks:
         self.routing: dict[str, dict[str, Any]] = {}
         self.tuning: Any = None  # of the present block, where the recipe asks for it
 
-    def start(self, notes: list[str]) -> None:
-        """Begin the probe; the notes are those of a transform of the whole model."""
-        if notes:
-            self.run.notes["transform"] = notes
+    def start(self, notes: dict[str, list[str]]) -> None:
+        """Begin the probe, and keep the notes."""
+        self.run.notes |= notes
         self.probe = verify.Probe(self.skeleton, self.device)
         self.run.start = self.probe.start() if self.run.prepared.plan.embedding_tables else None
 

@@ -116,18 +116,9 @@ def _is_tuned_by_gradients(job: Job) -> bool:
 def _output_gradients(
     job: Job, skeleton: Skeleton, plans: Sequence[Plan], samples: int, seq_len: int
 ) -> sizes.GradientSizes | None:
-    """Return the bytes of the gradients at outputs of linears, None if no linear needs them.
-
-    Raises RecipeError where a transform of the recipe changes those outputs later.
-    """
+    """Return the bytes of the gradients at outputs of linears, None if no linear needs them."""
     if not any(sizes.needs_output_gradients(layer) for each in plans for layer in each.layers):
         return None
-    changing = ", ".join(dict.fromkeys(step.method for step in job.recipe.transform if _scope(step) == "block"))
-    if changing:
-        raise RecipeError(
-            f"two_sided and out_scales: sensitivity go by gradients at outputs that {changing} changes later; set "
-            "two_sided: false and other out_scales, or remove the transform"
-        )
     used = loss_gradients.samples(job.recipe.calibration.gradient_tokens, samples, seq_len)
     dtype = gradient_pass.computed_dtype(skeleton, job.device)
     return sizes.output_gradient_sizes(skeleton, used, seq_len, dtype.itemsize)

@@ -82,7 +82,8 @@ class Prepared:
         edits = self.skeleton.edits
         begun: tuple[str, ...] = (self.prefix.sentence,) if self.prefix.sentence else ()
         begun += (self.gradients.sentence,) if self.gradients is not None else ()
-        return (*self.plan.messages, *(edits.says if edits is not None else ()), *begun)
+        one_sided = (self.plan.one_sided,) if self.plan.one_sided else ()
+        return (*self.plan.messages, *one_sided, *(edits.says if edits is not None else ()), *begun)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from compress.calib import stats as calib_stats
 from compress.calib.gradient_store import GradientStore
 from compress.model.blockwise import QUANTIZED, BlockPass
 from compress.model.edits import EditContext
-from compress.progress import Meter, Progress
+from compress.progress import Meter, Progress, note
 from compress.ranks import Portion, Ranks
 from compress.run import loss_gradients, quantize_linear, sizes, tables
 from compress.run.calibration_stream import CalibrationStream
@@ -43,8 +43,8 @@ class BlockConsumer(Protocol):
 
     finished: int  # blocks that a former run has done
 
-    def start(self, notes: list[str]) -> None:
-        """Take what a transform of the whole model says; called once, before the first block."""
+    def start(self, notes: dict[str, list[str]]) -> None:
+        """Take what a part of the recipe says of the whole model, by its name; called once, before the first block."""
 
     def begin(self, index: int, block: nn.Module) -> None:
         """Look at a transformed block whose linears are about to be quantized."""
@@ -95,17 +95,23 @@ class BlockLoop:
             for layer in linear.values():
                 self.layers[layer.spec.block].append(layer)
         self.fisher: dict[str, Fisher] = {}  # of linears that are measured by the loss's gradients
-        self.gradients: GradientStore | None = None  # those at the outputs of linears, where any are needed
+        # those at the outputs of linears, where any are needed
+        self.gradients: GradientStore | loss_gradients.TimedGradients | None = None
         self.seconds: list[float] = []  # of each block computed in this run
         self.reads_head: LayerPlan | None = None  # the output head, where statistics of what it reads are taken
         self.head = NO_STATISTICS
 
     def run(self, consumer: BlockConsumer) -> None:
         """Pass all blocks to the consumer; those that it has finished are only replayed."""
-        notes = self._choose_edits()
+        notes = {"transform": chosen} if (chosen := self._choose_edits()) else {}
         count, last = len(self.skeleton.blocks), self._last_read()
         if consumer.finished < count:
             self._take_gradients()
+        if self.gradients is not None and self.gradients.failure is not None:
+            notes["two_sided"] = [loss_gradients.describe(self.gradients.failure)]
+            note(*notes["two_sided"])
+        elif self.prepared.plan.one_sided:
+            notes["two_sided"] = [self.prepared.plan.one_sided]
         self.stream.embed(last >= 0 or self.reads_head is not None)
         process_memory.trim()
         process_memory.check(self.job.max_memory)
@@ -132,6 +138,7 @@ class BlockLoop:
     def predict_seconds(self, consumer: BlockConsumer, batches: int) -> float:
         """Return the seconds of all blocks if each takes as long as the largest, with `batches` batches, not one."""
         packed_nbytes = [sum(layer.nbytes for layer in layers) for layers in self.layers]
+        self.gradients = loss_gradients.TimedGradients(self.skeleton)
         self.stream.embed()
         self.stream.part()
         with torch.no_grad():

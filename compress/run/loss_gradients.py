@@ -6,8 +6,9 @@ folder, beside the output or in that of `--measurements`, and read by every run 
 text. That takes the first samples of the text, of `calibration.gradient_tokens` tokens together.
 
 A transform of the whole model keeps its function, and may change what linears give. The gradients are then those of the
-transformed model, in a folder of their own. With a transform of blocks, which is chosen while they are quantized, they
-cannot be had: compress/run/demands.py refuses such a recipe.
+transformed model, in a folder of their own. With a transform of blocks, which is chosen while they are quantized, the
+plan goes without any (compress/run/plan.py). Where they cannot be had of a model, rounding is one-sided, and scales go
+by the weights alone.
 """
 
 from __future__ import annotations
@@ -61,12 +62,13 @@ def output_gradients(
 ) -> GradientStore:
     """Return the gradients at the outputs of all linears, taken now where they are not there yet.
 
-    tokens [samples, seq_len]: the calibration text. file: where hidden states may spill.
+    Where they cannot be had, the store says why. tokens [samples, seq_len]: the calibration text. file: where hidden
+    states may spill.
     """
     used = tokens[: samples(job.recipe.calibration.gradient_tokens, *tokens.shape)]
     identity = _identity(job, skeleton, tokens, used)
     store = GradientStore(folder_of(job, identity), identity, linear_widths(skeleton))
-    if ranks.current().is_main:
+    if ranks.current().is_main and store.known_failure() is None:
         item = gradient_pass.computed_dtype(skeleton, job.device).itemsize
         store.check_space(sizes.output_gradient_sizes(skeleton, len(used), used.shape[1], item).stored)
 
@@ -78,22 +80,41 @@ def output_gradients(
     return store
 
 
-def reader(
-    store: GradientStore | None, index: int, layers: Sequence[LayerPlan], device: torch.device
-) -> Callable[[LayerPlan], OutputGradients | None]:
-    """Return what reads the gradients at the outputs of a block's linears, None for those that need none.
+def describe(failure: str) -> str:
+    """Return what is to be said where gradients cannot be had, for this reason."""
+    return f"rounding is one-sided: the loss's gradients at outputs of linears cannot be taken ({failure})"
 
-    store: None where a block is only timed, with gradients of no tokens. Raises CheckpointError if they are damaged.
+
+class TimedGradients:
+    """Gradients of no tokens, for a block that is only timed."""
+
+    failure = None
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self.widths = {name: width for block in linear_widths(skeleton) for name, width in block.items()}
+
+    def read(self, index: int) -> TimedGradients:
+        """Return those of a block."""
+        return self
+
+    def of(self, name: str, device: torch.device) -> OutputGradients:
+        """Return those of a linear."""
+        return OutputGradients(0, GradientRows.join([], self.widths[name], device))
+
+
+def reader(
+    store: GradientStore | TimedGradients | None, index: int, layers: Sequence[LayerPlan], device: torch.device
+) -> Callable[[LayerPlan], OutputGradients | None]:
+    """Return what reads the gradients at the outputs of a block's linears.
+
+    None for those that need none, and for all if there are none. Raises CheckpointError if they are damaged.
     """
     needs_any = any(map(sizes.needs_output_gradients, layers))
-    block = store.read(index) if store is not None and needs_any else None
+    block = store.read(index) if store is not None and store.failure is None and needs_any else None
 
     def read(layer: LayerPlan) -> OutputGradients | None:
-        if not sizes.needs_output_gradients(layer):
-            return None
-        if block is None:
-            return OutputGradients(0, GradientRows.join([], layer.spec.shape[0], device))
-        return block.of(layer.spec.name, device)
+        is_read = block is not None and sizes.needs_output_gradients(layer)
+        return block.of(layer.spec.name, device) if is_read and block is not None else None
 
     return read
 

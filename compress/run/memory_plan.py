@@ -119,10 +119,11 @@ def arrange(
         if best is None or candidate.peak_nbytes < best.peak_nbytes:
             best = candidate
     assert best is not None
+    one_sided = "set two_sided: false, " if demands.output_gradients is not None else ""
     raise BudgetError(
         f"this run needs at least {-(-best.peak_nbytes // (1 << 20))} MiB ({process_memory.show(model.base)} of it for "
         f"the program itself), more than {'--max-memory' if limit is not None else f'{process_memory.room().what},'} "
-        f"{process_memory.show(allowed)}; raise it, or use fewer or shorter calibration samples"
+        f"{process_memory.show(allowed)}; raise it, {one_sided}or use fewer or shorter calibration samples"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -25,7 +26,8 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     Raises RecipeError if no linear is left to quantize or a pattern matches nothing.
     """
     specs, kept = skeleton.linears(is_needed=pack)
-    schemes = {spec.name: recipe.scheme_for(spec.name) for spec in specs}
+    asked = {spec.name: recipe.scheme_for(spec.name) for spec in specs}
+    schemes, one_sided = _without_gradients(asked, recipe) if pack else (asked, "")
     _check_patterns(recipe, skeleton, specs, kept)
     decided = {name: scheme for name, scheme in schemes.items() if scheme is not None}
     if not pack:
@@ -52,9 +54,28 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
         if len(layer.spec.parameters) > 1:  # the bias of an expert becomes a tensor of its own
             kept_nbytes[f"{layer.spec.name}.bias"] = layer.spec.shape[0] * layer.spec.dtype.itemsize
     chosen = sum(spec.numel for spec in specs if schemes[spec.name] is None)
-    of_blocks = Plan(tuple(layers), kept, kept_nbytes, decided, chosen_numel=chosen)
+    of_blocks = Plan(tuple(layers), kept, kept_nbytes, decided, chosen_numel=chosen, one_sided=one_sided)
     with_towers = outside_plan.add_towers(of_blocks, recipe, skeleton, _outside)
     return outside_plan.add_tables(with_towers, recipe, skeleton, _outside)
+
+
+def _without_gradients(schemes: dict[str, Scheme | None], recipe: Recipe) -> tuple[dict[str, Scheme | None], str]:
+    """Return the schemes, without all that goes by gradients at outputs where transforms of blocks are; and why.
+
+    Those gradients are of the model before any block is transformed.
+    """
+    steps = [step.method for step in recipe.transform if plugins.load("transform", step.method).SCOPE == "block"]
+    changed = {name: scheme and _one_sided(scheme) for name, scheme in schemes.items()}
+    if not steps or changed == schemes:
+        return schemes, ""
+    by = ", ".join(dict.fromkeys(steps))
+    return changed, f"{by} changes what linears give after gradients are taken there: rounding is one-sided"
+
+
+def _one_sided(scheme: Scheme) -> Scheme:
+    """Return a scheme that goes by no gradients at outputs."""
+    scales = "rms" if scheme.out_scales == "sensitivity" else scheme.out_scales
+    return dataclasses.replace(scheme, two_sided=False, out_scales=scales)
 
 
 def table_options(

@@ -233,6 +233,8 @@ def _with_surroundings(task: LinearTask, result: Quantized, around: dict[str, Te
         packed, notes = incoherence.wrap(packed, layer, around), (*incoherence.notes(layer), *notes)
         if layer.scheme.out_scales == "sensitivity" and task.output_gradients is None:
             notes = (*notes, "no gradients of its outputs are known: their scales go by its weights alone")
+    if layer.scheme.two_sided and task.output_gradients is not None and task.output_gradients.is_zero:
+        notes = (*notes, "no gradient of the loss reaches its outputs: rounded one-sided")
     if layer.stored.activations is not None:
         scale = {IN_SCALE: task.in_scale} if task.in_scale is not None else {}
         stored = dataclasses.replace(packed.stored, activations=layer.stored.activations)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,15 @@ from compress import ranks
 from compress.calib import gradient_pass
 from compress.calib.backward_pass import LOSS_SCALE, BackwardPass, linear_widths
 from compress.calib.gradient_store import GradientStore
-from compress.calib.output_gradients import REGULARIZATION, GradientRows, OutputGradients, SampledLabels, reduce_rows
-from compress.errors import CheckpointError, NumericalError, OutputError
+from compress.calib.output_gradients import (
+    REGULARIZATION,
+    BlockOutputs,
+    GradientRows,
+    OutputGradients,
+    SampledLabels,
+    reduce_rows,
+)
+from compress.errors import CheckpointError, OutputError
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
 from helpers import forked
@@ -239,6 +247,23 @@ def test_labels_are_drawn_from_the_predictions_whatever_the_parts() -> None:
 def test_gradients_that_are_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = BackwardPass._of_loss
     monkeypatch.setattr(BackwardPass, "_of_loss", lambda *given: real(*given) * float("inf"))
-    with pytest.raises(NumericalError, match="the gradient at the outputs of model.layers.1.* is not finite"):
-        made(save_pico("llama", tmp_path / "m"), tmp_path / "gradients")
-    assert not (tmp_path / "gradients").exists()  # nothing was finished
+    _, store = made(save_pico("llama", tmp_path / "m"), tmp_path / "gradients")
+    assert store.failure is not None
+    assert re.match(r"the gradient at the outputs of model\.layers\.1.* is not finite", store.failure)
+
+
+def test_all_processes_hear_of_a_failure_of_one(tmp_path: Path) -> None:
+    directory = save_pico("llama", tmp_path / "m")
+
+    def work() -> None:
+        torch.set_num_threads(1)
+        with ranks.joined("cpu") as joined:
+            if joined.rank:
+                BlockOutputs.pull_back = fail  # type: ignore[method-assign]
+            _, store = made(directory, tmp_path / "gradients", TOKENS[:2])
+            assert store.failure == "no derivative"
+
+    def fail(*given: Any) -> torch.Tensor:
+        raise RuntimeError("no derivative")
+
+    assert forked.together(2, work) == [0, 0]

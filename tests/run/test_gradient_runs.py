@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +13,17 @@ import torch
 
 from compress import api
 from compress.calib import gradient_pass
-from compress.errors import RecipeError
+from compress.calib.backward_pass import BackwardPass
+from compress.calib.output_gradients import BlockOutputs
+from compress.errors import UnsupportedModelError
 from compress.run import loss_gradients, prepare, quantize_linear, sizes
 from compress.run.job import Job
 from helpers.pico import save_pico
-from helpers.runs import Setup, cli, command, contents, job
+from helpers.runs import KEEP_TABLES, Setup, cli, command, contents, interrupt, job
 
 SMALL = ("calibration.num_samples=8", "calibration.seq_len=32", "calibration.gradient_tokens=100", "state_bits=6")
+TWO_SIDED = Setup("int3", (*SMALL[:-1], *KEEP_TABLES, "group_size=32", "two_sided=true"))
+BACKWARD_OF_LOSS = BackwardPass._of_loss
 SENSITIVE = Setup("vq2bit", (*SMALL, "tile_rows=32", "out_scales=sensitivity"))
 
 
@@ -37,6 +44,10 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(gradient_pass, "_GradientPass", noted)
     return shapes
+
+
+def weights(directory: Path) -> dict[str, bytes]:
+    return {name: data for name, data in contents(directory).items() if name.endswith(".safetensors")}
 
 
 def folders(where: Path) -> list[Path]:
@@ -70,7 +81,7 @@ def test_recipes_of_one_model_and_text_share_a_pass(
 
 
 def test_only_schemes_that_need_gradients_take_them(model: Path, tmp_path: Path, passes: list[tuple[int, ...]]) -> None:
-    api.quantize(job(model, SENSITIVE.set("out_scales=none"), tmp_path / "plain"))
+    api.quantize(job(model, SENSITIVE.set("out_scales=none", "two_sided=false"), tmp_path / "plain"))
     assert not passes and not folders(tmp_path)
 
 
@@ -89,10 +100,92 @@ def test_a_folder_of_measurements_keeps_them(model: Path, tmp_path: Path, passes
 
 
 @pytest.mark.parametrize("transform", ["smooth", "awq"])
-def test_transforms_that_change_outputs_later_are_refused(transform: str, model: Path, tmp_path: Path) -> None:
-    setup = SENSITIVE.set(f"transform=[{{method: {transform}}}]")
-    with pytest.raises(RecipeError, match=f"gradients at outputs that {transform} changes later; set two_sided: false"):
-        prepare.prepare(job(model, setup, tmp_path / "out"))
+def test_behind_transforms_that_change_outputs_later_rounding_is_one_sided(
+    transform: str, model: Path, tmp_path: Path, passes: list[tuple[int, ...]]
+) -> None:
+    setup = TWO_SIDED.set(f"transform=[{{method: {transform}}}]", "out_scales=sensitivity")
+    (message,) = prepare.prepare(job(model, setup, tmp_path / "out")).messages
+    assert message == f"{transform} changes what linears give after gradients are taken there: rounding is one-sided"
+    assert api.quantize(job(model, setup, tmp_path / "out"))["notes"]["two_sided"] == [message]
+    api.quantize(job(model, setup.set("two_sided=false", "out_scales=rms"), tmp_path / "plain"))
+    assert not passes and not folders(tmp_path)
+    assert weights(tmp_path / "out") == weights(tmp_path / "plain")
+
+
+def fail(error: Exception) -> Callable[..., Any]:
+    def stand_in(*given: Any) -> Any:
+        raise error
+
+    return stand_in
+
+
+def to_infinity(*given: Any) -> torch.Tensor:
+    return BACKWARD_OF_LOSS(*given) * float("inf")
+
+
+NOT_FINITE = r"the gradient at the outputs of model\.layers.* is not finite.*"
+FAILURES = {
+    "derivative": (BlockOutputs, "pull_back", fail(RuntimeError("no derivative\nof x")), "no derivative"),
+    "code": (BlockOutputs, "pull_back", fail(UnsupportedModelError("blocks differ")), "blocks differ"),
+    "overflow": (BackwardPass, "_of_loss", to_infinity, NOT_FINITE),
+}
+
+
+@pytest.mark.parametrize("kind", list(FAILURES))
+def test_where_gradients_cannot_be_had_rounding_is_one_sided(
+    kind: str, model: Path, tmp_path: Path, passes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    owner, name, stand_in, why = FAILURES[kind]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, stand_in)
+        report = api.quantize(job(model, TWO_SIDED, tmp_path / "out"))
+    (said,) = report["notes"]["two_sided"]
+    expected = r"rounding is one-sided: the loss's gradients at outputs of linears cannot be taken \(" + why + r"\)"
+    assert re.fullmatch(expected, said)
+    assert [record.getMessage() for record in caplog.records].count(said) == 1
+    assert all("two_sided_error" not in row for row in report["layers"]) and not report["fallbacks"]
+    again = api.quantize(job(model, TWO_SIDED, tmp_path / "again"))  # which does not try it again
+    assert len(passes) == 1 and again["notes"] == report["notes"]
+    api.quantize(job(model, TWO_SIDED.set("two_sided=false"), tmp_path / "plain"))
+    assert weights(tmp_path / "out") == weights(tmp_path / "again") == weights(tmp_path / "plain")
+    (folder,) = folders(tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == ["gradients.json", "lock"]
+
+
+def test_too_little_memory_is_no_reason_to_round_one_sided(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BlockOutputs, "pull_back", fail(torch.OutOfMemoryError("too much")))
+    with pytest.raises(torch.OutOfMemoryError):
+        api.quantize(job(model, TWO_SIDED, tmp_path / "out"))
+
+
+def test_linears_that_no_gradient_reaches_say_so(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = BlockOutputs._watch
+    cut = "model.layers.1.mlp.up_proj"
+    watch = lambda self, name, *given: None if name == cut else real(self, name, *given)  # noqa: E731
+    monkeypatch.setattr(BlockOutputs, "_watch", watch)
+    report = api.quantize(job(model, TWO_SIDED, tmp_path / "out"))
+    assert report["fallbacks"] == {cut: ["no gradient of the loss reaches its outputs: rounded one-sided"]}
+
+
+def test_an_allocation_and_its_run_share_a_pass(model: Path, tmp_path: Path, passes: list[tuple[int, ...]]) -> None:
+    settings = ("allocate.samples=2", "allocate.estimator=hessian", "allocate.options=[{bits: 2}, {bits: 3}]")
+    asked = dataclasses.replace(
+        job(model, Setup("mixed2bit", (*SMALL, *settings, "two_sided=true")), tmp_path / "out"),
+        measurements=tmp_path / "kept",
+    )
+    report = api.quantize(asked)
+    assert len(passes) == 1 and len(folders(tmp_path / "kept")) == 1 and not report["notes"]
+    assert any(row["two_sided_error"] > 0 for row in report["layers"] if row["name"].startswith("model.layers"))
+    api.quantize(dataclasses.replace(asked, out=tmp_path / "again"))
+    assert len(passes) == 1 and contents(tmp_path / "out") == contents(tmp_path / "again")
+
+
+def test_text_that_the_model_writes_itself_has_gradients(model: Path, tmp_path: Path) -> None:
+    report = api.quantize(dataclasses.replace(job(model, TWO_SIDED, tmp_path / "out"), calib=None))
+    assert report["calibration"]["self_generated"] and not report["notes"]
+    assert all(row["two_sided_error"] > 0 for row in report["layers"] if row["name"].startswith("model.layers"))
 
 
 def test_of_a_rotated_model_gradients_are_in_its_basis(model: Path, tmp_path: Path) -> None:
@@ -129,8 +222,6 @@ def test_memory_and_disk_are_planned(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_killed_while_it_quantizes_does_not_take_them_again(model: Path, tmp_path: Path) -> None:
-    from helpers.runs import interrupt
-
     words = command(model, SENSITIVE, tmp_path / "out")
     assert cli(*words, prepare=interrupt("compress.run.quantize_linear", "quantize", 9)).code == -9
     (folder,) = folders(tmp_path)
@@ -139,6 +230,16 @@ def test_a_run_that_is_killed_while_it_quantizes_does_not_take_them_again(model:
     assert result.code == 0, result.err
     assert stamps == {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert cli(*command(model, SENSITIVE, tmp_path / "whole")).code == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("call", [2, 5])
+def test_a_run_that_is_killed_while_it_takes_them_has_the_same_bytes(call: int, model: Path, tmp_path: Path) -> None:
+    words = command(model, TWO_SIDED, tmp_path / "out")
+    kill = interrupt("compress.calib.gradient_pass", "as_stored", call)
+    assert cli(*words, prepare=kill).code == -9
+    assert cli(*words).code == 0
+    assert cli(*command(model, TWO_SIDED, tmp_path / "whole")).code == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
