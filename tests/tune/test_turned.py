@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import transforms
-from compress.tune import trained
+from compress.tune import turned_linear
 from compress.types import WeightTransforms
 
 HADAMARD = WeightTransforms(("signs", "hadamard"), ("hadamard_transposed", "signs"))
@@ -43,7 +43,7 @@ def test_values_and_gradients(around: str, shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(2)
     matrix, slope = (torch.randn(shape, generator=generator) for _ in range(2))
     found: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
-    for dtype, make in ((torch.float32, trained.turned_effective), (torch.float64, transforms.effective)):
+    for dtype, make in ((torch.float32, turned_linear.turned_effective), (torch.float64, transforms.effective)):
         leaf = matrix.to(dtype).requires_grad_()
         made = make(leaf, ops, own)
         found[dtype] = made.detach(), torch.autograd.grad(made, leaf, slope.to(dtype))[0]
@@ -57,5 +57,5 @@ def test_gradients_reach_what_transforms_store() -> None:
     own: dict[str, Any] = tensors(ops, (32, 64))
     own["in_channel_scale"].requires_grad_()
     matrix = torch.randn(32, 64, generator=torch.Generator().manual_seed(3))
-    trained.turned_effective(matrix, ops, own).square().sum().backward()
+    turned_linear.turned_effective(matrix, ops, own).square().sum().backward()
     assert own["in_channel_scale"].grad.abs().min() > 0
