@@ -122,11 +122,11 @@ def add_surroundings(matrix: Tensor, packed: PackedWeight, tensors: Mapping[str,
 def strip_surroundings(weight: Tensor, packed: PackedWeight) -> Tensor | None:
     """Return the matrix [out, in], float32, that would have to be stored for `weight`: undo `add_surroundings`.
 
-    None where a transform around it is not orthogonal.
+    None where a diagonal around it has a zero.
     """
     stored, matrix = packed.stored, weight.float()
-    sides = (*stored.ops.input, *stored.ops.output)
-    if any(not getattr(transforms.find(name), "is_orthogonal", False) for name in sides):
+    sides = [("in", name) for name in stored.ops.input] + [("out", name) for name in stored.ops.output]
+    if any(name in transforms.FLOATING and bool((packed.tensors[f"{side}_{name}"] == 0).any()) for side, name in sides):
         return None
     if stored.ops:
         matrix = transforms.rotate(matrix, stored.ops, packed.tensors)

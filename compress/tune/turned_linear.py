@@ -30,7 +30,7 @@ HADAMARD_TRANSFORMS = {
     "hadamard": False,
     "hadamard_transposed": True,
 }  # name -> whether it is the transpose of `hadamard.transform`
-ORTHOGONAL_TRANSFORMS = ("signs", *HADAMARD_TRANSFORMS)  # transforms that are orthogonal and have nothing to train
+FAST_TRANSFORMS = (*transforms.DIAGONAL, *HADAMARD_TRANSFORMS)  # those that turning has a fast way for
 Names = tuple[str, ...]
 
 
@@ -143,35 +143,54 @@ def _work(names: Names, n: int) -> float:
 
 
 def turned_effective(matrix: Tensor, ops: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return what `transforms.effective` does, float32 [out, in], of a matrix of the same type and size."""
-    if not ops:
-        return matrix
-    if not _turns_compiled(matrix, (*ops.input, *ops.output)):
+    """Return what `transforms.effective` does, float32 [out, in], of a matrix of the same type and size.
+
+    Gradients reach the matrix, and diagonals that are stored in floating point.
+    """
+    inner, around = _split_outermost(ops, tensors)
+    own = {name: tensors[name] for name in transforms.specs(inner, (matrix.shape[0], matrix.shape[1]))}
+    if not _is_fast(matrix, (*inner.input, *inner.output), own):
         return transforms.effective(matrix, ops, tensors)
-    own = {name: tensors[name] for name in transforms.specs(ops, (matrix.shape[0], matrix.shape[1]))}
-    turned: Tensor = _TurnedMatrix.apply(matrix, ops, own)
-    return turned
+    turned: Tensor = _TurnedMatrix.apply(matrix, inner, own) if inner else matrix
+    if around["in"] is not None:
+        turned = turned * around["in"].float()
+    return turned if around["out"] is None else turned * around["out"].float()[:, None]
+
+
+def _split_outermost(
+    ops: WeightTransforms, tensors: Mapping[str, Tensor]
+) -> tuple[WeightTransforms, dict[str, Tensor | None]]:
+    """Return the transforms inside of diagonals that are trained and come first and last, and these, None for none."""
+    inner, around = {"in": list(ops.input), "out": list(ops.output)}, dict[str, Tensor | None]()
+    for side, place in (("in", 0), ("out", -1)):
+        name = inner[side][place] if inner[side] else ""
+        stored = tensors[f"{side}_{name}"] if name in transforms.FLOATING else None
+        around[side] = stored if stored is not None and stored.requires_grad else None
+        if around[side] is not None:
+            del inner[side][place]
+    return WeightTransforms(tuple(inner["in"]), tuple(inner["out"])), around
 
 
 def turn_rows(x: Tensor, side: str, names: Names, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return what the transforms of a side, `in` or `out`, make of each vector of x [..., n]; gradients pass them."""
-    if not names:
-        return x
-    if not _turns_compiled(x, names):
+    own = {key: tensors[key] for name in names if (key := f"{side}_{name}") in tensors}
+    if not _is_fast(x, names, own):
         ops = WeightTransforms(names, ()) if side == "in" else WeightTransforms((), names)
-        return (transforms.apply_input if side == "in" else transforms.apply_output)(x, ops, tensors)
-    turned: Tensor = _TurnedRows.apply(x, side, names, tensors)
+        return (transforms.apply_input if side == "in" else transforms.apply_output)(x, ops, own)
+    turned: Tensor = _TurnedRows.apply(x, side, names, own) if names else x
     return turned
 
 
-def _turns_compiled(x: Tensor, names: Names) -> bool:
-    return x.device.type == "cpu" and x.dtype == torch.float32 and set(names) <= set(ORTHOGONAL_TRANSFORMS)
+def _is_fast(x: Tensor, names: Names, own: Mapping[str, Tensor]) -> bool:
+    """Return whether transforms have a fast way for x, which takes no gradients by what they store."""
+    is_trained = any(stored.requires_grad for stored in own.values())
+    return x.device.type == "cpu" and x.dtype == torch.float32 and set(names) <= set(FAST_TRANSFORMS) and not is_trained
 
 
 class _TurnedMatrix(torch.autograd.Function):
     """M -> Out M In; its gradient G -> Out^T G In^T.
 
-    Orthogonal transforms with nothing to train need nothing kept for that. On a CPU the Hadamard transforms are
+    Transforms with nothing to train need nothing kept for that. On a CPU the Hadamard transforms are
     those of compress/kernels/cpu/hadamard.py: PyTorch's own products of small matrices are several times as slow, most
     of all where the columns of a matrix are transformed (1536 x 576, one thread: 2 ms in place of 8).
     """
@@ -206,21 +225,21 @@ class _TurnedRows(torch.autograd.Function):
 def _turn(x: Tensor, side: str, names: Sequence[str], tensors: Mapping[str, Tensor], *, is_transposed: bool) -> Tensor:
     """Apply transforms to each vector of x [..., n], or their transposes in the other order; signs in the same pass."""
     left = list(reversed(names) if is_transposed else names)
-    signs = tensors.get(f"{side}_signs")
     while left:
-        before, after = _take_signs(left, signs), None
-        if left:
+        before = _take_bytes(left, side, tensors)
+        if left and left[0] in HADAMARD_TRANSFORMS:
             is_other_way = HADAMARD_TRANSFORMS[left.pop(0)] != is_transposed
-            after = _take_signs(left, signs)
-            x = hadamard.transform(x, before, after, is_other_way)
+            x = hadamard.transform(x, before, _take_bytes(left, side, tensors), is_other_way)
         elif before is not None:
-            x = x * transforms.unpack_signs(before, x.shape[-1], x.dtype)
+            x = before.times(x)
+        elif left:
+            name = left.pop(0)
+            x = x * transforms.Diagonal(name, tensors[f"{side}_{name}"]).values(x.shape[-1], x.dtype)
     return x
 
 
-def _take_signs(left: list[str], signs: Tensor | None) -> Tensor | None:
-    """Return the bitmap if signs come next, and take them off."""
-    if not left or left[0] != "signs":
+def _take_bytes(left: list[str], side: str, tensors: Mapping[str, Tensor]) -> transforms.Diagonal | None:
+    """Return the diagonal that comes next if it is stored in bytes, and take it off; others may be float32 here."""
+    if not left or left[0] not in transforms.DIAGONAL or tensors[f"{side}_{left[0]}"].is_floating_point():
         return None
-    left.pop(0)
-    return signs
+    return transforms.Diagonal(left[0], tensors[f"{side}_{left.pop(0)}"])

@@ -1,4 +1,4 @@
-"""Apply the Hadamard transform of compress/numerics/hadamard.py on a CPU in one compiled call, signs included.
+"""Apply the Hadamard transform of compress/numerics/hadamard.py on a CPU in one compiled call, diagonals included.
 
 For a size K * 2^p, the sums and differences of the power of two are taken in registers, four levels in one pass over a
 row, first inside of vectors of 16 numbers and between 16 of them. A table of order K then gives sums over K numbers.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.formats.transforms import unpack_signs
+from compress.formats.transforms import SCALE8_BIAS, SCALE8_SHIFT, Diagonal
 from compress.kernels import llvm
 from compress.kernels.cpu.emitter import LANES, Writer
 from compress.numerics import hadamard
@@ -26,26 +26,28 @@ THREAD = 1 << 17  # numbers that are worth waking a thread
 
 
 def transform(
-    x: Tensor, before: Tensor | None = None, after: Tensor | None = None, is_transposed: bool = False
+    x: Tensor, before: Diagonal | None = None, after: Diagonal | None = None, is_transposed: bool = False
 ) -> Tensor:
     """Return diag(after) H diag(before) x for each vector of x [..., n], of the same type; H^T if transposed.
 
-    before, after: bitmaps of signs, uint8 [ceil(n / 8)] as compress/formats/transforms.py packs them; None: ones. Sums
-    are those of float32. Other types than `TYPES`, and sizes with few factors of two, are left to PyTorch.
+    before, after: signs, channel_scale16 or channel_scale8 of n channels as stored; None: ones. Sums are those of
+    float32. Other types than `TYPES`, and sizes with few factors of two, are left to PyTorch.
     """
     n = x.shape[-1]
     if not supports(x):
         multiply = hadamard.transpose if is_transposed else hadamard.transform
-        return _flip_signs(multiply(_flip_signs(x, before)), after)
+        y = multiply(x if before is None else before.times(x))
+        return y if after is None else after.times(y)
     x = x.contiguous()
     out = torch.empty_like(x)
-    run, table = _function_and_table(n, x.dtype, before is not None, after is not None, is_transposed)
-    signs = [0 if bitmap is None else bitmap.data_ptr() for bitmap in (before, after)]
+    names = [None if diagonal is None else diagonal.name for diagonal in (before, after)]
+    run, table = _function_and_table(n, x.dtype, *names, is_transposed)
+    diagonals = [0 if diagonal is None else diagonal.stored.data_ptr() for diagonal in (before, after)]
     source, target, step = x.data_ptr(), out.data_ptr(), n * x.element_size()
 
     def work(first: int, last: int) -> None:
         space = torch.empty(n, dtype=torch.float32, device="cpu")
-        run(source + first * step, *signs, table, space.data_ptr(), target + first * step, last - first)
+        run(source + first * step, *diagonals, table, space.data_ptr(), target + first * step, last - first)
 
     llvm.parallel(work, x.numel() // n, -(-THREAD // n))
     return out
@@ -58,7 +60,7 @@ def supports(x: Tensor) -> bool:
 
 @cache
 def _function_and_table(
-    n: int, dtype: torch.dtype, before: bool, after: bool, is_transposed: bool
+    n: int, dtype: torch.dtype, before: str | None, after: str | None, is_transposed: bool
 ) -> tuple[Callable[..., None], int]:
     """Return what transforms vectors of n numbers, and the address of its table."""
     order = hadamard.order(n)
@@ -74,17 +76,14 @@ def _table(order: hadamard.Order, is_transposed: bool) -> Tensor:
         return (table.T if is_transposed else table).contiguous()
 
 
-def _flip_signs(x: Tensor, bitmap: Tensor | None) -> Tensor:
-    return x if bitmap is None else x * unpack_signs(bitmap, x.shape[-1], x.dtype)
-
-
 class _Transform(Writer):
-    """Writes the transforms of rows; `before` and `after` are signs, `space` holds the float32 numbers of a row."""
+    """Writes the transforms of rows; `before` and `after` are diagonals, `space` holds the float32 numbers of a row."""
 
-    def __init__(self, K: int, power: int, dtype: torch.dtype, before: bool, after: bool) -> None:
+    def __init__(self, K: int, power: int, dtype: torch.dtype, before: str | None, after: str | None) -> None:
+        """before, after: names of the diagonals; None: ones."""
         super().__init__("transform", "x before after table space out", "rows", dtype)
-        self.x, signs_before, signs_after, self.table, self.space, self.out = self.pointers
-        self.before, self.after = (s if has else None for s, has in ((signs_before, before), (signs_after, after)))
+        self.x, stored_before, stored_after, self.table, self.space, self.out = self.pointers
+        self.before, self.after = (before, stored_before), (after, stored_after)
         (rows,) = self.integers
         self.K, self.vectors = K, 1 << power - MIN_POWER_OF_TWO  # of the power of two
         n = K << power
@@ -112,7 +111,7 @@ class _Transform(Writer):
         for i in range(count):
             number = b.add(first, self.i64(i))
             x = self.load_floats(self.x, b.add(self.start, b.mul(number, self.i64(LANES))), self.dtype, LANES)
-            vectors.append(self._inside(self._flip(x, self.before, number)))
+            vectors.append(self._inside(self._times(x, *self.before, number)))
         for i, vector in enumerate(self._between(vectors)):
             self._keep(vector, b.add(first, self.i64(i)))
 
@@ -170,15 +169,32 @@ class _Transform(Writer):
 
     def _write(self, vector: Any, number: Any) -> None:
         b = self.b
-        value = self.rounded(self._flip(b.fmul(vector, self.factor), self.after, number))
+        value = self.rounded(self._times(b.fmul(vector, self.factor), *self.after, number))
         self.store(value, self.out, b.add(self.start, b.mul(number, self.i64(LANES))))
 
-    def _flip(self, vector: Any, bitmap: Any, number: Any) -> Any:
-        if bitmap is None:
+    def _times(self, vector: Any, name: str | None, stored: Any, number: Any) -> Any:
+        """Multiply a vector of this number by its part of a diagonal."""
+        if name is None:
             return vector
-        b = self.b
-        negative = b.bitcast(self._bits(bitmap, number), self.vector(self.ir.IntType(1), LANES))
-        return b.select(negative, b.fneg(vector), vector)
+        b, first = self.b, self.b.mul(number, self.i64(LANES))
+        if name == "signs":
+            negative = b.bitcast(self._bits(stored, number), self.vector(self.ir.IntType(1), LANES))
+            return b.select(negative, b.fneg(vector), vector)
+        if name == "channel_scale16":
+            return b.fmul(vector, self.load_floats(stored, first, torch.float16, LANES))
+        assert name == "channel_scale8", f"{name} is multiplied by the caller"
+        return b.fmul(vector, self._byte_scales(self.load(stored, first, self.byte, LANES)))
+
+    def _byte_scales(self, codes: Any) -> Any:
+        """Return what the codes of a channel_scale8 stand for."""
+        b, words = self.b, self.vector(self.word, LANES)
+        extended = b.sext(codes, words)  # the sign is in the top bit of all 32
+        magnitude = b.shl(
+            b.and_(extended, self.constant(self.word, LANES, 127)), self.constant(self.word, LANES, SCALE8_SHIFT)
+        )
+        sign = b.and_(extended, self.constant(self.word, LANES, -(1 << 31)))
+        bits = b.or_(sign, b.add(magnitude, self.constant(self.word, LANES, SCALE8_BIAS)))
+        return b.bitcast(bits, self.vector(self.float, LANES))
 
     def _bits(self, bitmap: Any, number: Any) -> Any:
         """Sixteen bits, lowest first."""
