@@ -23,6 +23,10 @@ MIN_POWER_OF_TWO = 4  # smaller ones are no whole vector
 RADIX = 16  # vectors in registers
 TOGETHER = 8  # sums of a table in registers
 THREAD = 1 << 17  # numbers that are worth waking a thread
+MANY_ROWS = 4  # rows from which on diagonals are decoded once, before all rows
+
+# Diagonals of numbers, and how they are stored; the first are decoded ones.
+SCALES = {"channel_scale": torch.float32, "channel_scale16": torch.float16, "channel_scale8": torch.uint8}
 
 
 def transform(
@@ -41,15 +45,17 @@ def transform(
     x = x.contiguous()
     out = torch.empty_like(x)
     names = [None if diagonal is None else diagonal.name for diagonal in (before, after)]
-    run, table = _function_and_table(n, x.dtype, *names, is_transposed)
+    rows = x.numel() // n
+    is_many = rows >= MANY_ROWS
+    run, table = _function_and_table(n, x.dtype, *names, is_many, is_transposed)
     diagonals = [0 if diagonal is None else diagonal.stored.data_ptr() for diagonal in (before, after)]
     source, target, step = x.data_ptr(), out.data_ptr(), n * x.element_size()
 
     def work(first: int, last: int) -> None:
-        space = torch.empty(n, dtype=torch.float32, device="cpu")
+        space = torch.empty(3 * n if is_many else n, dtype=torch.float32, device="cpu")
         run(source + first * step, *diagonals, table, space.data_ptr(), target + first * step, last - first)
 
-    llvm.parallel(work, x.numel() // n, -(-THREAD // n))
+    llvm.parallel(work, rows, -(-THREAD // n))
     return out
 
 
@@ -60,11 +66,11 @@ def supports(x: Tensor) -> bool:
 
 @cache
 def _function_and_table(
-    n: int, dtype: torch.dtype, before: str | None, after: str | None, is_transposed: bool
+    n: int, dtype: torch.dtype, before: str | None, after: str | None, is_many: bool, is_transposed: bool
 ) -> tuple[Callable[..., None], int]:
     """Return what transforms vectors of n numbers, and the address of its table."""
     order = hadamard.order(n)
-    run = llvm.function(_Transform, order.K, order.power, dtype, before, after)
+    run = llvm.function(_Transform, order.K, order.power, dtype, (before, after), is_many)
     return run, _table(order, is_transposed).data_ptr() if order.K > 1 else 0
 
 
@@ -77,17 +83,25 @@ def _table(order: hadamard.Order, is_transposed: bool) -> Tensor:
 
 
 class _Transform(Writer):
-    """Writes the transforms of rows; `before` and `after` are diagonals, `space` holds the float32 numbers of a row."""
+    """Writes the transforms of rows; `before` and `after` are diagonals.
 
-    def __init__(self, K: int, power: int, dtype: torch.dtype, before: str | None, after: str | None) -> None:
-        """before, after: names of the diagonals; None: ones."""
+    `space` holds the float32 numbers of a row, and where there are many rows the decoded diagonals behind them.
+    """
+
+    def __init__(
+        self, K: int, power: int, dtype: torch.dtype, names: tuple[str | None, str | None], is_many: bool
+    ) -> None:
+        """names: of `before` and `after`; None: ones."""
         super().__init__("transform", "x before after table space out", "rows", dtype)
-        self.x, stored_before, stored_after, self.table, self.space, self.out = self.pointers
-        self.before, self.after = (before, stored_before), (after, stored_after)
+        self.x, before, after, self.table, self.space, self.out = self.pointers
         (rows,) = self.integers
         self.K, self.vectors = K, 1 << power - MIN_POWER_OF_TWO  # of the power of two
         n = K << power
         self.factor = self.floats(n**-0.5)
+        self.before, self.after = (
+            self._decoded(name, stored, place * n // LANES) if is_many and name in SCALES else (name, stored)
+            for place, (name, stored) in enumerate(zip(names, (before, after), strict=True), 1)
+        )
         with self.loop(rows) as row:
             self.start = self.b.mul(row, self.i64(n))
             near = min(RADIX, self.vectors)
@@ -176,14 +190,24 @@ class _Transform(Writer):
         """Multiply a vector of this number by its part of a diagonal."""
         if name is None:
             return vector
-        b, first = self.b, self.b.mul(number, self.i64(LANES))
+        b = self.b
         if name == "signs":
             negative = b.bitcast(self._bits(stored, number), self.vector(self.ir.IntType(1), LANES))
             return b.select(negative, b.fneg(vector), vector)
-        if name == "channel_scale16":
-            return b.fmul(vector, self.load_floats(stored, first, torch.float16, LANES))
-        assert name == "channel_scale8", f"{name} is multiplied by the caller"
-        return b.fmul(vector, self._byte_scales(self.load(stored, first, self.byte, LANES)))
+        return b.fmul(vector, self._scales(name, stored, number))
+
+    def _scales(self, name: str, stored: Any, number: Any) -> Any:
+        """Return the part of scales that belongs to a vector of this number, float32."""
+        first = self.b.mul(number, self.i64(LANES))
+        if name == "channel_scale8":
+            return self._byte_scales(self.load(stored, first, self.byte, LANES))
+        return self.load_floats(stored, first, SCALES[name], LANES)
+
+    def _decoded(self, name: str, stored: Any, first: int) -> tuple[str, Any]:
+        """Write scales to the space, from a vector of this number on; return what `_times` reads there."""
+        with self.loop(self.i64(self.K * self.vectors)) as i:
+            self._keep(self._scales(name, stored, i), self.b.add(i, self.i64(first)))
+        return "channel_scale", self.at(self.space, self.i64(first * LANES), self.float)
 
     def _byte_scales(self, codes: Any) -> Any:
         """Return what the codes of a channel_scale8 stand for."""
