@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from compress import formats, plugins
 from compress.tune.adamw8bit import States, saved_nbytes
+from compress.tune.codes import fixed
 from compress.tune.descend import check_codes_rate, check_held_out, check_rate, descend, is_checked
 from compress.tune.held_block import MAX_HELD_OUT_BATCHES, Batches, BlockSizes, HeldBlock, relative
 from compress.tune.trained import Rates, Trained, TrainedWeight
@@ -124,15 +125,37 @@ class BlockTuning(HeldBlock):
 
     @torch.no_grad()
     def between(self) -> None:
-        """Train the weights that are still to be quantized, norms and biases; called before each group of linears."""
+        """Train the weights that are still to be quantized, norms and biases; called before each group of linears.
+
+        Scales of channels around those that are quantized are trained along.
+        """
         if self.packed and self.left and self.config.between:
             share = self.config.weights_rate / self.config.rate
             weights = {f"{name}.weight": share for name in self.left}
             shares = {**weights, **dict.fromkeys(self._vectors(), 1.0)}
             trained = {name: Trained(self.model.get_parameter(name), by) for name, by in shares.items()}
-            self._train(trained, {}, self.config.between, lambda: {n: each.value() for n, each in trained.items()})
+            scaled = self._scaled()
+
+            def parameters() -> dict[str, Tensor]:
+                tensors = {name: each.value() for name, each in trained.items()}
+                return {**tensors, **{f"{name}.weight": each.weight() for name, each in scaled.items()}}
+
+            self._train(trained, scaled, self.config.between, parameters)
             for name, each in trained.items():
                 self.model.get_parameter(name).copy_(each.value())
+            for name, weight in scaled.items():
+                self.packed[name] = weight.pack()
+                dense = formats.decode(self.packed[name], torch.float32)
+                self.model.get_parameter(f"{name}.weight").copy_(dense)
+
+    def _scaled(self) -> dict[str, TrainedWeight]:
+        """Return the quantized weights whose scales of channels can be trained, with nothing decoded in a step.
+
+        Those with inputs that are quantized at run time are not among them: their scales decide what is rounded.
+        """
+        free = {name: packed for name, packed in self.packed.items() if packed.stored.activations is None}
+        scaled = {name: fixed.Codes(packed, torch.empty(0)) for name, packed in free.items()}
+        return {name: each for name, each in scaled.items() if each.has_scales}
 
     @torch.no_grad()
     def finish(self) -> tuple[dict[str, PackedWeight], dict[str, Tensor], str]:
@@ -208,8 +231,8 @@ class BlockTuning(HeldBlock):
         parts: list[Trained | TrainedWeight] = [*vectors.values(), *weights.values()]
         best = first = self.error(parameters())
         stream = self.portions.endless()
-        checks = CHECKS if weights else 1
-        is_held = weights and self.config.preserve  # weights that are not yet quantized are free
+        checks = 1 if self.left else CHECKS
+        is_held = not self.left and self.config.preserve  # weights that are not yet quantized are free
         preserved = Preserved(self.block, list(weights), self.fisher) if is_held else None
 
         def loss(step: int) -> float:

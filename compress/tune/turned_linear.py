@@ -49,9 +49,9 @@ class TurnedLinear(nn.Module):
         of_transforms = transforms.specs(stored.ops, shape)
         self.first, self.inner, self.last = cut_scales(stored.ops)
         of_matrix = {name for name in trained if name not in of_transforms}
-        factors = getattr(formats.get(stored.format), "ROW_FACTORS", ())
+        factors = row_factors(stored)
         self.is_fixed = stored.lowrank is None and of_matrix <= set(factors)
-        self.factors: Names = tuple(name for name in factors if name in specs) if self.is_fixed else ()
+        self.factors: Names = factors if self.is_fixed else ()
         self.direct: Names = tuple(name for name in trained if name in of_transforms or name in self.factors)
         has_rows = any(math.prod(specs[name][0]) > 1 for name in self.factors)
         within = transforms.specs(self.inner, shape)
@@ -74,27 +74,11 @@ class TurnedLinear(nn.Module):
 
     def matrix(self, packed: PackedWeight) -> Tensor:
         """Return what activations are multiplied by, [out, in] float32; gradients reach what is not `direct`."""
-        matrix = self._decode(packed)
+        matrix = decode_codes(packed) if self.is_fixed else formats.decode_stored(packed, torch.float32)
         if (part := self.stored.lowrank) is not None:
             a, b = lowrank.part_factors(packed.tensors, part, self.shape, torch.float32)
             matrix = torch.addmm(matrix, b.T, a)
         return matrix if self.turns_activations else turned_effective(matrix, self.inner, packed.tensors)
-
-    def _decode(self, packed: PackedWeight) -> Tensor:
-        specs = formats.get(self.stored.format).specs(self.stored.params, self.shape)
-        tensors = {name: packed.tensors[name] for name in specs}
-        if not self.is_fixed:
-            return formats.decode_stored(PackedWeight(self.stored, tensors, self.shape), torch.float32)
-        for name in self.factors:
-            tensors[name] = torch.ones(specs[name][0], dtype=specs[name][1], device=tensors[name].device)
-        if (kernel := self._kernel(tensors)) is not None:
-            return kernel.decode(torch.float32)
-        return formats.decode_stored(PackedWeight(self.stored, tensors, self.shape), torch.float32)
-
-    def _kernel(self, tensors: Mapping[str, Tensor]) -> Any:
-        """Return a kernel that decodes the same numbers faster, None if there is none."""
-        example = next(iter(tensors.values()))
-        return dispatch.prepare(example, tensors, self.stored.format, self.stored.params, self.shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return y [..., out] of x [..., in], float32."""
@@ -109,6 +93,29 @@ class TurnedLinear(nn.Module):
             y = turn_rows(y, "out", self.inner.output, own)
         y = transforms.apply_output(y, WeightTransforms(output=self.last), own)
         return y if self.bias is None else y + self.bias
+
+
+def row_factors(stored: Stored) -> Names:
+    """Return the stored tensors that only multiply rows of the matrix; none where a low-rank part is beside it."""
+    format = formats.get(stored.format)
+    names = getattr(format, "ROW_FACTORS", ())
+    if not names or stored.lowrank is not None:
+        return ()
+    has = format.specs(stored.params, (1, 1))
+    return tuple(name for name in names if name in has)
+
+
+def decode_codes(packed: PackedWeight) -> Tensor:
+    """Return the stored matrix [out, in], float32, with ones in the place of what multiplies its rows."""
+    format, params, shape = packed.format, packed.params, packed.shape
+    specs = formats.get(format).specs(params, shape)
+    tensors = {name: packed.tensors[name] for name in specs}
+    for name in row_factors(packed.stored):
+        tensors[name] = torch.ones(specs[name][0], dtype=specs[name][1], device=tensors[name].device)
+    kernel = dispatch.prepare(next(iter(tensors.values())), tensors, format, params, shape)
+    if kernel is not None and kernel.shape == shape and shape[0] * shape[1]:
+        return kernel.decode(torch.float32)
+    return formats.decode_stored(PackedWeight(packed.stored, tensors, shape), torch.float32)
 
 
 def cut_scales(ops: WeightTransforms) -> tuple[Names, WeightTransforms, Names]:
