@@ -3,10 +3,11 @@
 BRECQ (Li et al. 2021, arXiv 2102.05426) fits a block's rounding to the block's own output. QuIP# (Tseng et al. 2024,
 arXiv 2402.04396) tunes the weights that are still to be quantized, so that they make up for those that are: linears are
 taken in the groups that read one input (q, k, v; o; gate, up; down), and behind each the rest is trained, with norms
-and biases. At the end, with all linears quantized, what is stored is trained, with norms and biases. How a packed
-weight is trained is a file of compress/tune/codes: its codes stay and the numbers beside them move (`fixed`, every
-format), or its codes are learned, too: `straight_through`, `signs` and `clips` those of the format `int`, `pv` those of
-codebooks, E8P and trellises, `proximal` those of codebooks. A format that these do not serve keeps its codes.
+and biases and the scales of channels that are stored around those that are quantized. At the end, with all linears
+quantized, what is stored is trained, with norms and biases. How a packed weight is trained is a file of
+compress/tune/codes: its codes stay and the numbers beside them move (`fixed`, every format), or its codes are learned,
+too: `straight_through`, `signs` and `clips` those of the format `int`, `pv` those of codebooks, E8P and trellises,
+`proximal` those of codebooks. A format that these do not serve keeps its codes.
 
 The loss is the relative squared error of the block's output for what the quantized prefix gives, against what the
 full-precision model gives behind the block, so that the errors of earlier blocks are made up for, too. Each token's
@@ -21,8 +22,9 @@ int2, all with `codes_rate` 2. Numbers behind codes that start in the middle of 
 Weights that are not yet quantized take the error behind q, k and v of int2 to 95%, 87% and 80% at weights_rate 0.002,
 0.0075 and 0.02.
 
-Differences: QuIP# learns its signs as real vectors, too. A step takes about `tokens` tokens, fewer than a batch of a
-forward pass. Inputs that are quantized at run time are quantized here, too, from when their linear is.
+Differences: QuIP# always learns its signs as real vectors, here where a recipe stores such. A step takes about `tokens`
+tokens, fewer than a batch of a forward pass. Inputs that are quantized at run time are quantized here, too, from when
+their linear is.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def test_scales_of_channels_are_trained_between_groups(activations: Activations 
     if activations is not None:
         assert not changed
         return
-    assert stage.after < 0.9 * stage.before
+    assert stage.after < 0.98 * stage.before
     assert changed == {"in_channel_scale16", "out_channel_scale16"}
     assert all(tensor.dtype == packed.tensors[name].dtype for name, tensor in now.tensors.items())
     assert torch.equal(tuning.model.up.weight, formats.decode(now, torch.float32))
