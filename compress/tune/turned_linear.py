@@ -41,6 +41,9 @@ class TurnedLinear(nn.Module):
     through `matrix`.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(self, stored: Stored, shape: tuple[int, int], bias: bool, trained: Iterable[str]) -> None:
         """shape: [out, in]; trained: names of the stored tensors that are trained."""
         super().__init__()
