@@ -178,7 +178,7 @@ def test_scales_of_channels_are_trained_between_groups(activations: Activations 
     assert stage.after < 0.98 * stage.before
     assert changed == {"in_channel_scale16", "out_channel_scale16"}
     assert all(tensor.dtype == packed.tensors[name].dtype for name, tensor in now.tensors.items())
-    assert torch.equal(tuning.model.up.weight, formats.decode(now, torch.float32))
+    assert torch.equal(tuning.model.get_parameter("up.weight"), formats.decode(now, torch.float32))
     assert tuning.error({}) == pytest.approx(stage.after, rel=0.02)
 
 
