@@ -115,8 +115,9 @@ def decode_codes(packed: PackedWeight) -> Tensor:
     tensors = {name: packed.tensors[name] for name in specs}
     for name in row_factors(packed.stored):
         tensors[name] = torch.ones(specs[name][0], dtype=specs[name][1], device=tensors[name].device)
-    kernel = dispatch.prepare(next(iter(tensors.values())), tensors, format, params, shape)
-    if kernel is not None and kernel.shape == shape and shape[0] * shape[1]:
+    example = next(iter(tensors.values()))
+    kernel = dispatch.prepare(example, tensors, format, params, shape) if example.is_cpu else None
+    if kernel is not None:
         return kernel.decode(torch.float32)
     return formats.decode_stored(PackedWeight(packed.stored, tensors, shape), torch.float32)
 

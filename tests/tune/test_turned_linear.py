@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from compress import formats
+from compress import api, formats
 from compress.formats import lowrank, transforms
 from compress.model.blockwise import BlockArgs
 from compress.quant import trellis
+from compress.run import verify
 from compress.tune import turned_linear
 from compress.tune.blockwise import BlockTuning, Config
 from compress.tune.codes import fixed
 from compress.tune.turned_linear import TurnedLinear
 from compress.types import Activations, LowRank, PackedWeight, Stats, Stored, WeightTransforms
+from helpers.pico import save_pico
+from helpers.runs import Setup, job, stored_tensors
 from helpers.stored import samples
 
 SHAPE = (32, 64)
@@ -96,9 +100,9 @@ def test_outputs_and_gradients_are_those_of_the_dense_weight(turns_activations: 
     kinds = set()
     for packed in cases():
         y, expected = densely(packed, x, slope)
-        linear, found, slopes = around(packed, x, slope, turns_activations)
+        linear, outputs, slopes = around(packed, x, slope, turns_activations)
         kinds.add((packed.format, linear.is_fixed, linear.turns_activations))
-        assert (found - y).norm() < 2e-6 * y.norm()
+        assert (outputs - y).norm() < 2e-6 * y.norm()
         for name, gradient in expected.items():
             error = (slopes[name] - gradient).norm() / gradient.norm().clamp(min=1e-3 * x.norm())
             assert error < 1e-5, (packed.stored, name)
@@ -204,3 +208,25 @@ def test_factors_alone_need_no_decoding() -> None:
                 wanted = expected[name] * each.unit
                 assert (each.moved.grad - wanted).norm() < 1e-5 * wanted.norm().clamp(min=1e-3), name
     assert len(kinds) == 3
+
+
+def test_all_stages_train_scales_of_channels(tmp_path: Path) -> None:
+    """Codes stay; every vector around a linear has moved from the signs that it began with."""
+    model = save_pico("llama", tmp_path / "llama", dtype=torch.bfloat16)
+    small = ("calibration.num_samples=8", "calibration.seq_len=32", "calibration.target_correction=0", "state_bits=6")
+    setup = Setup("vq2bit", (*small, "out_scales=ones", "in_vector=true"))
+    tunes = {
+        "between": "tune={method: blockwise, steps: 0, between: 6, rate: 0.01}",
+        "behind": "tune={method: blockwise, steps: 6, between: 0, rate: 0.01}",
+    }
+    for name, tune in tunes.items():
+        api.quantize(job(model, setup.set(tune), tmp_path / name))
+        verify.verify(tmp_path / name)
+        scales = {key: t for key, t in stored_tensors(tmp_path / name).items() if "channel_scale16" in key}
+        moved = {key for key, t in scales.items() if not torch.equal(t.abs(), torch.ones_like(t))}
+        last = {key for key in scales if "down_proj" in key}
+        assert len(scales) == 2 * 7 * 2 and moved and (name == "behind" or not moved & last)
+    api.quantize(job(model, setup, tmp_path / "plain"))
+    plain, tuned = (stored_tensors(tmp_path / name) for name in ("plain", "behind"))
+    first = "model.layers.0.self_attn.q_proj.words"
+    assert torch.equal(plain[first], tuned[first])
