@@ -136,7 +136,7 @@ class BlockTuning(HeldBlock):
             weights = {f"{name}.weight": share for name in self.left}
             shares = {**weights, **dict.fromkeys(self._vectors(), 1.0)}
             trained = {name: Trained(self.model.get_parameter(name), by) for name, by in shares.items()}
-            scaled = self._scaled()
+            scaled = self._take_scaled()
 
             def parameters() -> dict[str, Tensor]:
                 tensors = {name: each.value() for name, each in trained.items()}
@@ -150,7 +150,7 @@ class BlockTuning(HeldBlock):
                 dense = formats.decode(self.packed[name], torch.float32)
                 self.model.get_parameter(f"{name}.weight").copy_(dense)
 
-    def _scaled(self) -> dict[str, TrainedWeight]:
+    def _take_scaled(self) -> dict[str, TrainedWeight]:
         """Return the quantized weights whose scales of channels can be trained, with nothing decoded in a step.
 
         Those with inputs that are quantized at run time are not among them: their scales decide what is rounded.

@@ -4,7 +4,7 @@ Gradient checkpointing over blocks that are loaded anew: a batch goes forward wi
 states in front of each block. The head gives the loss and its gradient behind the last block. Then each block is
 decoded again, the last first, and its pass repeated with gradients, which go on to the block before it. So memory holds
 one decoded block with the gradient of its weights, its activations for some samples, and the hidden states of one batch
-in front of all blocks. Packed linears are computed around their stored matrices (compress/tune/turned_linear.py); the
+in front of all blocks. Packed linears are computed around their stored matrices (compress/tune/stored_linear.py); the
 gradient of a matrix goes through its format's own decoding, one linear at a time.
 
 All is computed in float32 from what is stored, also where the model has 16 bits. Inputs that are quantized at run time
@@ -31,7 +31,7 @@ from compress.numerics import kl
 from compress.runtime.embedding import PackedEmbedding
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
-from compress.tune.turned_linear import TurnedLinear
+from compress.tune.stored_linear import StoredLinear
 from compress.types import IN_SCALE, PackedWeight
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -266,7 +266,7 @@ def _without_weights(block: nn.Module, inner: Mapping[str, Iterable[str]]) -> nn
         config = getattr(module, "config", None)
         memo[id(config)] = config
         if isinstance(module, PackedLinear):
-            memo[id(module)] = TurnedLinear(module.stored, module.shape, module.bias is not None, inner.get(path, ()))
+            memo[id(module)] = StoredLinear(module.stored, module.shape, module.bias is not None, inner.get(path, ()))
     return copy.deepcopy(block, memo)
 
 
@@ -279,25 +279,25 @@ def _weights(block: _StreamedBlock, numbers: Numbers, states: Sequence[Tensor]) 
     weights = {path: tensor for path, tensor in block.plain.items() if path not in block.vectors}
     weights.update({path: numbers[name] for path, name in block.vectors.items()})
     for path in block.packed:
-        of_linear = _linear(block, path).numbers(_moved(block, path, numbers), tokens)
+        of_linear = _linear(block, path).numbers(_replace_trained(block, path, numbers), tokens)
         weights.update({f"{path}.{key}": tensor for key, tensor in of_linear.items()})
     return weights
 
 
-def _linear(block: _StreamedBlock, path: str) -> TurnedLinear:
-    return cast(TurnedLinear, block.module.get_submodule(path))
+def _linear(block: _StreamedBlock, path: str) -> StoredLinear:
+    return cast(StoredLinear, block.module.get_submodule(path))
 
 
-def _moved(block: _StreamedBlock, path: str, numbers: Numbers) -> PackedWeight:
+def _replace_trained(block: _StreamedBlock, path: str, numbers: Numbers) -> PackedWeight:
     """Return a packed weight with its trained tensors as they are in `numbers`."""
     packed = block.packed[path]
     trained = {key: numbers[name] for key, name in block.inner.get(path, {}).items()}
     return PackedWeight(packed.stored, {**packed.tensors, **trained}, packed.shape)
 
 
-def _leaves(block: _StreamedBlock) -> tuple[dict[str, str], dict[str, TurnedLinear]]:
+def _leaves(block: _StreamedBlock) -> tuple[dict[str, str], dict[str, StoredLinear]]:
     """Return what gradients are taken by, by paths in the block: what is trained -> name on disk, other matrices."""
-    read, made = dict(block.vectors), dict[str, TurnedLinear]()
+    read, made = dict(block.vectors), dict[str, StoredLinear]()
     for path, names in block.inner.items():
         linear = _linear(block, path)
         read.update({f"{path}.{key}": names[key] for key in linear.direct})
@@ -316,7 +316,7 @@ def _run(module: nn.Module, weights: Mapping[str, Tensor], call: BlockArgs, hidd
 
 
 def _through(
-    block: _StreamedBlock, path: str, linear: TurnedLinear, numbers: Numbers, gradient: Tensor
+    block: _StreamedBlock, path: str, linear: StoredLinear, numbers: Numbers, gradient: Tensor
 ) -> dict[str, Tensor]:
     """Return the gradients by stored numbers, by names on disk, from that by what activations are multiplied by."""
     names = {key: name for key, name in block.inner[path].items() if key not in linear.direct}

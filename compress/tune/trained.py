@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from compress import formats
 from compress.formats import lowrank, transforms
 from compress.storage.checkpoint import Checkpoint
-from compress.tune.turned_linear import turned_effective
+from compress.tune.stored_linear import turned_effective
 from compress.types import IN_SCALE, PackedWeight
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

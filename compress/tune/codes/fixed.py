@@ -17,8 +17,8 @@ from torch import Tensor
 
 from compress import formats
 from compress.formats import transforms
+from compress.tune.stored_linear import cut_scales, decode_codes, row_factors, turned_effective
 from compress.tune.trained import Rates, TrainedWeight, decode_with
-from compress.tune.turned_linear import cut_scales, decode_codes, row_factors, turned_effective
 from compress.types import PackedWeight
 
 BYTES = 4  # [bytes] for each weight: the dense matrix

@@ -15,10 +15,10 @@ from compress.formats import lowrank, transforms
 from compress.model.blockwise import BlockArgs
 from compress.quant import trellis
 from compress.run import verify
-from compress.tune import turned_linear
+from compress.tune import stored_linear
 from compress.tune.blockwise import BlockTuning, Config
 from compress.tune.codes import fixed
-from compress.tune.turned_linear import TurnedLinear
+from compress.tune.stored_linear import StoredLinear
 from compress.types import Activations, LowRank, PackedWeight, Stats, Stored, WeightTransforms
 from helpers.pico import save_pico
 from helpers.runs import Setup, job, stored_tensors
@@ -81,10 +81,10 @@ def densely(packed: PackedWeight, x: Tensor, slope: Tensor) -> tuple[Tensor, dic
 
 def around(
     packed: PackedWeight, x: Tensor, slope: Tensor, turns_activations: bool
-) -> tuple[TurnedLinear, Tensor, dict[str, Tensor]]:
-    """The same by a `TurnedLinear`."""
+) -> tuple[StoredLinear, Tensor, dict[str, Tensor]]:
+    """The same by a `StoredLinear`."""
     leaves = leaves_of(packed)
-    linear = TurnedLinear(packed.stored, packed.shape, False, leaves)
+    linear = StoredLinear(packed.stored, packed.shape, False, leaves)
     moved = PackedWeight(packed.stored, {**packed.tensors, **leaves}, packed.shape)
     numbers = linear.numbers(moved, 1 if turns_activations else 10**9)
     x = x.clone().requires_grad_()
@@ -115,7 +115,7 @@ def test_the_matrix_of_fixed_codes_needs_no_gradient() -> None:
     for packed in samples("trellis", SHAPE):
         stored = surrounded(packed, HADAMARD)
         floats = [name for name, tensor in stored.tensors.items() if tensor.dtype in FLOATS]
-        linear = TurnedLinear(stored.stored, stored.shape, True, floats)
+        linear = StoredLinear(stored.stored, stored.shape, True, floats)
         if "table" in floats:
             assert not linear.is_fixed and linear.direct == ()
             continue
@@ -128,11 +128,11 @@ def test_the_matrix_of_fixed_codes_needs_no_gradient() -> None:
 
 
 def test_what_is_less_work_is_turned() -> None:
-    square = turned_linear.turning_is_cheaper(HADAMARD, (4096, 4096), 2048)
-    assert square and not turned_linear.turning_is_cheaper(HADAMARD, (576, 576), 2048)
-    assert not turned_linear.turning_is_cheaper(WeightTransforms(), (64, 64), 1)
-    assert turned_linear.turning_is_cheaper(HADAMARD, (64, 64), 63)
-    assert not turned_linear.turning_is_cheaper(HADAMARD, (64, 64), 64)
+    square = stored_linear.turning_is_cheaper(HADAMARD, (4096, 4096), 2048)
+    assert square and not stored_linear.turning_is_cheaper(HADAMARD, (576, 576), 2048)
+    assert not stored_linear.turning_is_cheaper(WeightTransforms(), (64, 64), 1)
+    assert stored_linear.turning_is_cheaper(HADAMARD, (64, 64), 63)
+    assert not stored_linear.turning_is_cheaper(HADAMARD, (64, 64), 64)
 
 
 class Pair(nn.Module):

@@ -34,7 +34,7 @@ FAST_TRANSFORMS = (*transforms.DIAGONAL, *HADAMARD_TRANSFORMS)  # those that tur
 Names = tuple[str, ...]
 
 
-class TurnedLinear(nn.Module):
+class StoredLinear(nn.Module):
     """A linear of a packed weight without numbers: `functional_call` gives those of `numbers`, under its path.
 
     `direct`: the trained tensors that `forward` reads, so that gradients reach them there; those of the others go
