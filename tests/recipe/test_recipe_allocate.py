@@ -53,8 +53,9 @@ def test_names_of_options_tell_what_differs(tmp_path: Path) -> None:
 
 
 def test_half_bits_are_options_and_whole_ones_stay_integers(tmp_path: Path) -> None:
-    section = "allocate: {options: [{bits: 2}, {bits: 2.5}, {bits: 3.0}]}"
-    loaded = load(section, tmp_path, "method=trellis", "bits=1.5")
+    path = tmp_path / "half.yaml"
+    path.write_text("quantize: {method: trellis}\nallocate: {options: [{bits: 2}, {bits: 2.5}, {bits: 3.0}]}\n")
+    loaded = recipe.load(str(path), ("bits=1.5",))
     assert loaded.allocate is not None and loaded.quantize.config.bits == 1.5
     assert option_names(loaded.allocate.options) == ["bits=2", "bits=2.5", "bits=3"]
     again = tmp_path / "again.yaml"
