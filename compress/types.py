@@ -350,4 +350,5 @@ class LayerReport:
     tokens: int  # calibration tokens that reached it
     seconds: float
     notes: tuple[str, ...] = ()
+    two_sided_error: float | None = None  # tr(E^T H E G) / tr(W^T H W G), over those rows; None without gradients
     lost_rows: float = 0.0  # share of the rows of which nothing is left beside others over 1,000 times as large

@@ -255,6 +255,11 @@ def apply_output(y: Tensor, transforms: WeightTransforms, tensors: Mapping[str, 
     return _forward(y, "out", transforms.output, tensors)
 
 
+def transpose_output(gradients: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the gradients [..., out] at products with the stored matrix, from those at the layer's outputs."""
+    return _transpose(gradients, "out", transforms.output, tensors)
+
+
 def of_rows(transforms: WeightTransforms) -> WeightTransforms:
     """Return the transforms that a row passes where it is looked up: the orthogonal ones of the inputs."""
     return WeightTransforms(input=tuple(name for name in transforms.input if _get(name).is_orthogonal))

@@ -109,6 +109,11 @@ def rotated_weight(weight: Tensor, layer: LayerPlan, around: dict[str, Tensor]) 
     return transforms.rotate(weight, layer.stored.ops, around)
 
 
+def rotated_gradients(gradients: Tensor, layer: LayerPlan, around: dict[str, Tensor]) -> Tensor:
+    """Return gradients [n, out] at the layer's outputs as those at the rows of its rotated weight."""
+    return transforms.transpose_output(gradients, layer.stored.ops, around)
+
+
 def wrap(packed: PackedWeight, layer: LayerPlan, around: dict[str, Tensor]) -> PackedWeight:
     """Return the packed rotated weight with the operations that turn it back, stored as `rotated_weight` had them."""
     stored = dataclasses.replace(packed.stored, ops=layer.stored.ops)

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from compress import plugins
 from compress.calib import stats as calib_stats
+from compress.calib.output_gradients import OutputGradients
 from compress.errors import NumericalError
 from compress.formats import dense, transforms
 from compress.lowrank import correct
 from compress.quant import feedback, incoherence, target_correction
 from compress.run import sizes
 from compress.runtime.activation_quant import LargestInput
-from compress.types import IN_SCALE, Fisher, LayerPlan, PackedWeight, Quantized, Stats
+from compress.types import IN_SCALE, Fisher, LayerPlan, OutputMetric, PackedWeight, Quantized, Stats
 
 ROWS_PER_CHECK = 4096  # so many rows of a weight are searched for NaN at a time
 
@@ -100,13 +101,6 @@ def finish_statistics(
     return InputStatistics(Stats(stats.hessian, stats.count), correction, notes, seed)
 
 
-class OutputGradients(Protocol):
-    """What is known of the loss's gradients at the outputs of a linear."""
-
-    def diagonal(self) -> Tensor:
-        """Return their mean squares, float32 [out]."""
-
-
 class LinearTask(NamedTuple):
     """One linear to be quantized at one option, and what is known of it."""
 
@@ -116,7 +110,18 @@ class LinearTask(NamedTuple):
     statistics: InputStatistics  # of its shared input, whether its method needs them or not
     fisher: Fisher | None  # where its low-rank part, or tuning, goes by the loss's gradients
     in_scale: Tensor | None  # float32 [1], where its inputs have a static scale
-    output_gradients: OutputGradients | None = None  # where it goes by them
+    output_gradients: OutputGradients | None = None  # where its scheme needs the loss's gradients at its outputs
+
+
+def output_metric(task: LinearTask, change_rows: Callable[[Tensor], Tensor] | None = None) -> OutputMetric | None:
+    """Return the Hessian of a linear's outputs if its errors go by it, else None.
+
+    change_rows: takes gradients to the basis of the rows that are rounded; None: that of the outputs themselves.
+    """
+    if task.output_gradients is None or not task.layer.scheme.two_sided:
+        return None
+    moment = task.output_gradients.changed(change_rows) if change_rows else task.output_gradients.changed()
+    return OutputMetric(moment.block)
 
 
 def quantize(task: LinearTask, seed: int) -> Quantized:
@@ -198,12 +203,17 @@ class _Problem(NamedTuple):
 
 def _method_inputs(task: LinearTask, seed: int) -> _Problem:
     layer, given = task.layer, _statistics(task)
-    target, around = given.target(task.weight), dict[str, Tensor]()
+    target, stats, around = given.target(task.weight), given.for_layer(layer), dict[str, Tensor]()
+    change = None
     if layer.stored.ops:
-        gradients = task.output_gradients
-        around = incoherence.surroundings(layer, seed, target, None if gradients is None else gradients.diagonal())
+        gradients = task.output_gradients if layer.scheme.out_scales == "sensitivity" else None
+        sensitivities = None if gradients is None else gradients.changed().diagonal()
+        around = incoherence.surroundings(layer, seed, target, sensitivities)
         target = incoherence.rotated_weight(target, layer, around)
-    return _Problem(target, given.for_layer(layer), incoherence.derived_seed(seed, "method", layer.spec.name), around)
+        change = partial(incoherence.rotated_gradients, layer=layer, around=around)
+    if stats is not None:
+        stats = dataclasses.replace(stats, output=output_metric(task, change))
+    return _Problem(target, stats, incoherence.derived_seed(seed, "method", layer.spec.name), around)
 
 
 @contextmanager
