@@ -99,7 +99,7 @@ class _Transform(Writer):
         n = K << power
         self.factor = self.floats(n**-0.5)
         self.before, self.after = (
-            self._decoded(name, stored, place * n // LANES) if is_many and name in SCALES else (name, stored)
+            self._decode(name, stored, place * n // LANES) if is_many and name in SCALES else (name, stored)
             for place, (name, stored) in enumerate(zip(names, (before, after), strict=True), 1)
         )
         with self.loop(rows) as row:
@@ -203,7 +203,7 @@ class _Transform(Writer):
             return self._byte_scales(self.load(stored, first, self.byte, LANES))
         return self.load_floats(stored, first, SCALES[name], LANES)
 
-    def _decoded(self, name: str, stored: Any, first: int) -> tuple[str, Any]:
+    def _decode(self, name: str, stored: Any, first: int) -> tuple[str, Any]:
         """Write scales to the space, from a vector of this number on; return what `_times` reads there."""
         with self.loop(self.i64(self.K * self.vectors)) as i:
             self._keep(self._scales(name, stored, i), self.b.add(i, self.i64(first)))
