@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compress import api, recipe
+from compress.calib.output_gradients import OutputGradients
 from compress.errors import RecipeError
 from compress.formats import transforms
 from compress.formats.transforms import Diagonal
@@ -33,11 +34,8 @@ def planned(model: Path, *overrides: str) -> LayerPlan:
     return plan.make(ROTATED.set(*overrides).load(), Skeleton(open_checkpoint(model))).layers[0]
 
 
-class Gradients:
-    """Of outputs whose sensitivities differ."""
-
-    def diagonal(self) -> Tensor:
-        return random(64, seed=9).square() + 0.1
+SENSITIVITIES = random(64, seed=9).square() + 0.1
+GRADIENTS = OutputGradients(300, torch.diag(SENSITIVITIES))  # outputs whose sensitivities differ
 
 
 def uneven(rows: int = 64, columns: int = 64) -> Tensor:
@@ -65,7 +63,7 @@ def test_scales_need_a_rotated_basis(override: str) -> None:
 
 
 def test_scales_are_those_of_the_definition() -> None:
-    weight, sensitivities = uneven(), Gradients().diagonal()
+    weight, sensitivities = uneven(), SENSITIVITIES
     weight[5] = 0
     exact = weight.double()
     sigma = exact.square().mean(1).sqrt()
@@ -87,7 +85,7 @@ def test_scales_are_those_of_the_definition() -> None:
 
 def test_sensitivity_has_the_least_loss_of_all_scales() -> None:
     """Sum of s t^2 times that of sigma^2 / t^2, the loss of an error that is spread evenly over scaled outputs."""
-    weight, sensitivities = uneven().double(), Gradients().diagonal().double()
+    weight, sensitivities = uneven().double(), SENSITIVITIES.double()
     sigma = weight.square().mean(1)
     s = sensitivities / sensitivities.mean() + 0.02
 
@@ -115,7 +113,7 @@ def test_methods_see_the_weight_divided_by_what_is_stored(
     choice: tuple[str, ...], pico_dir: Callable[..., Path]
 ) -> None:
     layer = planned(pico_dir("llama"), *choice)
-    weight, sensitivities = uneven(*layer.spec.shape), Gradients().diagonal()
+    weight, sensitivities = uneven(*layer.spec.shape), SENSITIVITIES
     around = incoherence.surroundings(layer, 3, weight, sensitivities)
     ops = layer.stored.ops
     rows, columns = (
@@ -192,7 +190,7 @@ def test_sensitivity_without_gradients_is_noted(pico_dir: Callable[..., Path]) -
     x = inputs(300, 64)
     given = quantize_linear.InputStatistics(Stats(x.T @ x, 300), seed=3)
     notes: dict[bool, Any] = {}
-    for known in (None, Gradients()):
+    for known in (None, GRADIENTS):
         task = quantize_linear.LinearTask(layer, "", uneven(), given, None, None, known)
         made = quantize_linear.quantize(task, 3)
         notes[known is None] = [note for note in made.notes if "no gradients" in note]
