@@ -46,7 +46,7 @@ def transform(
     out = torch.empty_like(x)
     names = [None if diagonal is None else diagonal.name for diagonal in (before, after)]
     rows = x.numel() // n
-    is_many = rows >= MANY_ROWS
+    is_many = rows >= MANY_ROWS and not SCALES.keys().isdisjoint(names)
     run, table = _function_and_table(n, x.dtype, *names, is_many, is_transposed)
     diagonals = [0 if diagonal is None else diagonal.stored.data_ptr() for diagonal in (before, after)]
     source, target, step = x.data_ptr(), out.data_ptr(), n * x.element_size()
