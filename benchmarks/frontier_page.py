@@ -11,7 +11,8 @@ Row = dict[str, Any]
 OURS = "compress"
 NEAR = 0.25  # bits of the linears by which a row of another tool may be smaller and still be compared
 STYLE = """<style>svg{--paper:#fff;--ink:#1f2328;--grid:#e3e6ea;--series-0:#c0392b;--series-1:#2471a3;
---series-2:#1e8449;--series-3:#9a6b00;--series-4:#7d3c98;--series-5:#4d5656;font:12px sans-serif;background:#fff}text{fill:var(--ink)}
+--series-2:#1e8449;--series-3:#9a6b00;--series-4:#7d3c98;--series-5:#4d5656;font:12px sans-serif;background:#fff}
+text{fill:var(--ink)}
 .label{font-size:10.5px}.best{font-weight:bold}.grid{stroke:var(--grid)}.axis{stroke:#8a9199}
 .leader{stroke:#b5bac0;stroke-width:.7}.front{fill:none;stroke:#b5bac0}</style>"""
 HEAD = """# Ours and other tools on one text
@@ -61,8 +62,9 @@ def facts(row: Row) -> str:
     begins = f" behind {row['begins_with']}" if row["begins_with"] else ""
     features = ", ".join(row["processor_features"])
     return (
-        f"Calibrated on {row['samples']} windows of {row['seq_len']} tokens of {row['calib']}. Scored: {row['tokens']:,} "
-        f"tokens in {row['windows']} windows{begins}. Perplexity of the model as it is: {row['base_perplexity']:.2f}. "
+        f"Calibrated on {row['samples']} windows of {row['seq_len']} tokens of {row['calib']}. "
+        f"Scored: {row['tokens']:,} tokens in {row['windows']} windows{begins}. "
+        f"Perplexity of the model as it is: {row['base_perplexity']:.2f}. "
         f"Processor: {row['machine']['cpu']} ({features}).\n"
     )
 
