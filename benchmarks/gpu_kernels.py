@@ -112,22 +112,23 @@ def apart(found: Any, exact: Any) -> float:
 
 
 def transform(device: str, size: int) -> Row:
-    """Compare the Hadamard transform, with signs, with that of the package."""
+    """Compare the Hadamard transform, with each diagonal, with that of the package."""
     import torch
 
-    from compress.formats.transforms import pack_signs, unpack_signs
+    from compress.formats.transforms import Diagonal, pack_diagonal
     from compress.kernels.triton import hadamard
     from compress.numerics import hadamard as reference
 
     generator = torch.Generator().manual_seed(size)
-    x, signs = (
-        torch.randn(17, size, generator=generator).half(),
-        pack_signs(torch.rand(size, generator=generator) < 0.5),
-    )
-    exact = reference.transform(x.double() * unpack_signs(signs, size, torch.float64))
-    found = hadamard.transform(x.to(device), before=signs.to(device)).cpu()
-    assert (error := apart(found, exact)) < 1e-3, f"wrong: {error}"
-    return {"worst": error}
+    x, scales = torch.randn(17, size, generator=generator).half(), torch.randn(size, generator=generator)
+    errors = []
+    for name in ("signs", "channel_scale16", "channel_scale8"):
+        diagonal = Diagonal(name, pack_diagonal(name, scales))
+        exact = reference.transform(x.double() * diagonal.values(size, torch.float64))
+        before = Diagonal(name, diagonal.stored.to(device))
+        errors.append(apart(hadamard.transform(x.to(device), before=before).cpu(), exact))
+    assert max(errors) < 1e-3, f"wrong: {errors}"
+    return {"worst": max(errors)}
 
 
 def search(device: str, bits: int, state_bits: int, code: str) -> Row:

@@ -6,23 +6,25 @@ solution (compress/lowrank/correct.py). A row or column that hardly any gradient
 heaviest one, so that nothing is left without a measure.
 
 The gradients are those of the original model on the first `samples` calibration samples: a forward and a backward pass
-over the whole model, block by block (compress/allocate/kl_shares.py), before the first block is rounded. The paper
+over the whole model, block by block (calib/backward_pass.py), before the first block is rounded. The paper
 takes 10000 sequences of 1024 tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from compress.calib.backward_pass import LOSS_SCALE, BackwardPass, BlockChange, Loss, linear_names
 from compress.errors import NumericalError
-from compress.model import blockwise, lm_head
+from compress.model import blockwise
+from compress.model.blockwise import BlockArgs
 from compress.model.skeleton import Skeleton
-from compress.numerics import checks, kl
+from compress.numerics import checks
 from compress.types import Fisher
 
 SMALLEST = 1e-3  # weight of a row or column against the heaviest one
@@ -48,18 +50,6 @@ def reduce_squares(squares: Tensor) -> Fisher:
     return Fisher((rows / rows.mean()).float(), (columns / columns.mean()).float())
 
 
-LOSS_SCALE = 1024.0  # a factor of what goes backward, so that float16 holds it; a power of two changes nothing else
-
-
-class Loss(Protocol):
-    """A loss of the model's predictions for one sample."""
-
-    positions: int  # of a sample that are scored: the first ones
-
-    def __call__(self, sample: int, part: slice, logits: Tensor) -> Tensor:
-        """Return the sum of the loss over the positions `part`, nats; logits [positions, vocabulary] float32."""
-
-
 class NextToken:
     """The cross entropy of the next token of tokens [samples, seq_len] (`Loss`)."""
 
@@ -70,9 +60,6 @@ class NextToken:
         """Return the sum over the positions `part`."""
         following = self.tokens[sample, 1:][part].to(logits.device)
         return nn.functional.cross_entropy(logits, following, reduction="sum")
-
-
-BlockChange = Callable[[int, nn.Module], None]  # of a loaded block, by its index, in place
 
 
 class Gradient(NamedTuple):
@@ -88,7 +75,7 @@ def gradients(
     file: Path | None = None,
     device: torch.device | str = "cpu",
     loss: Loss | None = None,
-    change: BlockChange | None = None,
+    change: BlockChange = lambda index, block: None,
 ) -> Iterator[tuple[int, dict[str, Gradient]]]:
     """Yield (index, linear -> gradient) of every block, the last first, over tokens [samples, seq_len].
 
@@ -97,79 +84,39 @@ def gradients(
     Memory: a block with its activations of one sample and two float32 copies of its linears, and the hidden states in
     front of all blocks, in `file` if one is given. Raises NumericalError if anything is not finite.
     """
-    device, count, loss = torch.device(device), len(skeleton.blocks), loss or NextToken(tokens)
-    names: list[list[str]] = [[] for _ in range(count)]
-    for spec in skeleton.linears()[0]:
-        names[spec.block].append(spec.name)
-    stream = blockwise.HiddenStates(
-        tokens.shape[0], file, count + 1
-    )  # a side in front of each block; the last goes backward
-    try:
-        calls = blockwise.record_inputs(skeleton, tokens, 1, stream, device)
-        for index in range(count):
-            block, name = (
-                _load_differentiated(skeleton, index, device, change),
-                skeleton.block_prefix(index).rstrip("."),
-            )
-            for sample in range(stream.samples):
-                hidden = stream.read(sample, 1, index).to(device)
-                stream.write(sample, blockwise.run_block(block, calls[index][1], hidden, name), index + 1)
-            skeleton.free()
-        lm_head.load(skeleton, device)
-        for sample in range(stream.samples):
-            behind = stream.read(sample, 1, count).to(device)
-            stream.write(sample, _behind(skeleton, behind, loss, sample), count)
-        skeleton.free()
-        for index in reversed(range(count)):
-            block = _load_differentiated(skeleton, index, device, change)
-            of_block = _backward(skeleton, index, names[index], (block, calls[index][1]), stream)
-            skeleton.free()
-            yield index, of_block
-    finally:
-        skeleton.free()
-        stream.close()
+    names = linear_names(skeleton)
+    passing = BackwardPass(skeleton, tokens, loss or NextToken(tokens), file, device, change)
+
+    def take(index: int, block: nn.Module) -> _WeightGradients:
+        weights = {name: skeleton.linear(block, name).weight.requires_grad_() for name in names[index]}
+        return _WeightGradients(block, weights, checks.advice(skeleton.dtype))
+
+    yield from passing.blocks(take)
 
 
-def _load_differentiated(skeleton: Skeleton, index: int, device: torch.device, change: BlockChange | None) -> nn.Module:
-    """Return a block with the weights that are differentiated by."""
-    block = skeleton.load_block(index, device)
-    if change is not None:
-        change(index, block)
-    return block
+class _WeightGradients:
+    """The gradients of a block's linears (`BlockGradients`); advice: on what to do if they are not finite."""
 
+    def __init__(self, block: nn.Module, weights: dict[str, Tensor], advice: str) -> None:
+        self.block, self.weights, self.advice = block, weights, advice
+        self.sums = {
+            name: Gradient(*(torch.zeros_like(weight, dtype=torch.float32) for _ in range(2)))
+            for name, weight in weights.items()
+        }
 
-@torch.enable_grad()
-def _behind(skeleton: Skeleton, hidden: Tensor, loss: Loss, sample: int) -> Tensor:
-    """Return the loss's scaled gradient behind the last block; hidden [1, tokens, hidden]."""
-    hidden = hidden.clone().requires_grad_()
-    for part in kl.slices(loss.positions, skeleton.vocab_size):
-        logits = lm_head.logits(skeleton, hidden[:, part])[0]
-        (loss(sample, part, logits) * (LOSS_SCALE / loss.positions)).backward()
-    return cast(Tensor, hidden.grad)
-
-
-def _backward(
-    skeleton: Skeleton,
-    index: int,
-    names: list[str],
-    loaded: tuple[nn.Module, blockwise.BlockArgs],
-    stream: blockwise.HiddenStates,
-) -> dict[str, Gradient]:
-    """Take the gradients behind a block to those in front of it, and sum up those of its weights."""
-    block, call = loaded
-    weights = [skeleton.linear(block, name).weight.requires_grad_() for name in names]
-    sums_of = [Gradient(*(torch.zeros_like(w, dtype=torch.float32) for _ in range(2))) for w in weights]
-    side = len(skeleton.blocks)
-    for sample in range(stream.samples):
-        hidden, behind = (stream.read(sample, 1, at).to(weights[0].device) for at in (index, side))
-        front, *mine = blockwise.pull_back(block, call, hidden, behind, weights)
-        stream.write(sample, cast(Tensor, front), side)
-        for sums, gradient in zip(sums_of, mine, strict=True):
+    def pull_back(self, call: BlockArgs, hidden: Tensor, behind: Tensor) -> Tensor:
+        """Add the gradients of one sample."""
+        front, *own = blockwise.pull_back(self.block, call, hidden, behind, list(self.weights.values()))
+        for sums, gradient in zip(self.sums.values(), own, strict=True):
             if gradient is not None:  # else an expert that no token went to
                 gradient = gradient.float() / LOSS_SCALE
                 sums.total.add_(gradient)
                 sums.squares.addcmul_(gradient, gradient)
-    for name, sums in zip(names, sums_of, strict=True):
-        if not torch.isfinite(sums.squares).all():
-            raise NumericalError(f"the gradient of {name} is not finite; {checks.advice(skeleton.dtype)}")
-    return dict(zip(names, sums_of, strict=True))
+        return cast(Tensor, front)
+
+    def finish(self) -> dict[str, Gradient]:
+        """Return linear -> its gradient."""
+        for name, sums in self.sums.items():
+            if not torch.isfinite(sums.squares).all():
+                raise NumericalError(f"the gradient of {name} is not finite; {self.advice}")
+        return self.sums

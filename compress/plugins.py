@@ -7,7 +7,8 @@ same way, behind the others.
 
     quant      Config, quantize(weight, stats, config, seed), FORMAT it writes, NEEDS (statistics), INCOHERENCE (its
                default), plan_params(config, shape), workspace(config, shape) in bytes, and prepare, quantize_rows,
-               join, row_unit where rows are quantized in tiles: docs/adding_a_method.md
+               join, row_unit where rows are quantized in tiles, TWO_SIDED where stats.output counts, too:
+               docs/adding_a_method.md
     transform  Config, apply(...), SCOPE: "block" or "model", as compress/transform/smooth.py and
                compress/transform/rotate.py do
     allocate   Config, allocate(problem, config, bench), needs(config): compress/allocate/__init__.py
@@ -161,8 +162,12 @@ def unknown(what: str, word: str, known: Iterable[str]) -> str:
 
 
 def close_words(word: str, known: Iterable[str], count: int) -> list[str]:
-    """Return the known words that are closest to a word, `count` at most; case is ignored."""
+    """Return the known words that are closest to a word, `count` at most; case is ignored.
+
+    A word that is the last part of others, as `a` is of `b.a`, means one of these.
+    """
     by_lower = {each.lower(): each for each in known}
+    by_lower = {each: by_lower[each] for each in by_lower if each.endswith(f".{word.lower()}")} or by_lower
     close = difflib.get_close_matches(word.lower(), by_lower, n=count) if len(word) <= SHOWN else []
     return [by_lower[each] for each in close]
 

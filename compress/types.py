@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -30,17 +31,29 @@ class LinearSpec:
         return self.shape[0] * self.shape[1]
 
 
+class OutputMetric(NamedTuple):
+    """The output Hessian G of a linear: second moments of the loss's gradient at its outputs (YAQA, arXiv 2505.22988).
+
+    The loss of an error E [in, out] of the transposed weight is tr(E^T H E G).
+    """
+
+    block: Callable[[slice], Tensor]  # rows of the weight as the method sees it -> G of these, float32, positive
+    # definite, about 1 on its diagonal
+
+
 @dataclass(frozen=True)
 class Stats:
     """Streamed statistics of one shared input: hessian = sum over tokens of x x^T [in, in], float32.
 
     drift = sum over tokens of (y - x) x^T [in, in], float32, y being the same input in the full-precision model; None
     where it was not taken. The engine uses it up (compress/quant/target_correction.py): methods never see it.
+    output: what errors of a linear's outputs cost, None where they cost all the same.
     """
 
     hessian: Tensor
     count: int  # tokens summed
     drift: Tensor | None = None
+    output: OutputMetric | None = None
 
 
 @dataclass(frozen=True)
@@ -222,6 +235,10 @@ class PackedWeight:
         return 8 * self.nbytes / (self.shape[0] * self.shape[1])
 
 
+OutScales = Literal["none", "ones", "rms", "sensitivity"]
+VectorBits = Literal[16, 8]
+
+
 @dataclass(frozen=True)
 class Scheme:
     """Decision of a rule for one linear: the method that chooses the codes and its settings (`Config`)."""
@@ -232,6 +249,11 @@ class Scheme:
     activations: Activations | None = None  # quantize the inputs at run time, too: keys of recipe/activations; null:
     # they stay as they are
     lowrank: Correction | None = None  # add a low-rank part: keys of recipe/lowrank; null: none
+    two_sided: bool = False  # feed errors back between outputs, too, by the loss's gradients there
+    out_scales: OutScales = "none"  # stored scales of the outputs, by which the weight is divided before it is rotated:
+    # none; ones, to be trained; rms, of each output's weights; sensitivity, by the loss's gradients, too
+    in_vector: bool = False  # store real numbers in place of the signs of the inputs, to be trained; at first the signs
+    vector_bits: VectorBits = 16  # [bits] of a stored scale or number, its sign included: 16 or 8
 
 
 @dataclass(frozen=True)
@@ -328,4 +350,5 @@ class LayerReport:
     tokens: int  # calibration tokens that reached it
     seconds: float
     notes: tuple[str, ...] = ()
+    two_sided_error: float | None = None  # tr(E^T H E G) / tr(W^T H W G), over those rows; None without gradients
     lost_rows: float = 0.0  # share of the rows of which nothing is left beside others over 1,000 times as large

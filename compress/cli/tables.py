@@ -265,14 +265,16 @@ def evaluation_table(values: dict[str, Any]) -> Table:
 
 def layers_table(layers: list[dict[str, Any]], title: str) -> Table:
     """Return layers of a report with their errors."""
-    table = new_table(("layer", "method", "bpw", "output error", "weight error", "notes"), title)
+    two_sided = ["two-sided error"] if any(row.get("two_sided_error") is not None for row in layers) else []
+    table = new_table(("layer", "method", "bpw", *two_sided, "output error", "weight error", "notes"), title)
     for row in layers:
-        output = "" if row["output_error"] is None else f"{row['output_error']:.5f}"
+        errors = [row.get("two_sided_error")] if two_sided else []
+        errors.append(row["output_error"])
         table.add_row(
             row["name"],
             row["method"],
             f"{row['bpw']:.3f}",
-            output,
+            *("" if error is None else f"{error:.5f}" for error in errors),
             f"{row['weight_error']:.5f}",
             "; ".join(row["notes"]),
         )

@@ -5,10 +5,14 @@
     hadamard_transposed  its transpose, which is its inverse; nothing is stored
     head_mix/D           H over the heads of D channels each, channel by channel; nothing is stored
     reflection           x - 2 v v^T x with the unit vector v, stored as float32 [n]; v = 0 for none
-    channel_scale        a diagonal, stored as float32 [n]; the only one that is not orthogonal
+    channel_scale        a diagonal, stored as float32 [n]
+    channel_scale16      a diagonal, stored as float16 [n]
+    channel_scale8       a diagonal, stored as uint8 [n]: in the top bit the sign, below it e, 3 bits, and m, 4 bits, of
+                         the magnitude (1 + m / 16) 2^(e - 4): 1/16 to 15.5, in steps of 1/16 to 1/32 of it
 
-The tensor of a transform is named after its side, `in_signs` or `out_signs`. A new transform is one entry of
-`TRANSFORMS`; one with a number in its name is found by `find`. config.json lists them under the key "ops".
+All but the last three are orthogonal. The tensor of a transform is named after its side, `in_signs` or `out_signs`. A
+new transform is one entry of `TRANSFORMS`; one with a number in its name is found by `find`. config.json lists them
+under the key "ops".
 
 A table of embeddings M may have input transforms, too. With In their product, the row e of M that is looked up becomes
 In^T e. Where the table is also that of the output head, which computes M In x, its channel_scale is the head's alone: a
@@ -20,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,7 +91,23 @@ def _reflect(x: Tensor, normal: Tensor | None) -> Tensor:
 
 def _scale(x: Tensor, factors: Tensor | None) -> Tensor:
     assert factors is not None
-    return (_wide(x) * factors).to(x.dtype)
+    return (_wide(x) * factors.to(_wide(x).dtype)).to(x.dtype)
+
+
+def _scale_by_bytes(x: Tensor, codes: Tensor | None) -> Tensor:
+    assert codes is not None
+    return _scale(x, _byte_scales(codes.device).index_select(0, codes.int()))
+
+
+SCALE8_SHIFT, SCALE8_BIAS = 19, 123 << 23  # of a code's magnitude: its float32 is (code << shift) + bias
+
+
+@lru_cache(maxsize=16)
+def _byte_scales(device: torch.device) -> Tensor:
+    """Return what each byte of a channel_scale8 stands for, float32 [256]."""
+    with torch.inference_mode(False), torch.no_grad():
+        magnitudes = (torch.arange(128, dtype=torch.int32) << SCALE8_SHIFT).add_(SCALE8_BIAS).view(torch.float32)
+        return torch.cat((magnitudes, -magnitudes)).to(device)
 
 
 TRANSFORMS: dict[str, Transform] = {
@@ -98,9 +118,48 @@ TRANSFORMS: dict[str, Transform] = {
     ),
     "reflection": Transform(_vector_spec, _reflect, _reflect),
     "channel_scale": Transform(_vector_spec, _scale, _scale, is_orthogonal=False),
+    "channel_scale16": Transform(lambda n: ((n,), torch.float16), _scale, _scale, is_orthogonal=False),
+    "channel_scale8": Transform(lambda n: ((n,), torch.uint8), _scale_by_bytes, _scale_by_bytes, is_orthogonal=False),
 }
 
-DIAGONAL = ("signs", "channel_scale")
+DIAGONAL = ("signs", "channel_scale", "channel_scale16", "channel_scale8")
+FLOATING = ("channel_scale", "channel_scale16")  # diagonals stored as floating-point numbers, which can be trained
+SMALLEST_SCALE16, LARGEST_SCALE16 = 2.0**-14, 2.0**15  # magnitudes that `pack_diagonal` gives a channel_scale16
+
+
+class Diagonal(NamedTuple):
+    """What is stored of a diagonal transform of this name."""
+
+    name: str
+    stored: Tensor
+
+    def times(self, x: Tensor) -> Tensor:
+        """Return the products with x [..., n], of the same type."""
+        return _get(self.name).forward(x, self.stored)
+
+    def values(self, n: int, dtype: torch.dtype) -> Tensor:
+        """Return the diagonal, [n] of a floating type; gradients reach what is stored in floating point."""
+        if self.name == "signs":
+            return unpack_signs(self.stored, n, dtype)
+        if self.name == "channel_scale8":
+            return _byte_scales(self.stored.device).index_select(0, self.stored.int()).to(dtype)
+        return self.stored.to(dtype)
+
+
+def pack_diagonal(name: str, values: Tensor) -> Tensor:
+    """Return what is stored of a diagonal [n] that is nearest to `values`, on their device.
+
+    Magnitudes that cannot be stored become the least or the greatest that can; of `signs` nothing but the sign is left.
+    """
+    if name == "signs":
+        return pack_signs(values < 0)
+    if name == "channel_scale":
+        return values.float()
+    if name == "channel_scale16":
+        return values.abs().clamp(SMALLEST_SCALE16, LARGEST_SCALE16).copysign(values).half()
+    bits = values.abs().clamp(2.0**-5, 2.0**5).float().view(torch.int32)
+    codes = ((bits - SCALE8_BIAS + (1 << SCALE8_SHIFT - 1)) >> SCALE8_SHIFT).clamp(0, 127)
+    return (codes + 128 * (values < 0)).to(torch.uint8)
 
 
 def find(name: str) -> Transform | None:
@@ -177,18 +236,28 @@ def apply_input(x: Tensor, transforms: WeightTransforms, tensors: Mapping[str, T
 def undo_input(x: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the inputs [..., in] of which `apply_input` gives x, of the same floating type."""
     for name in reversed(transforms.input):
-        transform, stored = _get(name), tensors.get(f"in_{name}")
-        if transform.is_orthogonal:
-            x = transform.transpose(x, stored)
-        else:
-            assert stored is not None
-            x = (_wide(x) / stored).to(x.dtype)
+        x = _undo(x, name, tensors.get(f"in_{name}"), is_transposed=False)
     return x
+
+
+def _undo(x: Tensor, name: str, stored: Tensor | None, *, is_transposed: bool) -> Tensor:
+    """Return T^-1 x, or T^-T x, of x [..., n]."""
+    transform = _get(name)
+    if transform.is_orthogonal:
+        return (transform.forward if is_transposed else transform.transpose)(x, stored)
+    assert stored is not None and name in DIAGONAL, "others are orthogonal"
+    wide = _wide(x)
+    return (wide / Diagonal(name, stored).values(x.shape[-1], wide.dtype)).to(x.dtype)
 
 
 def apply_output(y: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the outputs of the layer before its bias, from products y [..., out] with the stored matrix."""
     return _forward(y, "out", transforms.output, tensors)
+
+
+def transpose_output(gradients: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the gradients [..., out] at products with the stored matrix, from those at the layer's outputs."""
+    return _transpose(gradients, "out", transforms.output, tensors)
 
 
 def of_rows(transforms: WeightTransforms) -> WeightTransforms:
@@ -216,25 +285,43 @@ def effective(matrix: Tensor, transforms: WeightTransforms, tensors: Mapping[str
 
 
 def rotate(weight: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return Out^T W In^T of a weight W [out, in], the inverse of `effective`: float32 or float64, a new tensor.
+    """Return Out^-1 W In^-1 of a weight W [out, in], the inverse of `effective`: float32 or float64, a new tensor."""
 
-    All transforms must be orthogonal.
-    """
-    assert all(_get(name).is_orthogonal for name in (*transforms.input, *transforms.output)), "it is no inverse"
-    return _around(
-        weight,
-        lambda row: _forward(row, "in", transforms.input, tensors),
-        lambda column: _transpose(column, "out", transforms.output, tensors),
-    )
+    def change_rows(rows: Tensor) -> Tensor:  # a row r of W becomes r In^-1
+        for name in transforms.input:
+            rows = _undo(rows, name, tensors.get(f"in_{name}"), is_transposed=True)
+        return rows
+
+    def change_columns(columns: Tensor) -> Tensor:
+        for name in reversed(transforms.output):
+            columns = _undo(columns, name, tensors.get(f"out_{name}"), is_transposed=False)
+        return columns
+
+    return _around(weight, change_rows, change_columns)
 
 
 def rotate_hessian(hessian: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return In H In^T, the Hessian [in, in] of the rotated inputs; symmetric to the bit, a new tensor."""
+    return _change_both_sides(hessian, lambda x: _forward(x, "in", transforms.input, tensors))
 
-    def forward(x: Tensor) -> Tensor:
-        return _forward(x, "in", transforms.input, tensors)
 
-    rotated = _around(hessian, forward, forward)
+def rotate_output_hessian(hessian: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return Out^T G Out of the second moment G [out, out] of gradients at the layer's outputs.
+
+    It is that of the gradients at the products with the stored matrix, for `gradients_of_products` turns each of them;
+    symmetric to the bit, a new tensor.
+    """
+    return _change_both_sides(hessian, lambda x: _transpose(x, "out", transforms.output, tensors))
+
+
+def gradients_of_products(gradients: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return Out^T g, the gradients at products with the stored matrix, of those at outputs, g [..., out]."""
+    return _transpose(gradients, "out", transforms.output, tensors)
+
+
+def _change_both_sides(matrix: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return T M T^T of a symmetric M [n, n], symmetric to the bit; change: x -> T x."""
+    rotated = _around(matrix, change, change)
     step = max(1, CHUNK // rotated.shape[0])
     for start in range(0, rotated.shape[0], step):  # a panel of rows and the same columns, from the diagonal on
         rows, columns = rotated[start : start + step, start:], rotated[start:, start : start + step]
@@ -261,19 +348,20 @@ def _around(
 def _forward(x: Tensor, side: str, names: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
     for name in names:
         stored = tensors.get(f"{side}_{name}")
-        x = multiply(x, stored, name, False) if _is_tracing() else _get(name).forward(x, stored)
+        x = multiply(x, stored, name, False) if _is_opaque(name) else _get(name).forward(x, stored)
     return x
 
 
 def _transpose(x: Tensor, side: str, names: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
     for name in reversed(names):
         stored = tensors.get(f"{side}_{name}")
-        x = multiply(x, stored, name, True) if _is_tracing() else _get(name).transpose(x, stored)
+        x = multiply(x, stored, name, True) if _is_opaque(name) else _get(name).transpose(x, stored)
     return x
 
 
-def _is_tracing() -> bool:
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+def _is_opaque(name: str) -> bool:
+    """Return whether a transform is one operator: where it is traced. Products with stored floats are plain ones."""
+    return name not in FLOATING and (torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
 # For torch.compile: one operator, opaque to the compiler.

@@ -26,6 +26,7 @@ from compress import formats
 from compress.errors import TokenIdError
 from compress.formats import transforms as operations
 from compress.formats.stored import params_from_dict
+from compress.formats.transforms import Diagonal
 from compress.kernels import llvm
 from compress.kernels.contract import PANEL_ROWS, Prepared, Shape
 from compress.types import PackedWeight, Stored, WeightTransforms
@@ -272,27 +273,40 @@ def with_lowrank(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return total.view(y.shape)
 
 
+FUSED = ("signs", "channel_scale16", "channel_scale8")  # diagonals that Hadamard kernels multiply by
+# Operations on one side -> the diagonal that is in one call with the Hadamard transform.
+FUSED_BEFORE: dict[tuple[str, ...], str] = {(name, "hadamard"): name for name in FUSED}
+FUSED_AFTER: dict[tuple[str, ...], str] = {("hadamard", name): name for name in FUSED}
+
+
 def before(x: Tensor, ops: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return x [..., in] after the operations on the inputs of a stored matrix, of the same type."""
-    kernel = _hadamard(x) if ops.input == ("signs", "hadamard") else None
-    if kernel is None:
+    name = FUSED_BEFORE.get(ops.input)
+    kernel = _hadamard(x, tensors[f"in_{name}"]) if name is not None else None
+    if name is None or kernel is None:
         return operations.apply_input(x, ops, tensors)
     with _on(x.device):
-        return kernel.transform(x, before=tensors["in_signs"])
+        return kernel.transform(x, before=Diagonal(name, tensors[f"in_{name}"]))
 
 
 def after(y: Tensor, ops: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return y [..., out] after the operations on the outputs of a stored matrix."""
-    kernel = _hadamard(y) if ops.output == ("hadamard", "signs") else None
-    if kernel is None:
+    name = FUSED_AFTER.get(ops.output)
+    kernel = _hadamard(y, tensors[f"out_{name}"]) if name is not None else None
+    if name is None or kernel is None:
         return operations.apply_output(y, ops, tensors)
     with _on(y.device):
-        return kernel.transform(y, after=tensors["out_signs"])
+        return kernel.transform(y, after=Diagonal(name, tensors[f"out_{name}"]))
 
 
-def _hadamard(x: Tensor) -> Any:
-    """Return the kernel that transforms x and changes signs in one launch; None: there is none, or x has a gradient."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or (x.requires_grad and torch.is_grad_enabled()):
+def _hadamard(x: Tensor, stored: Tensor) -> Any:
+    """Return the kernel that transforms x and multiplies by a stored diagonal in one launch.
+
+    None: there is none, or a gradient reaches one of them.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return None
+    if (x.requires_grad or stored.requires_grad) and torch.is_grad_enabled():
         return None
     return _module(processor(x.device), "hadamard")
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,13 +32,14 @@ from torch import Tensor
 from compress.formats import int as int_format
 from compress.kernels.loops import columns as column_loops
 from compress.numerics.linalg import upper_factor
-from compress.quant import descent, feedback, grid
+from compress.quant import descent, feedback, grid, two_sided
 from compress.quant.settings import check, check_damp
-from compress.types import Quantized, Stats
+from compress.types import OutputMetric, Quantized, Stats
 
 FORMAT = "int"
 NEEDS = frozenset({"hessian"})
 INCOHERENCE = False
+TWO_SIDED = True
 PACKED = 4 << 20  # bytes; up to 2.3 MiB were seen, depending on where buffers lie
 
 
@@ -102,8 +104,10 @@ class Rounding(feedback.Rounding):
     order: Tensor  # [in] int64: the column of the weight at each place of the loop
     upper: Tensor  # [in, in], the factor of the damped Hessian in this order
     notes: tuple[str, ...]
+    output: OutputMetric | None
 
     def release(self) -> None:
+        self.output = None
         del self.target, self.hessian, self.upper
 
 
@@ -121,12 +125,25 @@ def prepare(weight: Tensor, stats: Stats | None, config: Config) -> Rounding:
         order = feedback.loop_order(hessian.diagonal(), params.group_size if stays_together else 0)
     factor = upper_factor(hessian, config.damp, order)
     damping = (factor.damp * hessian.diagonal().mean()).item()
-    return Rounding(config, params, target, hessian, damping, order, factor.upper, (*notes, *factor.notes))
+    return Rounding(
+        config, params, target, hessian, damping, order, factor.upper, (*notes, *factor.notes), stats.output
+    )
 
 
 def quantize_rows(rounding: Rounding, rows: slice) -> tuple[Tensor, grid.Grid]:
     """Return codes [in, rows] uint8 and grids of a tile."""
-    target, order = rounding.target[:, rows].contiguous(), rounding.order
+    target = rounding.target[:, rows].contiguous()
+    return _joined(two_sided.by_groups(target, rounding.output, rows, partial(_quantize_group, rounding)))
+
+
+def _quantize_group(rounding: Rounding, _: slice, target: Tensor) -> tuple[tuple[Tensor, grid.Grid], Tensor]:
+    """Return codes [in, rows] and grids for a target [in, rows], and the values [in, rows] that they are."""
+    codes, fitted = _quantize_target(rounding, target)
+    return (codes, fitted), fitted.values(codes, rounding.params.group(len(target)))
+
+
+def _quantize_target(rounding: Rounding, target: Tensor) -> tuple[Tensor, grid.Grid]:
+    order = rounding.order
     rounder = _GridRounder(target, order, rounding.upper, rounding.config, rounding.params)
     feedback.run(target[order], rounding.upper, rounder)
     codes = torch.empty_like(rounder.codes).index_copy_(0, order, rounder.codes)
@@ -138,9 +155,16 @@ def quantize_rows(rounding: Rounding, rows: slice) -> tuple[Tensor, grid.Grid]:
 
 def join(rounding: Rounding, tiles: Sequence[tuple[Tensor, grid.Grid]]) -> Quantized:
     """Return the weight, from all its tiles in order."""
-    codes = torch.cat([codes for codes, _ in tiles], 1)
-    fitted = grid.Grid(*(torch.cat(tensors, 1) for tensors in zip(*(part for _, part in tiles), strict=True)))
+    codes, fitted = _joined(tiles)
     return Quantized(grid.pack(codes, fitted, rounding.params, (codes.shape[1], codes.shape[0])), rounding.notes)
+
+
+def _joined(tiles: Sequence[tuple[Tensor, grid.Grid]]) -> tuple[Tensor, grid.Grid]:
+    """Return the codes and grids of all rows, from those of some."""
+    if len(tiles) == 1:
+        return tiles[0]
+    codes = torch.cat([codes for codes, _ in tiles], 1)
+    return codes, grid.Grid(*(torch.cat(tensors, 1) for tensors in zip(*(part for _, part in tiles), strict=True)))
 
 
 class _GridRounder(feedback.ColumnRounder):

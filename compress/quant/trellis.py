@@ -34,15 +34,16 @@ from compress.formats.trellis import HYB_ENTRIES, MAX_TILE_ROWS, ROW_MULTIPLE, P
 from compress.kernels import llvm
 from compress.kernels.loops import columns as column_loops
 from compress.kernels.loops import viterbi as viterbi_compiled
-from compress.quant import descent, feedback
+from compress.quant import descent, feedback, two_sided
 from compress.quant.feedback import Layer, Objective
 from compress.quant.settings import check, check_damp
 from compress.quant.viterbi import DECISIONS, LEVELS, NARROW, STATES, Search
-from compress.types import PackedWeight, Quantized, Stats, Stored
+from compress.types import OutputMetric, PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "trellis"
 NEEDS = frozenset({"hessian"})
 INCOHERENCE = True
+TWO_SIDED = True
 
 # Bits -> scale over the one that matches the root mean squares of weights and code. Fed-back errors make the targets
 # larger than the weights, and a target outside the code's range costs more than a coarser code. Measured on rotated
@@ -129,9 +130,11 @@ class Rounding(feedback.Rounding):
     row_scales: Tensor | None  # [padded out] float16
     layer: Layer  # of the weight over its row scales, rows padded to whole paths
     notes: tuple[str, ...]
+    output: OutputMetric | None
 
     def release(self) -> None:
         del self.layer
+        self.output = None
 
 
 class Tile(NamedTuple):
@@ -161,7 +164,7 @@ def prepare(weight: Tensor, stats: Stats | None, config: Config) -> Rounding:
     search = Search(levels, params.state_bits, params.symbol_bits)
     scale = _scale(search, target[:, :rows], params.bits)
     layer = feedback.factor_layer(target, hessian, config.damp, notes, order)
-    return Rounding(config, params, shape, search, scale, table, row_scales, layer, tuple(layer.notes))
+    return Rounding(config, params, shape, search, scale, table, row_scales, layer, tuple(layer.notes), stats.output)
 
 
 def quantize_rows(rounding: Rounding, rows: slice) -> Tile:
@@ -169,6 +172,8 @@ def quantize_rows(rounding: Rounding, rows: slice) -> Tile:
     config, params, (outputs, columns) = rounding.config, rounding.params, rounding.shape
     paths = slice(rows.start, trellis_format.padded_rows(params, rows.stop))
     layer = replace(rounding.layer, weight=rounding.layer.weight[:, paths].contiguous())
+    if rounding.output is not None and rounding.scale:
+        return _quantize_two_sided(rounding, layer, rounding.output, rows)
     width = _width(config, layer.weight.shape, params)
     rounder = _TrellisRounder(rounding.search, params, layer.weight, rounding.scale, width)
     values = layer.weight - feedback.run(layer.weight, layer.factor, rounder).residual
@@ -179,6 +184,29 @@ def quantize_rows(rounding: Rounding, rows: slice) -> Tile:
     scales = None if rounding.row_scales is None else rounding.row_scales[paths][some].float()
     terms = _terms(layer, layer.weight[:, some], values[:, some], scales)
     return Tile(layer.natural(rounder.codes.transpose(1, 2).reshape(columns, -1)), *terms)
+
+
+def _quantize_two_sided(rounding: Rounding, layer: Layer, output: OutputMetric, rows: slice) -> Tile:
+    """Return the tile of some rows, all paths behind each other in a wavefront; layer: theirs, padded."""
+    params, (outputs, columns) = rounding.params, rounding.shape
+    search, scale, tile = rounding.search, rounding.scale, params.tile_rows
+    metric = two_sided.padded_metric(output, slice(rows.start, min(rows.stop, outputs)), layer.weight.shape[1])
+    if rounding.row_scales is not None:
+        scales = rounding.row_scales[rows.start : rows.start + len(metric)].float()
+        metric = metric * scales * scales[:, None]
+    codes = torch.zeros(columns, layer.weight.shape[1] // tile, tile // params.vector_dim, dtype=torch.int32)
+    codes = codes.to(layer.weight.device)
+
+    def encode(front: two_sided.Front, target: Tensor) -> Tensor:
+        states = search.encode((target / scale).reshape(-1, tile))
+        codes[front.columns, front.groups] = states.view(*target.shape[:2], -1).to(torch.int32)
+        return search.table[states].view(target.shape) * scale
+
+    values = two_sided.wavefront(layer.weight, layer.factor, metric, encode, tile)
+    some = slice(0, min(CORRECTION_ROWS, outputs - rows.start))
+    pulled = torch.addmm(values[:, some], layer.hessian, values[:, some], beta=layer.damping) @ metric[some, some]
+    terms = [(pulled * side[:, some]).sum(dtype=torch.float64).item() for side in (layer.weight, values)]
+    return Tile(layer.natural(codes.view(columns, -1)), *terms)
 
 
 def join(rounding: Rounding, tiles: Sequence[Tile]) -> Quantized:

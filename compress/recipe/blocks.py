@@ -8,20 +8,20 @@ import json
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from yaml import Node, ScalarNode, SequenceNode
 
 from compress import plugins
 from compress.errors import RecipeError
 from compress.kv.settings import CacheSettings, cache_settings
-from compress.recipe.schema import Step
+from compress.recipe.schema import OUTPUT_DEFAULTS, Step
 from compress.recipe.yaml import Entries, check_keys, describe_node, error_at, mapping, plain, sequence, value
 
 if TYPE_CHECKING:
     from compress.types import Scheme
 
-SCHEME_KEYS = ("method", "incoherence", "activations", "lowrank")
+SCHEME_KEYS = ("method", "incoherence", "activations", "lowrank", *OUTPUT_DEFAULTS)
 # What embeddings and head get where their sections do not say otherwise.
 TABLE_METHOD, TABLE_BITS = "rtn", 8
 # Scope of a step of tuning -> what it tunes.
@@ -45,7 +45,25 @@ def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sche
     config = build(settings, at, f"{where} ({base.method})", base.config, RULE_KEYS if above else SCHEME_KEYS)
     activations = _part(entries, "activations", base.activations, Activations())
     lowrank = _part(entries, "lowrank", base.lowrank, Correction())
-    return Scheme(base.method, config, value(entries, "incoherence", bool, base.incoherence), activations, lowrank)
+    basis = value(entries, "incoherence", bool, base.incoherence)
+    types = get_type_hints(Scheme)
+    output = [value(entries, key, types[key], getattr(base, key)) for key in OUTPUT_DEFAULTS]
+    made = Scheme(base.method, config, basis, activations, lowrank, *output)
+    _check_output(made, at, where)
+    return made
+
+
+def _check_output(made: Scheme, at: Node, where: str) -> None:
+    """Raise RecipeError for two-sided rounding or stored scales that a scheme's method, or its basis, cannot have."""
+    if made.two_sided and not _is_two_sided(made.method):
+        able = ", ".join(filter(_is_two_sided, plugins.names("quant")))
+        raise error_at(at, f"{where}: {made.method} cannot round two-sided, {able} can; set two_sided: false")
+    if not made.incoherence and (made.out_scales != "none" or made.in_vector):
+        raise error_at(at, f"{where}: out_scales and in_vector are those of a rotated basis; set incoherence: true")
+
+
+def _is_two_sided(name: str) -> bool:
+    return getattr(plugins.load("quant", name), "TWO_SIDED", False)
 
 
 def is_kept(entries: Entries, where: str) -> bool:
@@ -89,6 +107,8 @@ def check_table(chosen: Scheme, at: Node, where: str) -> None:
     lowrank = chosen.lowrank
     if lowrank is not None and (lowrank.train or lowrank.train_blocks or lowrank.metric == "fisher"):
         raise error_at(at, f"{where}: lowrank cannot be trained, nor weighed by gradients, outside of the blocks")
+    if chosen.two_sided or chosen.out_scales == "sensitivity":
+        raise error_at(at, f"{where}: no gradients are taken outside of the blocks; remove two_sided and sensitivity")
     if chosen.activations is not None and chosen.activations.scale == "tensor":
         raise error_at(at, f"{where}: activations can have a scale of each token only; set scale: token")
 

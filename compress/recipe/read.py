@@ -14,6 +14,10 @@
       incoherence: false       # true: choose codes in a random rotated basis; by default what suits the method
       activations: {bits: 8}   # quantize the inputs, too, at run time (`Activations`); by default they stay as they are
       lowrank: {rank: 16}      # two thin matrices that make up for what is lost (`Correction`); none by default
+      two_sided: true          # feed errors back between outputs, too, by the loss's gradients (YAQA); default: false
+      out_scales: rms          # store a scale of each output beside its sign, of a rotated basis; default: none
+      in_vector: true          # store numbers in place of signs of inputs, to be trained; default: false
+      vector_bits: 8           # of a stored scale or number with its sign: 16, the default, or 8
     rules:                     # the first match decides; fnmatch on the linear's full module name, case counts
       - match: "*.mlp.down_proj"
         bits: 8                # over the settings above; with `method:` over that method's defaults; or `keep: true`

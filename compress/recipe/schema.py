@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from compress.kv.settings import CacheSettings
     from compress.types import ExpertPruning, Scheme
 
+# Keys of a scheme that only stand in a recipe where they are not these.
+OUTPUT_DEFAULTS = {"two_sided": False, "out_scales": "none", "in_vector": False, "vector_bits": 16}
 KEEP = "keep"  # the option, and the method of a scheme, that leaves a weight as it is
 TABLES = ("embeddings", "head")  # sections for what lies outside of the blocks
 OTHER_KEYS = ("allocate", "tune", "experts", "kv_cache", "towers", "export")
@@ -179,10 +181,11 @@ def option_names(options: tuple[Scheme | None, ...]) -> list[str]:
             continue
         plain = settings(option)
         kin = [settings(other) for other in options if other is not None and other.method == option.method]
-        differing = [key for key in plain if key != "method" and any(other[key] != plain[key] for other in kin)]
+        keys = dict.fromkeys(key for other in kin for key in other if key != "method")
+        differing = [key for key in keys if any(other.get(key) != plain.get(key) for other in kin)]
         if "bits" in differing and len({other["bits"] for other in kin}) == len(kin):
             differing = ["bits"]
-        parts = [_setting_words(key, plain[key], [other[key] for other in kin]) for key in differing]
+        parts = [_setting_words(key, plain.get(key), [other.get(key) for other in kin]) for key in differing]
         parts = sorted(filter(None, parts), key=lambda part: part.startswith("+"))
         names.append(" ".join([*([option.method] if len(methods) > 1 or not parts else []), *parts]))
     return names
@@ -200,10 +203,14 @@ def _setting_words(key: str, value: Any, all_of_kin: list[Any]) -> str:
 
 
 def settings(scheme: Scheme, plain: ToPlain = dataclasses.asdict) -> dict[str, Any]:
-    """Return a scheme in the layout of its YAML; plain: gives the settings of its method as JSON values."""
+    """Return a scheme in the layout of its YAML; plain: gives the settings of its method as JSON values.
+
+    Of two-sided rounding and stored scales it says only what is not the default, as did recipes before there were any.
+    """
     activations = dataclasses.asdict(scheme.activations) if scheme.activations else None
     lowrank = dataclasses.asdict(scheme.lowrank) if scheme.lowrank else None
     around = {"incoherence": scheme.incoherence, "activations": activations, "lowrank": lowrank}
+    around |= {key: getattr(scheme, key) for key, usual in OUTPUT_DEFAULTS.items() if getattr(scheme, key) != usual}
     return {"method": scheme.method, **around, **plain(scheme.config)}
 
 

@@ -19,7 +19,7 @@ from compress.errors import CheckpointError, NumericalError
 from compress.run import expert_pruning, report, shards, verify
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.job import RunState
-from compress.run.quantize_linear import LinearTask
+from compress.run.quantize_linear import LinearTask, output_metric
 from compress.storage.workdir import Output
 from compress.tune import low_rank
 from compress.types import LayerReport, PackedWeight, Quantized
@@ -78,7 +78,8 @@ class CheckpointBlocks:
             self.tuning.add(name, result.weight)
             if task.fisher is not None:
                 self.tuning.fisher[name] = task.fisher
-        row = report.measure(task.layer, task.weight, result.weight, task.statistics.stats, result.notes)
+        metric = output_metric(task)
+        row = report.measure(task.layer, task.weight, result.weight, task.statistics.stats, result.notes, metric)
         row = report.check_row(row, self.run.job.allow_partial)
         self.packed[row.name] = result.weight
         self.rows[row.name] = dataclasses.replace(row, seconds=round(seconds, 4))

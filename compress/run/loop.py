@@ -310,7 +310,7 @@ class DividedBlock:
                 parts, seconds = parts + handed[0], seconds + handed[1]
         if self.ranks.rank != first:
             return None
-        return quantize_linear.join_tiles(linear.task, linear.tiles, parts, self.seed), seconds
+        return quantize_linear.join_tiles(linear.task, linear.tiles, parts), seconds
 
     def _numbers(self, layer: LayerPlan, portion: Portion) -> slice:
         """Return the tiles of a portion; at another option a linear may have a few tiles more than pieces."""

@@ -71,7 +71,7 @@ def _source_tensors(skeleton: Skeleton) -> dict[str, Readable]:
 
 def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: WeightTransforms) -> LayerPlan:
     """Plan one linear. online: operations that a transform leaves to run time; a random rotated basis replaces them."""
-    around = incoherence.OPS if scheme.incoherence else online
+    around = incoherence.operations(scheme) if scheme.incoherence else online
     lowrank = scheme.lowrank.stored if scheme.lowrank is not None else None
     if around and scheme.lowrank is not None and scheme.lowrank.metric == "fisher":
         raise RecipeError(f"{spec.name}: metric fisher is not known in a rotated basis; set another metric for it")

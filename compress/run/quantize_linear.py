@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,13 +15,14 @@ from torch import Tensor
 
 from compress import plugins
 from compress.calib import stats as calib_stats
+from compress.calib.output_gradients import OutputGradients
 from compress.errors import NumericalError
 from compress.formats import dense, transforms
 from compress.lowrank import correct
 from compress.quant import feedback, incoherence, target_correction
 from compress.run import sizes
 from compress.runtime.activation_quant import LargestInput
-from compress.types import IN_SCALE, Fisher, LayerPlan, PackedWeight, Quantized, Stats
+from compress.types import IN_SCALE, Fisher, LayerPlan, OutputMetric, PackedWeight, Quantized, Stats
 
 ROWS_PER_CHECK = 4096  # so many rows of a weight are searched for NaN at a time
 
@@ -109,6 +110,18 @@ class LinearTask(NamedTuple):
     statistics: InputStatistics  # of its shared input, whether its method needs them or not
     fisher: Fisher | None  # where its low-rank part, or tuning, goes by the loss's gradients
     in_scale: Tensor | None  # float32 [1], where its inputs have a static scale
+    output_gradients: OutputGradients | None = None  # where its scheme needs the loss's gradients at its outputs
+
+
+def output_metric(task: LinearTask, change_rows: Callable[[Tensor], Tensor] | None = None) -> OutputMetric | None:
+    """Return the Hessian of a linear's outputs if its errors go by it, else None.
+
+    change_rows: takes gradients to the basis of the rows that are rounded; None: that of the outputs themselves.
+    """
+    if task.output_gradients is None or not task.layer.scheme.two_sided:
+        return None
+    moment = task.output_gradients.changed(change_rows) if change_rows else task.output_gradients.changed()
+    return OutputMetric(moment.block)
 
 
 def quantize(task: LinearTask, seed: int) -> Quantized:
@@ -119,8 +132,8 @@ def quantize(task: LinearTask, seed: int) -> Quantized:
     layer = task.layer
     if layer.scheme.config is None:
         stored = dense.pack(task.weight, layer.stored.params)
-        return _with_surroundings(task, Quantized(PackedWeight(layer.stored, stored, layer.spec.shape)), seed)
-    target, stats, method_seed = _method_inputs(task, seed)
+        return _with_surroundings(task, Quantized(PackedWeight(layer.stored, stored, layer.spec.shape)), {})
+    target, stats, method_seed, around = _method_inputs(task, seed)
     method, config = plugins.load("quant", layer.scheme.method), layer.scheme.config
     quantize_target = partial(_quantize_by_tiles, layer) if hasattr(method, "quantize_rows") else method.quantize
     with _naming(layer):
@@ -134,7 +147,7 @@ def quantize(task: LinearTask, seed: int) -> Quantized:
                 lambda rest: quantize_target(rest, stats, config, method_seed),
                 method_seed,
             )
-    return _with_surroundings(task, result, seed)
+    return _with_surroundings(task, result, around)
 
 
 def _quantize_by_tiles(layer: LayerPlan, target: Tensor, stats: Stats | None, config: Any, seed: int) -> Quantized:
@@ -153,24 +166,25 @@ class Tiles(NamedTuple):
     parts: list[Any]
     seconds: float
     rounding: feedback.Rounding
+    around: dict[str, Tensor]  # stored tensors of the operations
 
 
 def quantize_tiles(task: LinearTask, numbers: slice, seed: int) -> Tiles:
     """Quantize these of the tiles of a linear."""
     begun, layer = time.monotonic(), task.layer
-    target, stats, _ = _method_inputs(task, seed)
+    target, stats, _, around = _method_inputs(task, seed)
     method = plugins.load("quant", layer.scheme.method)
     with _naming(layer):
         rounding = method.prepare(target, stats, layer.scheme.config)
         parts = [method.quantize_rows(rounding, rows) for rows in sizes.spans(layer)[numbers]]
     rounding.release()
-    return Tiles(parts, time.monotonic() - begun, rounding)
+    return Tiles(parts, time.monotonic() - begun, rounding, around)
 
 
-def join_tiles(task: LinearTask, tiles: Tiles, parts: Sequence[Any], seed: int) -> Quantized:
+def join_tiles(task: LinearTask, tiles: Tiles, parts: Sequence[Any]) -> Quantized:
     """Return a linear, whose `parts` are its tiles in order; tiles: some of them."""
     method = plugins.load("quant", task.layer.scheme.method)
-    return _with_surroundings(task, method.join(tiles.rounding, parts), seed)
+    return _with_surroundings(task, method.join(tiles.rounding, parts), tiles.around)
 
 
 def _statistics(task: LinearTask) -> InputStatistics:
@@ -178,12 +192,28 @@ def _statistics(task: LinearTask) -> InputStatistics:
     return task.statistics if sizes.needs_statistics(task.layer) else NO_STATISTICS
 
 
-def _method_inputs(task: LinearTask, seed: int) -> tuple[Tensor, Stats | None, int]:
-    """Return what the method of a linear is given: the target [out, in], statistics, and a seed."""
+class _Problem(NamedTuple):
+    """What the method of a linear is given, and the stored tensors of the operations that it does not see."""
+
+    target: Tensor  # [out, in]
+    stats: Stats | None
+    seed: int
+    around: dict[str, Tensor]
+
+
+def _method_inputs(task: LinearTask, seed: int) -> _Problem:
     layer, given = task.layer, _statistics(task)
-    target, stats = given.target(task.weight), given.for_layer(layer)
-    target = incoherence.rotated_weight(target, layer, seed) if layer.stored.ops else target
-    return target, stats, incoherence.derived_seed(seed, "method", layer.spec.name)
+    target, stats, around = given.target(task.weight), given.for_layer(layer), dict[str, Tensor]()
+    change = None
+    if layer.stored.ops:
+        gradients = task.output_gradients if layer.scheme.out_scales == "sensitivity" else None
+        sensitivities = None if gradients is None else gradients.changed().diagonal()
+        around = incoherence.surroundings(layer, seed, target, sensitivities)
+        target = incoherence.rotated_weight(target, layer, around)
+        change = partial(incoherence.rotated_gradients, layer=layer, around=around)
+    if stats is not None:
+        stats = dataclasses.replace(stats, output=output_metric(task, change))
+    return _Problem(target, stats, incoherence.derived_seed(seed, "method", layer.spec.name), around)
 
 
 @contextmanager
@@ -196,11 +226,13 @@ def _naming(layer: LayerPlan) -> Iterator[None]:
         raise NumericalError(message) from error
 
 
-def _with_surroundings(task: LinearTask, result: Quantized, seed: int) -> Quantized:
+def _with_surroundings(task: LinearTask, result: Quantized, around: dict[str, Tensor]) -> Quantized:
     """Return what is stored of a quantized linear, with what lies around it, and all notes."""
     layer, packed, notes = task.layer, result.weight, result.notes
     if layer.stored.ops and layer.scheme.config is not None:
-        packed, notes = incoherence.wrap(packed, layer, seed), (*incoherence.notes(layer), *notes)
+        packed, notes = incoherence.wrap(packed, layer, around), (*incoherence.notes(layer), *notes)
+        if layer.scheme.out_scales == "sensitivity" and task.output_gradients is None:
+            notes = (*notes, "no gradients of its outputs are known: their scales go by its weights alone")
     if layer.stored.activations is not None:
         scale = {IN_SCALE: task.in_scale} if task.in_scale is not None else {}
         stored = dataclasses.replace(packed.stored, activations=layer.stored.activations)

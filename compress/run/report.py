@@ -24,7 +24,7 @@ from compress.storage import json_text
 from compress.storage.checkpoint import Checkpoint, open_checkpoint, read_json
 from compress.storage.json_text import INTEGER, NUMBER, OBJECT, SOME, TEXT
 from compress.storage.manifest import Manifest
-from compress.types import LayerPlan, LayerReport, PackedWeight, Plan, Stats
+from compress.types import LayerPlan, LayerReport, OutputMetric, PackedWeight, Plan, Stats
 
 LOST_WEIGHT_ERROR = 0.9  # relative error from which on nothing is left of a weight; low bits on real ones reach 0.5
 MAX_LOST_ROWS = 0.5  # share of the rows
@@ -38,6 +38,7 @@ ROW = (  # keys of a layer in report.json, and of what is kept of it while a run
     *("seconds", "notes", "ops", "activations", "lowrank"),
 )
 
+TWO_SIDED = "two_sided_error"  # a further key of a layer whose outputs do not count alike
 BLOCK_RECORD = {  # the record of a finished block, with the rows of its layers
     **{"file": TEXT, "sha256": TEXT, "probe": TEXT, "notes": [TEXT], "experts": OBJECT},
     "layers": [
@@ -86,11 +87,16 @@ class WeightErrors(NamedTuple):
     relative: float  # of ||W||^2
     hessian: float | None  # tr(R H R^T), None without statistics
     output: float | None  # of tr(W H W^T)
+    two_sided: float | None = None  # tr(R H R^T G) of tr(W H W^T G), with G the Hessian of its outputs
     lost_rows: float = 0.0  # share of the rows that are not zero of which nothing is left, see `LayerReport`
 
 
-def errors(weight: Tensor, packed: PackedWeight, stats: Stats | None) -> WeightErrors:
+def errors(
+    weight: Tensor, packed: PackedWeight, stats: Stats | None, metric: OutputMetric | None = None
+) -> WeightErrors:
     """Measure a quantized weight [out, in] in float32, against the original on the inputs that the prefix gives.
+
+    metric: the Hessian of its outputs, where they do not count alike.
 
     The Hessian is used undamped, over at most MEASURED_ROWS rows spread evenly, scaled to all: over all rows it would
     cost as much as the rounding itself. Where target correction has moved the target, the intended shift is part of
@@ -106,25 +112,35 @@ def errors(weight: Tensor, packed: PackedWeight, stats: Stats | None) -> WeightE
         rest_norms.append(_squares(rest))
     row_norm, row_error = torch.cat(norms), torch.cat(rest_norms)
     norm, error = row_norm.sum(dtype=torch.float64).item(), row_error.sum(dtype=torch.float64).item()
-    hessian = output = None
+    hessian = output = two_sided = None
     if stats is not None and stats.count:
         rows = slice(None, None, -(-weight.shape[0] // ROWS_PER_OUTPUT_ERROR))
-        whole, part = (_quadratic(matrix, stats.hessian) for matrix in (weight[rows].float() * unit, residual[rows]))
+        matrices = weight[rows].float() * unit, residual[rows]
+        whole, part = (_quadratic(matrix, stats.hessian) for matrix in matrices)
         hessian = part * (weight.shape[0] / weight[rows].shape[0]) / unit**2
         output = part / whole if whole > 0 else 0.0
+        if metric is not None:
+            block = metric.block(rows)
+            whole, part = (_quadratic(matrix, stats.hessian, block) for matrix in matrices)
+            two_sided = part / whole if whole > 0 else 0.0
     relative = error / norm if norm > 0 else float(error > 0)
     is_small = (row_norm > 0) & (row_norm < row_norm.max() * SMALL_ROW**2)
     lost_rows = float(
         (is_small & (row_error >= LOST_WEIGHT_ERROR * row_norm)).sum() / (row_norm > 0).sum().clamp(min=1)
     )
-    return WeightErrors(error / unit**2, relative, hessian, output, lost_rows)
+    return WeightErrors(error / unit**2, relative, hessian, output, two_sided, lost_rows)
 
 
 def measure(
-    layer: LayerPlan, weight: Tensor, packed: PackedWeight, stats: Stats | None, notes: tuple[str, ...]
+    layer: LayerPlan,
+    weight: Tensor,
+    packed: PackedWeight,
+    stats: Stats | None,
+    notes: tuple[str, ...],
+    metric: OutputMetric | None = None,
 ) -> LayerReport:
-    """Report on one quantized weight [out, in]; the caller fills in the seconds."""
-    return row(layer, packed, errors(weight, packed, stats), stats, notes)
+    """Report on one quantized weight [out, in], as `errors` measures it; the caller fills in the seconds."""
+    return row(layer, packed, errors(weight, packed, stats, metric), stats, notes)
 
 
 def row(
@@ -145,6 +161,7 @@ def row(
         nbytes=packed.nbytes,
         weight_error=measured.relative,
         output_error=measured.output,
+        two_sided_error=measured.two_sided,
         tokens=stats.count if stats is not None else 0,
         seconds=0.0,
         notes=notes,
@@ -176,12 +193,13 @@ def check_row(row: LayerReport, is_allowed: bool) -> LayerReport:
 def to_dict(layer: LayerReport) -> dict[str, Any]:
     """Return a layer's row of report.json."""
     values = {**vars(layer), **stored.to_dict(layer.stored)}
-    return {key: values[key] for key in ROW}
+    of_outputs = {} if layer.two_sided_error is None else {TWO_SIDED: layer.two_sided_error}
+    return {key: values[key] for key in ROW} | of_outputs
 
 
 def from_dict(values: Mapping[str, Any]) -> LayerReport:
     """Return the report of a layer from its row."""
-    facts = {key: values[key] for key in ROW if key not in stored.KEYS}
+    facts = {key: values[key] for key in ROW if key not in stored.KEYS} | {TWO_SIDED: values.get(TWO_SIDED)}
     if len(facts["shape"]) != 2:
         raise CheckpointError(f"{values['name']} has the shape {shown(facts['shape'])}; use --restart")
     form = stored.from_dict({key: values[key] for key in stored.KEYS if key in values}, values["name"])
@@ -256,17 +274,22 @@ def products(layers: list[LayerReport], device: str) -> dict[str, int]:
 
 
 def worst(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the layers of a report with the largest error: of the output where it was measured, else of the weight."""
+    """Return the layers of a report with the largest error: the two-sided, that of the output, or of the weight.
+
+    It is the first of these that was measured.
+    """
 
     def error(row: dict[str, Any]) -> float:
-        return float(row["weight_error"] if row["output_error"] is None else row["output_error"])
+        errors = (row.get(TWO_SIDED), row["output_error"], row["weight_error"])
+        return float(next(each for each in errors if each is not None))
 
     return sorted(layers, key=error, reverse=True)[:WORST]
 
 
-def _quadratic(matrix: Tensor, hessian: Tensor) -> float:
-    """Return tr(M H M^T) of a matrix [rows, in] and a Hessian [in, in]."""
-    return (matrix @ hessian).mul_(matrix).sum(1).sum(dtype=torch.float64).item()
+def _quadratic(matrix: Tensor, hessian: Tensor, of_rows: Tensor | None = None) -> float:
+    """Return tr(M H M^T G) of a matrix [rows, in], a Hessian [in, in] and G [rows, rows], None for the identity."""
+    weighed = matrix if of_rows is None else of_rows @ matrix
+    return (matrix @ hessian).mul_(weighed).sum(1).sum(dtype=torch.float64).item()
 
 
 def _chunk(weight: Tensor) -> int:

@@ -25,7 +25,7 @@ HADAMARD_TRANSFORMS = {
     "hadamard": False,
     "hadamard_transposed": True,
 }  # name -> whether it is the transpose of `hadamard.transform`
-ORTHOGONAL_TRANSFORMS = ("signs", *HADAMARD_TRANSFORMS)  # transforms that are orthogonal and have nothing to train
+FAST_TRANSFORMS = (*transforms.DIAGONAL, *HADAMARD_TRANSFORMS)  # those that `turned_effective` has a fast way for
 
 
 class Trained:
@@ -128,11 +128,11 @@ def add_surroundings(matrix: Tensor, packed: PackedWeight, tensors: Mapping[str,
 def strip_surroundings(weight: Tensor, packed: PackedWeight) -> Tensor | None:
     """Return the matrix [out, in], float32, that would have to be stored for `weight`: undo `add_surroundings`.
 
-    None where a transform around it is not orthogonal.
+    None where a diagonal around it has a zero.
     """
     stored, matrix = packed.stored, weight.float()
-    sides = (*stored.ops.input, *stored.ops.output)
-    if any(not getattr(transforms.find(name), "is_orthogonal", False) for name in sides):
+    sides = [("in", name) for name in stored.ops.input] + [("out", name) for name in stored.ops.output]
+    if any(name in transforms.FLOATING and bool((packed.tensors[f"{side}_{name}"] == 0).any()) for side, name in sides):
         return None
     if stored.ops:
         matrix = transforms.rotate(matrix, stored.ops, packed.tensors)
@@ -150,20 +150,40 @@ def decode_with(packed: PackedWeight, changed: Mapping[str, Tensor]) -> Tensor:
 
 
 def turned_effective(matrix: Tensor, ops: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return what `transforms.effective` does, float32 [out, in], of a matrix of the same type and size."""
-    names = {*ops.input, *ops.output}
-    if matrix.device.type != "cpu" or matrix.dtype != torch.float32 or not names <= set(ORTHOGONAL_TRANSFORMS):
+    """Return what `transforms.effective` does, float32 [out, in], of a matrix of the same type and size.
+
+    Gradients reach the matrix, and diagonals that are stored in floating point.
+    """
+    inner, around = _split_outermost(ops, tensors)
+    own = {name: tensors[name] for name in transforms.specs(inner, (matrix.shape[0], matrix.shape[1]))}
+    is_fast = {*inner.input, *inner.output} <= set(FAST_TRANSFORMS) and not any(t.requires_grad for t in own.values())
+    if matrix.device.type != "cpu" or matrix.dtype != torch.float32 or not is_fast:
         return transforms.effective(matrix, ops, tensors)
-    own = {name: tensors[name] for name in transforms.specs(ops, (matrix.shape[0], matrix.shape[1]))}
-    turned: Tensor = _Turned.apply(matrix, ops, own)
-    return turned
+    turned: Tensor = _Turned.apply(matrix, inner, own) if inner else matrix
+    if around["in"] is not None:
+        turned = turned * around["in"].float()
+    return turned if around["out"] is None else turned * around["out"].float()[:, None]
+
+
+def _split_outermost(
+    ops: WeightTransforms, tensors: Mapping[str, Tensor]
+) -> tuple[WeightTransforms, dict[str, Tensor | None]]:
+    """Return the transforms inside of diagonals that are trained and come first and last, and these, None for none."""
+    inner, around = {"in": list(ops.input), "out": list(ops.output)}, dict[str, Tensor | None]()
+    for side, place in (("in", 0), ("out", -1)):
+        name = inner[side][place] if inner[side] else ""
+        stored = tensors[f"{side}_{name}"] if name in transforms.FLOATING else None
+        around[side] = stored if stored is not None and stored.requires_grad else None
+        if around[side] is not None:
+            del inner[side][place]
+    return WeightTransforms(tuple(inner["in"]), tuple(inner["out"])), around
 
 
 class _Turned(torch.autograd.Function):
     """M -> Out M In; its gradient G -> Out^T G In^T.
 
     In every step of tuning the dense weight Out M In is made of the stored matrix M, and its gradient is taken back to
-    M. Orthogonal transforms with nothing to train need nothing kept for that. On a CPU the Hadamard transforms are
+    M. Transforms with nothing to train need nothing kept for that. On a CPU the Hadamard transforms are
     those of compress/kernels/cpu/hadamard.py: PyTorch's own products of small matrices are several times as slow, most
     of all where the columns of a matrix are transformed (1536 x 576, one thread: 2 ms in place of 8).
     """
@@ -184,8 +204,8 @@ class _Turned(torch.autograd.Function):
 def _turn(x: Tensor, side: str, names: Sequence[str], tensors: Mapping[str, Tensor], *, is_transposed: bool) -> Tensor:
     """Apply transforms to each row of x [rows, n], or their transposes in the other order."""
     for name in reversed(names) if is_transposed else names:
-        if name == "signs":
-            x = x * transforms.unpack_signs(tensors[f"{side}_signs"], x.shape[-1], x.dtype)
+        if name in transforms.DIAGONAL:
+            x = x * transforms.Diagonal(name, tensors[f"{side}_{name}"]).values(x.shape[-1], x.dtype)
         else:
             x = hadamard.transform(x, is_transposed=HADAMARD_TRANSFORMS[name] != is_transposed)
     return x

@@ -18,6 +18,7 @@ from compress.allocate.kl_shares import Slope, slope, slopes
 from compress.allocate.prefix_tree import Resources
 from compress.allocate.variant_source import Noise
 from compress.calib import fisher
+from compress.calib.backward_pass import BackwardPass
 from compress.errors import NumericalError
 from compress.model.skeleton import Skeleton
 from compress.numerics import kl
@@ -104,8 +105,8 @@ def test_small_gradients_in_float16(pico_dir: Callable[..., Path]) -> None:
 
 
 def test_gradients_that_are_not_finite(pico_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = fisher._behind
-    monkeypatch.setattr(fisher, "_behind", lambda *given: real(*given) * float("inf"))
+    real = BackwardPass._of_loss
+    monkeypatch.setattr(BackwardPass, "_of_loss", lambda *given: real(*given) * float("inf"))
     skeleton = skeleton_of(pico_dir("llama"))
     with pytest.raises(NumericalError, match="the gradient of model.layers.1.* is not finite"):
         next(fisher.gradients(skeleton, TOKENS))

@@ -130,7 +130,7 @@ def around(stored: Stored, shape: tuple[int, int]) -> PackedWeight:
 
 def test_transforms_are_cut_where_they_are_diagonal() -> None:
     shape, params = (64, 96), int_format.params_for(4, 32, True, 96)
-    ops = WeightTransforms(input=("channel_scale", "signs"), output=("signs",))
+    ops = WeightTransforms(input=("channel_scale", "signs", "channel_scale8"), output=("signs", "channel_scale16"))
     weight = around(Stored("int", params, ops), shape)
     part = formats.cut(weight, range(5, 64), range(32, 96))
     assert torch.equal(formats.decode(part, torch.float32), formats.decode(weight, torch.float32)[5:, 32:])

@@ -25,22 +25,30 @@ VARIANTS = [
     WeightTransforms((), ("signs",)),
     WeightTransforms(("hadamard",), ()),
     WeightTransforms((), ("hadamard",)),
+    WeightTransforms(("signs", "hadamard"), ("hadamard", "channel_scale16")),
+    WeightTransforms(("channel_scale16", "hadamard"), ("hadamard", "channel_scale8")),
+    WeightTransforms(("channel_scale8",), ("channel_scale8", "hadamard")),
     NO_TRANSFORMS,
 ]
 SHAPES = [(64, 96), (24, 50), (33, 40), (1, 8), (172, 12)]
 
 
 def signs(ops_: WeightTransforms, shape: tuple[int, int]) -> dict[str, Tensor]:
-    sizes = {name: size for name, size in (("out_signs", shape[0]), ("in_signs", shape[1]))}
-    wanted = transforms.specs(ops_, shape)
-    return {name: transforms.pack_signs(random(size, seed=size) < 0) for name, size in sizes.items() if name in wanted}
+    """What is stored of the diagonals: signs, and scales near 1."""
+    names = [("out", name, shape[0]) for name in ops_.output] + [("in", name, shape[1]) for name in ops_.input]
+    values = {size: random(size, seed=size) for size in shape}
+    return {
+        f"{side}_{name}": transforms.pack_diagonal(name, (1 + values[size].abs()).copysign(values[size]))
+        for side, name, size in names
+        if name in transforms.DIAGONAL
+    }
 
 
-def matrix(names: tuple[str, ...], size: int, bitmap: Tensor | None) -> Tensor:
+def matrix(side: str, names: tuple[str, ...], size: int, tensors: dict[str, Tensor]) -> Tensor:
     """The product of operations as a matrix [size, size], float64, from unit vectors."""
     result = torch.eye(size, dtype=torch.float64)
-    for name in names:
-        result = transforms.TRANSFORMS[name].forward(result.T, bitmap).T  # columns are the images of the unit vectors
+    for name in names:  # columns are the images of the unit vectors
+        result = transforms.TRANSFORMS[name].forward(result.T, tensors.get(f"{side}_{name}")).T
     return result
 
 
@@ -58,8 +66,8 @@ def test_signs_are_a_bitmap_with_the_lowest_bit_first(size: int) -> None:
 @pytest.mark.parametrize("around", VARIANTS)
 def test_effective_is_out_m_in_and_rotate_undoes_it(around: WeightTransforms, shape: tuple[int, int]) -> None:
     stored, tensors = random(*shape), signs(around, shape)
-    before = matrix(around.input, shape[1], tensors.get("in_signs"))
-    after = matrix(around.output, shape[0], tensors.get("out_signs"))
+    before = matrix("in", around.input, shape[1], tensors)
+    after = matrix("out", around.output, shape[0], tensors)
     weight = transforms.effective(stored, around, tensors)
     assert torch.allclose(weight.double(), after @ stored.double() @ before, atol=1e-5)
     assert torch.allclose(transforms.rotate(weight, around, tensors), stored, atol=1e-5)
@@ -78,8 +86,17 @@ def test_the_loss_is_the_same_in_either_basis(around: WeightTransforms) -> None:
     residual = (weight - other).double()
     turned = transforms.rotate(residual, around, tensors)
     assert turned.dtype == torch.float64
-    there, here = (turned @ rotated.double() * turned).sum(), (residual @ hessian.double() * residual).sum()
+    gradients = inputs(70, 24).double()
+    of_products = transforms.gradients_of_products(gradients, around, tensors)
+    metric = transforms.rotate_output_hessian((gradients.T @ gradients).float(), around, tensors)
+    assert torch.equal(metric, metric.T)
+    assert torch.allclose(metric.double(), of_products.T @ of_products, atol=1e-5 * float(metric.abs().max()))
+    there = (turned @ rotated.double() * (metric.double() @ turned)).sum()  # tr(E H E^T G)
+    here = (residual @ hessian.double() * (gradients.T @ gradients @ residual)).sum()
     assert abs(there / here - 1) < 1e-5
+    product = inputs(9, 24, seed=3).double()  # g^T (Out u) = (Out^T g)^T u
+    there = (of_products[:9] * product).sum(1)
+    assert torch.allclose((gradients[:9] * transforms.apply_output(product, around, tensors)).sum(1), there)
 
 
 def test_matrices_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

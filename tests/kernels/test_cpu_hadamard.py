@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compress.formats import transforms
-from compress.formats.transforms import pack_signs, unpack_signs
+from compress.formats.transforms import Diagonal, pack_diagonal, pack_signs, unpack_signs
 from compress.kernels import dispatch, llvm
 from compress.kernels.cpu import hadamard
 from compress.numerics import hadamard as reference
@@ -40,15 +40,19 @@ def test_the_transpose_is_that_of_the_package(size: int) -> None:
         assert (expected - reference.transform(x.double())).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("name", ["signs", "channel_scale16", "channel_scale8"])
 @pytest.mark.parametrize("size", [64, 320])
-def test_signs_before_and_after(size: int) -> None:
+def test_diagonals_before_and_after(size: int, name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 3, size, generator=generator)
-    before, after = (pack_signs(torch.rand(size, generator=generator) < 0.5) for _ in range(2))
-    exact = reference.transform(x.double() * unpack_signs(before, size, torch.float64))
-    signs = unpack_signs(after, size, torch.float64)
-    torch.testing.assert_close(hadamard.transform(x, before).double(), exact, rtol=0, atol=2e-6)
-    torch.testing.assert_close(hadamard.transform(x, before, after).double(), exact * signs, rtol=0, atol=2e-6)
+    before, after = (Diagonal(name, pack_diagonal(name, torch.randn(size, generator=generator))) for _ in range(2))
+    exact = reference.transform(x.double() * before.values(size, torch.float64))
+    both = exact * after.values(size, torch.float64)
+    torch.testing.assert_close(hadamard.transform(x, before).double(), exact, rtol=0, atol=5e-6)
+    torch.testing.assert_close(hadamard.transform(x, before, after).double(), both, rtol=0, atol=1e-5)
+    half = hadamard.transform(x.bfloat16(), before, after).double()
+    exact = reference.transform(x.bfloat16().double() * before.values(size, torch.float64))
+    torch.testing.assert_close(half, exact * after.values(size, torch.float64), rtol=2**-8, atol=1e-5)
 
 
 def test_any_shape_strides_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,20 +73,34 @@ def test_other_sizes_and_types_are_left_to_the_package(size: int, dtype: torch.d
     assert not hadamard.supports(x)
     assert torch.equal(hadamard.transform(x, is_transposed=True), reference.transpose(x))
     signs = pack_signs(torch.rand(size) < 0.5)
-    assert torch.equal(hadamard.transform(x, signs), reference.transform(x * unpack_signs(signs, size, dtype)))
+    assert torch.equal(
+        hadamard.transform(x, Diagonal("signs", signs)), reference.transform(x * unpack_signs(signs, size, dtype))
+    )
 
 
-def test_layers_take_it_where_no_gradient_passes() -> None:
-    ops = WeightTransforms(input=("signs", "hadamard"), output=("hadamard", "signs"))
-    signs = {"in_signs": pack_signs(torch.arange(64) % 3 == 0), "out_signs": pack_signs(torch.arange(64) % 5 == 0)}
+@pytest.mark.parametrize("name", ["signs", "channel_scale16", "channel_scale8"])
+def test_layers_take_it_where_no_gradient_passes(name: str) -> None:
+    ops = WeightTransforms(input=(name, "hadamard"), output=("hadamard", name))
+    around = [Diagonal(name, pack_diagonal(name, problems.random(64, seed=seed))) for seed in (5, 6)]
+    stored = {f"in_{name}": around[0].stored, f"out_{name}": around[1].stored}
     x = problems.random(2, 64)
-    found = dispatch.before(x, ops, signs)
-    assert torch.equal(found, hadamard.transform(x, signs["in_signs"]))
-    torch.testing.assert_close(found, transforms.apply_input(x, ops, signs))
-    assert torch.equal(dispatch.after(x, ops, signs), hadamard.transform(x, after=signs["out_signs"]))
+    found = dispatch.before(x, ops, stored)
+    assert torch.equal(found, hadamard.transform(x, around[0]))
+    torch.testing.assert_close(found, transforms.apply_input(x, ops, stored))
+    assert torch.equal(dispatch.after(x, ops, stored), hadamard.transform(x, after=around[1]))
     learned = x.clone().requires_grad_()
-    dispatch.after(dispatch.before(learned, ops, signs), ops, signs).sum().backward()
+    dispatch.after(dispatch.before(learned, ops, stored), ops, stored).sum().backward()
     assert learned.grad is not None and learned.grad.abs().sum() > 0
+
+
+def test_gradients_reach_scales_of_layers() -> None:
+    """Inputs without a gradient, as those of the first linear of a block that is trained."""
+    ops = WeightTransforms(input=("channel_scale16", "hadamard"), output=("hadamard", "channel_scale16"))
+    stored = {f"{side}_channel_scale16": problems.random(64, seed=i).half() for i, side in enumerate(("in", "out"))}
+    for tensor in stored.values():
+        tensor.requires_grad_()
+    dispatch.after(dispatch.before(problems.random(2, 64), ops, stored), ops, stored).square().sum().backward()
+    assert all(tensor.grad is not None and tensor.grad.abs().sum() > 0 for tensor in stored.values())
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")

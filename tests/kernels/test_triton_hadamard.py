@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from compress.formats.transforms import pack_signs, unpack_signs
+from compress.formats.transforms import Diagonal, pack_diagonal
 from compress.kernels.triton import hadamard
 from compress.numerics import hadamard as reference
 from helpers import (
@@ -32,16 +32,17 @@ def test_transform_is_that_of_the_package(size: int, rows: int) -> None:
         assert (hadamard.transform(x.bfloat16()) - wanted).abs().max() < 2**-7 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("name", ["signs", "channel_scale16", "channel_scale8"])
 @pytest.mark.parametrize("size", [64, 320])
-def test_signs_before_and_after(size: int) -> None:
+def test_diagonals_before_and_after(size: int, name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 3, size, generator=generator).half()
-    before, after = (pack_signs(torch.rand(size, generator=generator) < 0.5) for _ in range(2))
-    flipped = x.double() * unpack_signs(before, size, torch.float64)
-    signs = unpack_signs(after, size, torch.float64)
-    found, exact = hadamard.transform(x, before, after), reference.transform(flipped)
+    before, after = (Diagonal(name, pack_diagonal(name, torch.randn(size, generator=generator))) for _ in range(2))
+    exact = reference.transform(x.double() * before.values(size, torch.float64))
+    both = exact * after.values(size, torch.float64)
+    found = hadamard.transform(x, before, after)
     assert found.shape == x.shape
-    torch.testing.assert_close(found.double(), exact * signs, rtol=0, atol=3e-3)
+    torch.testing.assert_close(found.double(), both, rtol=2**-10, atol=3e-3)
     torch.testing.assert_close(hadamard.transform(x, before).double(), exact, rtol=0, atol=3e-3)
 
 
@@ -59,9 +60,9 @@ def test_memory_is_written_where_it_should_be(monkeypatch: pytest.MonkeyPatch) -
 def test_other_sizes_are_left_to_the_package(size: int) -> None:
     x = torch.randn(2, size)
     assert not hadamard.supports(x)
-    signs = pack_signs(torch.rand(size) < 0.5)
-    flipped = x * unpack_signs(signs, size, x.dtype)
-    assert torch.equal(hadamard.transform(x, signs), reference.transform(flipped))
+    for name in ("signs", "channel_scale16"):
+        scales = Diagonal(name, pack_diagonal(name, torch.randn(size)))
+        assert torch.equal(hadamard.transform(x, scales), reference.transform(x * scales.values(size, x.dtype)))
 
 
 SIGNATURE = {
@@ -90,7 +91,7 @@ MORE_COSTS = [
 def test_machine_code(costs: list[tuple[Any, ...]]) -> None:
     cases = []
     for size, arch, _ in costs:
-        constants = hadamard.configuration(size) | {"BEFORE": True, "AFTER": False}
+        constants = hadamard.configuration(size) | {"BEFORE": 1, "AFTER": 0}
         warps = hadamard.warps(constants)
         cases.append(
             offline.Case("compress.kernels.triton.hadamard", "transform_rows", SIGNATURE, constants, arch, warps)

@@ -49,7 +49,7 @@ def test_errors_at_the_top(make: Make, content: str, expected: str) -> None:
     [
         (
             "bitz: 3",
-            "quantize (alpha): unknown key 'bitz'; known: method, incoherence, activations, lowrank, bits, ",
+            "quantize (alpha): unknown key 'bitz'; known: method, incoherence, activations, lowrank, two_sided, ",
         ),
         ("bitz: 3", "; did you mean 'bits'?"),
         ("match: x", "unknown key 'match'"),

@@ -23,7 +23,7 @@ BLOCKS = "{method: blockwise, steps: 4, between: 2}"
 WHOLE = "{method: end_to_end, steps: 6, batch_tokens: 64, held_out: 3}"
 SETUPS = {
     "gptq": ("llama", Setup("int3", (*SMALL, "calibration.importance=attention"))),
-    "paired": ("llama", Setup("vq2bit", (*SMALL, "state_bits=6", "tile_rows=16"))),
+    "paired": ("llama", Setup("vq2bit", (*SMALL, "state_bits=6", "tile_rows=16", "out_scales=rms"))),
     "experts": ("mixtral", Setup("int3", SMALL)),
     "static": ("llama", Setup("w8a8-smooth", SMALL)),
     "lowrank": ("llama", Setup("int3-eora", SMALL)),

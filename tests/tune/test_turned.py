@@ -19,6 +19,7 @@ AROUND = {
     "inputs": WeightTransforms(("signs", "hadamard"), ()),
     "outputs": WeightTransforms((), ("hadamard", "signs")),
     "scales": WeightTransforms(("channel_scale", "signs", "hadamard"), ()),
+    "stored scales": WeightTransforms(("channel_scale8", "hadamard"), ("hadamard", "channel_scale16")),
     "reflection": WeightTransforms(("reflection",), ("hadamard",)),
 }
 
@@ -31,7 +32,7 @@ def tensors(ops: WeightTransforms, shape: tuple[int, int]) -> dict[str, Tensor]:
         if dtype == torch.uint8:
             found[name] = torch.randint(0, 256, size, generator=generator, dtype=dtype)
         else:
-            found[name] = torch.nn.functional.normalize(torch.rand(size, generator=generator) + 0.5, dim=0)
+            found[name] = torch.nn.functional.normalize(torch.rand(size, generator=generator) + 0.5, dim=0).to(dtype)
     return found
 
 
@@ -51,11 +52,25 @@ def test_values_and_gradients(around: str, shape: tuple[int, int]) -> None:
         torch.testing.assert_close(mine.double(), exact, rtol=0, atol=1e-5)
 
 
-def test_gradients_reach_what_transforms_store() -> None:
+SCALED = WeightTransforms(("channel_scale16", "hadamard"), ("hadamard", "channel_scale16"))
+INNER = WeightTransforms(("hadamard", "channel_scale"), ("channel_scale16", "hadamard"))
+
+
+@pytest.mark.parametrize("is_trained", [True, False], ids=["matrix too", "scales alone"])
+@pytest.mark.parametrize("ops", [AROUND["scales"], AROUND["stored scales"], SCALED, INNER], ids=str)
+def test_gradients_reach_what_transforms_store(ops: WeightTransforms, is_trained: bool) -> None:
     """Scales of channels are trained, so they must not go the way that keeps nothing."""
-    ops = AROUND["scales"]
     own: dict[str, Any] = tensors(ops, (32, 64))
-    own["in_channel_scale"].requires_grad_()
-    matrix = torch.randn(32, 64, generator=torch.Generator().manual_seed(3))
-    trained.turned_effective(matrix, ops, own).square().sum().backward()
-    assert own["in_channel_scale"].grad.abs().min() > 0
+    leaves = [own[name].detach().float().requires_grad_() for name in own if own[name].is_floating_point()]
+    names = [name for name in own if own[name].is_floating_point()]
+    generator = torch.Generator().manual_seed(3)
+    matrix, slope = (torch.randn(32, 64, generator=generator) for _ in range(2))
+    found = []
+    for dtype, make in ((torch.float32, trained.turned_effective), (torch.float64, transforms.effective)):
+        around = own | dict(zip(names, leaves, strict=True))
+        leaf = matrix.to(dtype).requires_grad_(is_trained)
+        loss = (make(leaf, ops, around) * slope).sum()
+        found.append(torch.autograd.grad(loss, [*leaves, leaf] if is_trained else leaves))
+    for mine, exact in zip(*found, strict=True):
+        assert exact.abs().min() > 0
+        torch.testing.assert_close(mine.double(), exact.double(), rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Apply the Hadamard transform of compress/numerics/hadamard.py on a CPU in one compiled call, signs included.
+"""Apply the Hadamard transform of compress/numerics/hadamard.py on a CPU in one compiled call, diagonals included.
 
 For a size K * 2^p, the sums and differences of the power of two are taken in registers, four levels in one pass over a
 row, first inside of vectors of 16 numbers and between 16 of them. A table of order K then gives sums over K numbers.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.formats.transforms import unpack_signs
+from compress.formats.transforms import SCALE8_BIAS, SCALE8_SHIFT, Diagonal
 from compress.kernels import llvm
 from compress.kernels.cpu.emitter import LANES, Writer
 from compress.numerics import hadamard
@@ -23,31 +23,39 @@ MIN_POWER_OF_TWO = 4  # smaller ones are no whole vector
 RADIX = 16  # vectors in registers
 TOGETHER = 8  # sums of a table in registers
 THREAD = 1 << 17  # numbers that are worth waking a thread
+MANY_ROWS = 4  # rows from which on diagonals are decoded once, before all rows
+
+# Diagonals of numbers, and how they are stored; the first are decoded ones.
+SCALES = {"channel_scale": torch.float32, "channel_scale16": torch.float16, "channel_scale8": torch.uint8}
 
 
 def transform(
-    x: Tensor, before: Tensor | None = None, after: Tensor | None = None, is_transposed: bool = False
+    x: Tensor, before: Diagonal | None = None, after: Diagonal | None = None, is_transposed: bool = False
 ) -> Tensor:
     """Return diag(after) H diag(before) x for each vector of x [..., n], of the same type; H^T if transposed.
 
-    before, after: bitmaps of signs, uint8 [ceil(n / 8)] as compress/formats/transforms.py packs them; None: ones. Sums
-    are those of float32. Other types than `TYPES`, and sizes with few factors of two, are left to PyTorch.
+    before, after: signs, channel_scale16 or channel_scale8 of n channels as stored; None: ones. Sums are those of
+    float32. Other types than `TYPES`, and sizes with few factors of two, are left to PyTorch.
     """
     n = x.shape[-1]
     if not supports(x):
         multiply = hadamard.transpose if is_transposed else hadamard.transform
-        return _flip_signs(multiply(_flip_signs(x, before)), after)
+        y = multiply(x if before is None else before.times(x))
+        return y if after is None else after.times(y)
     x = x.contiguous()
     out = torch.empty_like(x)
-    run, table = _function_and_table(n, x.dtype, before is not None, after is not None, is_transposed)
-    signs = [0 if bitmap is None else bitmap.data_ptr() for bitmap in (before, after)]
+    names = [None if diagonal is None else diagonal.name for diagonal in (before, after)]
+    rows = x.numel() // n
+    is_many = rows >= MANY_ROWS
+    run, table = _function_and_table(n, x.dtype, *names, is_many, is_transposed)
+    diagonals = [0 if diagonal is None else diagonal.stored.data_ptr() for diagonal in (before, after)]
     source, target, step = x.data_ptr(), out.data_ptr(), n * x.element_size()
 
     def work(first: int, last: int) -> None:
-        space = torch.empty(n, dtype=torch.float32, device="cpu")
-        run(source + first * step, *signs, table, space.data_ptr(), target + first * step, last - first)
+        space = torch.empty(3 * n if is_many else n, dtype=torch.float32, device="cpu")
+        run(source + first * step, *diagonals, table, space.data_ptr(), target + first * step, last - first)
 
-    llvm.parallel(work, x.numel() // n, -(-THREAD // n))
+    llvm.parallel(work, rows, -(-THREAD // n))
     return out
 
 
@@ -58,11 +66,11 @@ def supports(x: Tensor) -> bool:
 
 @cache
 def _function_and_table(
-    n: int, dtype: torch.dtype, before: bool, after: bool, is_transposed: bool
+    n: int, dtype: torch.dtype, before: str | None, after: str | None, is_many: bool, is_transposed: bool
 ) -> tuple[Callable[..., None], int]:
     """Return what transforms vectors of n numbers, and the address of its table."""
     order = hadamard.order(n)
-    run = llvm.function(_Transform, order.K, order.power, dtype, before, after)
+    run = llvm.function(_Transform, order.K, order.power, dtype, (before, after), is_many)
     return run, _table(order, is_transposed).data_ptr() if order.K > 1 else 0
 
 
@@ -74,21 +82,26 @@ def _table(order: hadamard.Order, is_transposed: bool) -> Tensor:
         return (table.T if is_transposed else table).contiguous()
 
 
-def _flip_signs(x: Tensor, bitmap: Tensor | None) -> Tensor:
-    return x if bitmap is None else x * unpack_signs(bitmap, x.shape[-1], x.dtype)
-
-
 class _Transform(Writer):
-    """Writes the transforms of rows; `before` and `after` are signs, `space` holds the float32 numbers of a row."""
+    """Writes the transforms of rows; `before` and `after` are diagonals.
 
-    def __init__(self, K: int, power: int, dtype: torch.dtype, before: bool, after: bool) -> None:
+    `space` holds the float32 numbers of a row, and where there are many rows the decoded diagonals behind them.
+    """
+
+    def __init__(
+        self, K: int, power: int, dtype: torch.dtype, names: tuple[str | None, str | None], is_many: bool
+    ) -> None:
+        """names: of `before` and `after`; None: ones."""
         super().__init__("transform", "x before after table space out", "rows", dtype)
-        self.x, signs_before, signs_after, self.table, self.space, self.out = self.pointers
-        self.before, self.after = (s if has else None for s, has in ((signs_before, before), (signs_after, after)))
+        self.x, before, after, self.table, self.space, self.out = self.pointers
         (rows,) = self.integers
         self.K, self.vectors = K, 1 << power - MIN_POWER_OF_TWO  # of the power of two
         n = K << power
         self.factor = self.floats(n**-0.5)
+        self.before, self.after = (
+            self._decoded(name, stored, place * n // LANES) if is_many and name in SCALES else (name, stored)
+            for place, (name, stored) in enumerate(zip(names, (before, after), strict=True), 1)
+        )
         with self.loop(rows) as row:
             self.start = self.b.mul(row, self.i64(n))
             near = min(RADIX, self.vectors)
@@ -112,7 +125,7 @@ class _Transform(Writer):
         for i in range(count):
             number = b.add(first, self.i64(i))
             x = self.load_floats(self.x, b.add(self.start, b.mul(number, self.i64(LANES))), self.dtype, LANES)
-            vectors.append(self._inside(self._flip(x, self.before, number)))
+            vectors.append(self._inside(self._times(x, *self.before, number)))
         for i, vector in enumerate(self._between(vectors)):
             self._keep(vector, b.add(first, self.i64(i)))
 
@@ -170,15 +183,42 @@ class _Transform(Writer):
 
     def _write(self, vector: Any, number: Any) -> None:
         b = self.b
-        value = self.rounded(self._flip(b.fmul(vector, self.factor), self.after, number))
+        value = self.rounded(self._times(b.fmul(vector, self.factor), *self.after, number))
         self.store(value, self.out, b.add(self.start, b.mul(number, self.i64(LANES))))
 
-    def _flip(self, vector: Any, bitmap: Any, number: Any) -> Any:
-        if bitmap is None:
+    def _times(self, vector: Any, name: str | None, stored: Any, number: Any) -> Any:
+        """Multiply a vector of this number by its part of a diagonal."""
+        if name is None:
             return vector
         b = self.b
-        negative = b.bitcast(self._bits(bitmap, number), self.vector(self.ir.IntType(1), LANES))
-        return b.select(negative, b.fneg(vector), vector)
+        if name == "signs":
+            negative = b.bitcast(self._bits(stored, number), self.vector(self.ir.IntType(1), LANES))
+            return b.select(negative, b.fneg(vector), vector)
+        return b.fmul(vector, self._scales(name, stored, number))
+
+    def _scales(self, name: str, stored: Any, number: Any) -> Any:
+        """Return the part of scales that belongs to a vector of this number, float32."""
+        first = self.b.mul(number, self.i64(LANES))
+        if name == "channel_scale8":
+            return self._byte_scales(self.load(stored, first, self.byte, LANES))
+        return self.load_floats(stored, first, SCALES[name], LANES)
+
+    def _decoded(self, name: str, stored: Any, first: int) -> tuple[str, Any]:
+        """Write scales to the space, from a vector of this number on; return what `_times` reads there."""
+        with self.loop(self.i64(self.K * self.vectors)) as i:
+            self._keep(self._scales(name, stored, i), self.b.add(i, self.i64(first)))
+        return "channel_scale", self.at(self.space, self.i64(first * LANES), self.float)
+
+    def _byte_scales(self, codes: Any) -> Any:
+        """Return what the codes of a channel_scale8 stand for."""
+        b, words = self.b, self.vector(self.word, LANES)
+        extended = b.sext(codes, words)  # the sign is in the top bit of all 32
+        magnitude = b.shl(
+            b.and_(extended, self.constant(self.word, LANES, 127)), self.constant(self.word, LANES, SCALE8_SHIFT)
+        )
+        sign = b.and_(extended, self.constant(self.word, LANES, -(1 << 31)))
+        bits = b.or_(sign, b.add(magnitude, self.constant(self.word, LANES, SCALE8_BIAS)))
+        return b.bitcast(bits, self.vector(self.float, LANES))
 
     def _bits(self, bitmap: Any, number: Any) -> Any:
         """Sixteen bits, lowest first."""

@@ -1,4 +1,4 @@
-"""Apply the Hadamard transform of compress/numerics/hadamard.py on a GPU in one launch, signs included.
+"""Apply the Hadamard transform of compress/numerics/hadamard.py on a GPU in one launch, diagonals included.
 
 For sizes K * 2^k with a table of +-1 of order K the table is multiplied first, by tensor cores and exactly, then the
 power of two follows in registers.
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.formats.transforms import unpack_signs
+from compress.formats.transforms import SCALE8_BIAS, SCALE8_SHIFT, Diagonal
 from compress.kernels.triton import products
 from compress.numerics import hadamard
 
@@ -27,14 +27,19 @@ MIN_PROGRAM_NUMBERS = 1 << 12  # of a program at least, if there are rows enough
 PER_THREAD = 16  # numbers that a thread holds, more above 2^14: a row is one program, and few rows want short ones
 
 
-def transform(x: Tensor, before: Tensor | None = None, after: Tensor | None = None) -> Tensor:
+DIAGONALS = {None: 0, "signs": 1, "channel_scale16": 2, "channel_scale8": 3}  # name -> BEFORE and AFTER of a kernel
+
+
+def transform(x: Tensor, before: Diagonal | None = None, after: Diagonal | None = None) -> Tensor:
     """x [..., n] of any floating type -> diag(after) H diag(before) x for each vector, of the same type.
 
-    before, after: bitmaps of signs, uint8 [ceil(n / 8)] as compress/formats/transforms.py packs them; None: ones. Sums
-    are those of float32. Sizes with tables that are not of +-1 or large are left to compress/numerics/hadamard.py.
+    before, after: signs, channel_scale16 or channel_scale8 of n channels as stored; None: ones. Sums are those of
+    float32; where a table is multiplied, x is rounded behind `before`. Sizes with tables that are not of +-1 or large
+    are left to compress/numerics/hadamard.py.
     """
     if not supports(x):
-        return _flip_signs(hadamard.transform(_flip_signs(x, before)), after)
+        y = hadamard.transform(x if before is None else before.times(x))
+        return y if after is None else after.times(y)
     return _launch(x, before, after)
 
 
@@ -60,16 +65,18 @@ def warps(constants: dict[str, int]) -> int:
     return min(32, max(1, constants["BLOCK"] * constants["SIZE"] // (32 * PER_THREAD)))
 
 
-def _launch(x: Tensor, before: Tensor | None, after: Tensor | None) -> Tensor:
+def _launch(x: Tensor, before: Diagonal | None, after: Diagonal | None) -> Tensor:
     n = x.shape[-1]
     constants = configuration(n)
     lines = x.reshape(-1, constants["SIZE"]).contiguous()
     out = torch.empty_like(lines)
     of_program = constants["BLOCK"] if constants["TABLE"] == 1 else constants["TABLE"]
     table = out if constants["TABLE"] == 1 else _table(n, x.dtype, x.device)
+    kinds = [DIAGONALS[None if diagonal is None else diagonal.name] for diagonal in (before, after)]
+    stored = [out if diagonal is None else diagonal.stored for diagonal in (before, after)]
     transform_rows[(-(-lines.shape[0] // of_program),)](
-        lines, table, out if before is None else before, out if after is None else after, out, lines.shape[0], n**-0.5,
-        BEFORE=before is not None, AFTER=after is not None, num_warps=warps(constants), **constants,
+        lines, table, stored[0], stored[1], out, lines.shape[0], n**-0.5,
+        BEFORE=kinds[0], AFTER=kinds[1], num_warps=warps(constants), **constants,
     )  # fmt: skip
     return out.view(x.shape)
 
@@ -84,24 +91,29 @@ def _padded_table_rows(K: int) -> int:
     return 1 if K == 1 else max(16, 1 << (K - 1).bit_length())
 
 
-def _flip_signs(x: Tensor, bitmap: Tensor | None) -> Tensor:
-    return x if bitmap is None else x * unpack_signs(bitmap, x.shape[-1], x.dtype)
-
-
 # What runs on the device.
+
+_SHIFT, _BIAS = tl.constexpr(SCALE8_SHIFT), tl.constexpr(SCALE8_BIAS)
 
 
 @triton.jit
-def _flip(values, bitmap, i):
-    """Values with the signs that the bitmap has at i."""
-    negative = (tl.load(bitmap + i // 8).to(tl.int32) >> i % 8) & 1
-    return tl.where(negative != 0, -values, values)
+def _times_diagonal(values, stored, i, KIND: tl.constexpr):
+    """Values times what is stored of a diagonal at i."""
+    if KIND == 1:
+        negative = (tl.load(stored + i // 8).to(tl.int32) >> i % 8) & 1
+        return tl.where(negative != 0, -values, values)
+    if KIND == 2:
+        factors = tl.load(stored + i).to(tl.float32)
+    else:
+        code = tl.load(stored + i).to(tl.int32)
+        factors = (((code & 127) << _SHIFT) + _BIAS | (code & 128) << 24).to(tl.float32, bitcast=True)
+    return (values.to(tl.float32) * factors).to(values.dtype)
 
 
 @triton.jit
 def transform_rows(x, table, before, after, out, count, factor, TABLE: tl.constexpr, SIZE: tl.constexpr,
                    BITS: tl.constexpr, BLOCK: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr):  # fmt: skip
-    """out [count, SIZE] = x [count, SIZE] H, times factor, with signs before and after; program (BLOCK lines).
+    """out [count, SIZE] = x [count, SIZE] H, times factor, and diagonals before and after; program (BLOCK lines).
 
     With TABLE > 1, that many lines are a row and one program's, and the table [TABLE, TABLE] is multiplied to them.
     Each stage of H sums and subtracts neighbours and puts all sums before all differences: the stages are alike, and
@@ -122,7 +134,7 @@ def transform_rows(x, table, before, after, out, count, factor, TABLE: tl.conste
     if TABLE == 1:
         values = values.to(tl.float32)
     if BEFORE:
-        values = _flip(values, before, i)
+        values = _times_diagonal(values, before, i, BEFORE)
     if TABLE > 1:
         mask = known & (line < TABLE)[None, :]
         values = tl.dot(tl.load(table + line[:, None] * TABLE + line[None, :], mask=mask, other=0.0), values)
@@ -131,5 +143,5 @@ def transform_rows(x, table, before, after, out, count, factor, TABLE: tl.conste
         values = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (BLOCK, SIZE))
     values *= factor
     if AFTER:
-        values = _flip(values, after, i)
+        values = _times_diagonal(values, after, i, AFTER)
     tl.store(out + at, values.to(out.dtype.element_ty), mask=known)

@@ -1,0 +1,119 @@
+"""Make the gradients at the outputs of all linears of a model, by one pass of a text through it and back.
+
+The processes of a run share out the samples: each takes its own forward and backward. The rows of a linear then go to
+one process, in the order of the samples, which sums them up. So files have the same bytes for any number of processes.
+
+On a CPU all is computed in float32, in which few processors are slower than in 16 bits; on a GPU in the model's type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from compress import ranks
+from compress.calib.backward_pass import BackwardPass
+from compress.calib.gradient_store import OPTION, GradientStore, as_stored
+from compress.calib.output_gradients import BlockOutputs, Rows, SampledLabels, reduce_rows
+from compress.model import blockwise
+from compress.model.skeleton import Skeleton
+from compress.numerics import checks
+from compress.storage.workdir import writing
+
+STATES = 4  # times what linears read and write that a block takes on its way back, all told
+
+
+def computed_dtype(skeleton: Skeleton, device: torch.device | str) -> torch.dtype:
+    """Return the type that gradients are computed in."""
+    return torch.float32 if torch.device(device).type == "cpu" else skeleton.dtype
+
+
+def make(
+    skeleton: Skeleton,
+    tokens: Tensor,
+    store: GradientStore,
+    seed: int,
+    file: Path | None = None,
+    device: torch.device | str = "cpu",
+    report: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Store the gradients over tokens [samples, seq_len] of all blocks that the store does not have yet.
+
+    file: where hidden states may spill. report: is told what is being done, behind each block again. Called by all
+    processes of a run. Frees all weights.
+    """
+    with store.hold() if ranks.current().is_main else nullcontext():
+        if remaining := ranks.by_main(store.remaining):
+            report("taking output gradients")
+            end = blockwise.computing_in(skeleton, computed_dtype(skeleton, device))
+            try:
+                if skeleton.edits is not None:
+                    skeleton.edits.begin(torch.device(device))
+                _Pass(skeleton, tokens, store, seed, torch.device(device)).run(remaining, file, report)
+            finally:
+                end()
+        ranks.by_main(lambda: None)  # what the main process has written is there for all
+
+
+class _Pass:
+    """A pass over the blocks that a store does not have."""
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        tokens: Tensor,
+        store: GradientStore,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.skeleton, self.store, self.ranks, self.device = skeleton, store, ranks.current(), device
+        self.samples = self.ranks.part(len(tokens))
+        self.tokens = tokens[self.samples]
+        self.labels = SampledLabels(tokens.shape[1], seed, self.samples.start)
+
+    def run(self, remaining: int, file: Path | None, report: Callable[[str], None]) -> None:
+        """Make the first `remaining` blocks, the last of them first."""
+        begun = self.store.begun(remaining, self.samples)
+        way = BackwardPass(self.skeleton, self.tokens, self.labels, file, self.device)
+        has_samples = len(self.tokens) > 0  # there may be more processes than samples
+        blocks: Iterator[tuple[int, dict[str, Rows]]] = way.blocks(self._take, begun) if has_samples else iter(())
+        for index in reversed(range(remaining)):
+            _, own = next(blocks, (index, {}))
+            self._store(index, self._sum_up(index, own), way.gradient() if has_samples else None)
+            del own
+            report(f"taking output gradients ({remaining - index} of {remaining} blocks)")
+        next(blocks, None)  # which frees what it holds
+
+    def _take(self, index: int, block: nn.Module) -> BlockOutputs:
+        linears = {name: self.skeleton.linear(block, name) for name in self.store.linears[index]}
+        return BlockOutputs(block, linears, checks.advice(self.skeleton.dtype))
+
+    def _sum_up(self, index: int, own: Mapping[str, Rows]) -> dict[str, Tensor]:
+        """Return what is stored of the linears of which this process gets all rows; own: those of its samples."""
+        linears = self.store.linears[index]
+        none = {name: Rows.joined([], width, self.device) for name, width in linears.items()}
+        dealt = self.ranks.divide({name: width**2 for name, width in linears.items()}, dict.fromkeys(linears, 1))
+        names = [[name for name in linears if dealt[name][0].rank == rank] for rank in range(self.ranks.size)]
+        sent = [[side for name in group for side in own.get(name, none[name])] for group in names]
+        received = [iter(tensors) for tensors in self.ranks.exchange(sent)]
+        summed: dict[str, Tensor] = {}
+        for name in names[self.ranks.rank]:
+            parts = [Rows(next(tensors), next(tensors)) for tensors in received]
+            rows = Rows.joined(parts, linears[name], self.device) if len(parts) > 1 else parts[0]
+            summed |= as_stored(name, len(rows.scales), reduce_rows(rows))
+        return summed
+
+    def _store(self, index: int, summed: dict[str, Tensor], gradient: Tensor | None) -> None:
+        """Have the main process store a block, and the gradient in front of it; given are this process's own."""
+        gradients = [gradient] if gradient is not None else []
+        for source in range(1, self.ranks.size):
+            if self.ranks.rank in (0, source):
+                others, behind = self.ranks.hand((summed, gradients), source, 0)
+                summed, gradients = (summed | others, gradients + behind) if self.ranks.is_main else (summed, gradients)
+        if self.ranks.is_main:
+            with writing(self.store.folder, OPTION):
+                self.store.add(index, summed, torch.cat(gradients))

@@ -1,0 +1,199 @@
+"""Take the gradients of the model's loss at the outputs of linears: G = sum over tokens of g g^T, [out, out].
+
+The labels are drawn from the model's own softmax, one for each position, and the loss is the cross entropy: G is then
+the output side of the loss's Fisher matrix as G (x) H, the second-order KL (YAQA, arXiv 2505.22988, sketch A with the
+tokens taken for independent and no power iteration). A factor of G cancels wherever it is used, so none is undone.
+
+Gradients are those of the original model. Each token's are kept in float16 as a share of a power of two, at least half
+of its largest entry: 11 bits of each token's entries, however small its loss. Of a linear that has fewer tokens than
+outputs the gradients themselves are the result, which are less than G and can be rotated exactly; else it is G, summed
+in float32 in the order of the tokens. So neither the batches nor the number of processes changes a bit of it.
+
+Regularization: to G, scaled to a mean diagonal of 1, 0.2 of the identity is added. With 8,192 tokens that was better
+than 0.025 and 1 (SmolLM2-135M, two blocks). With fewer than out / 8 tokens, as experts have, it grows in proportion.
+
+compress/calib/gradient_store.py keeps them in a folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import NumericalError
+from compress.model import blockwise
+from compress.model.blockwise import BlockArgs
+
+REGULARIZATION = 0.2  # share of the identity that is added to G of mean diagonal 1
+FEW = 8  # outputs to a token above which regularization grows
+CHUNK = 2048  # tokens of a product
+SMALLEST_EXPONENT = -100  # of a token's scale
+
+
+class SampledLabels:
+    """The cross entropy of labels that are drawn from the model's own predictions (`Loss` of backward_pass.py).
+
+    positions: of a sample. What is drawn depends on the seed, the sample's number (`first` is that of sample 0), the
+    position and the prediction alone.
+    """
+
+    def __init__(self, positions: int, seed: int, first: int = 0) -> None:
+        self.positions, self.seed, self.first = positions, seed, first
+
+    def __call__(self, sample: int, part: slice, logits: Tensor) -> Tensor:
+        """Return the sum over the positions `part`."""
+        return nn.functional.cross_entropy(logits, self.draw(sample, part, logits.detach()), reduction="sum")
+
+    def draw(self, sample: int, part: slice, logits: Tensor) -> Tensor:
+        """Return labels int64 [positions] of these positions; logits [positions, vocabulary] float32."""
+        digest = hashlib.sha256(f"{self.seed} labels {self.first + sample}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        shares = torch.rand(self.positions, generator=generator, dtype=torch.float64)[part, None].to(logits.device)
+        sums = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
+        labels = torch.searchsorted(sums, shares * sums[:, -1:], right=True)[:, 0]
+        return labels.clamp_(max=logits.shape[-1] - 1)
+
+
+class Rows(NamedTuple):
+    """The gradients of tokens at the outputs of a linear: entries [tokens, out] float16 times scales [tokens]."""
+
+    entries: Tensor
+    scales: Tensor  # float32, powers of two
+
+    @classmethod
+    def of(cls, gradients: Tensor) -> Rows:
+        """Return gradients [..., out] in this form."""
+        gradients = gradients.reshape(-1, gradients.shape[-1]).float()
+        exponents = torch.frexp(gradients.abs().amax(-1)).exponent.clamp_(min=SMALLEST_EXPONENT)
+        scales = torch.ldexp(torch.ones_like(gradients[:, 0]), exponents)
+        return cls((gradients / scales[:, None]).half(), scales)
+
+    @classmethod
+    def joined(cls, parts: list[Rows], width: int, device: torch.device) -> Rows:
+        """Return the rows of all parts, one behind the other."""
+        none = cls(torch.empty(0, width, dtype=torch.float16, device=device), torch.empty(0, device=device))
+        return cls(*(torch.cat(sides) for sides in zip(none, *parts, strict=True)))
+
+    def full(self) -> Tensor:
+        """Return the gradients, float32 [tokens, out]."""
+        return self.entries.float() * self.scales[:, None]
+
+
+def reduce_rows(rows: Rows) -> Rows | Tensor:
+    """Return G [out, out] float32 of gradients, or themselves where there are fewer tokens than outputs."""
+    tokens, width = rows.entries.shape
+    if tokens < width:
+        return rows
+    total = torch.zeros(width, width, device=rows.entries.device)
+    for start in range(0, tokens, CHUNK):
+        part = Rows(*(side[start : start + CHUNK] for side in rows)).full()
+        total.addmm_(part.T, part)
+    return total.add_(total.T.clone()).mul_(0.5)  # a product is symmetric only up to rounding
+
+
+@dataclass(frozen=True)
+class OutputGradients:
+    """The loss's gradients at the outputs of a linear: G, or the gradients themselves, up to a factor."""
+
+    count: int  # tokens that the linear was given
+    gradients: Rows | Tensor  # G [out, out] float32; Rows where count < out
+
+    @property
+    def width(self) -> int:
+        """The outputs of the linear."""
+        return cast(int, (self.gradients.entries if isinstance(self.gradients, Rows) else self.gradients).shape[1])
+
+    def changed(self, change_rows: Callable[[Tensor], Tensor] = lambda rows: rows) -> OutputMoment:
+        """Return G in another basis of the outputs.
+
+        change_rows: maps gradients float32 [n, out] to those in that basis [n, out or more], each row by itself and
+        linearly: g in the basis of outputs y = B s of stored rows s becomes B^T g.
+        """
+        if isinstance(self.gradients, Rows):
+            factor = change_rows(self.gradients.full())
+            mean = factor.square().sum(0).double().mean().item()
+            return OutputMoment(self.count, factor.mul_(mean**-0.5) if mean > 0 else factor, is_factor=True)
+        moment = change_rows(change_rows(self.gradients.clone()).T.contiguous())
+        mean = moment.diagonal().double().mean().item()
+        return OutputMoment(self.count, moment.mul_(1 / mean) if mean > 0 else moment, is_factor=False)
+
+    def metric(
+        self, rows: slice, change_rows: Callable[[Tensor], Tensor] = lambda rows: rows, damp: float = REGULARIZATION
+    ) -> Tensor:
+        """Return `changed(change_rows).block(rows, damp)`."""
+        return self.changed(change_rows).block(rows, damp)
+
+
+@dataclass(frozen=True)
+class OutputMoment:
+    """G of a linear in a basis of its outputs, of mean diagonal 1; zero where no gradient reaches the linear."""
+
+    count: int  # tokens that the linear was given
+    values: Tensor  # float32: G [out, out], or with `is_factor` F [tokens, out] with F^T F = G
+    is_factor: bool
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal of G, float32 [out], of mean 1; ones where no gradient reaches the linear."""
+        diagonal = self.values.square().sum(0) if self.is_factor else self.values.diagonal().clone()
+        return diagonal if diagonal.any() else torch.ones_like(diagonal)
+
+    def damp(self, damp: float = REGULARIZATION) -> float:
+        """Return the share of the identity that is added for `damp`: more where few tokens were seen."""
+        return damp * max(1.0, self.values.shape[1] / (FEW * max(1, self.count)))
+
+    def block(self, rows: slice, damp: float = REGULARIZATION) -> Tensor:
+        """Return G[rows, rows] float32, symmetric, with so much of the identity added.
+
+        The identity itself is returned where no gradient reaches the linear.
+        """
+        own = self.values[:, rows]
+        block = own.T @ own if self.is_factor else own[rows].clone()
+        block = (block + block.T).mul_(0.5)
+        if not self.values.any():
+            return torch.eye(*block.shape, device=block.device)
+        block.diagonal().add_(self.damp(damp))
+        return block
+
+
+class BlockOutputs:
+    """The gradients at the outputs of a block's linears (`BlockGradients` of backward_pass.py)."""
+
+    def __init__(self, block: nn.Module, linears: Mapping[str, nn.Linear], advice: str) -> None:
+        """Take the gradients at `linears` of a loaded block; advice: on what to do if they are not finite."""
+        self.block, self.linears, self.advice = block, linears, advice
+        self.parts: dict[str, list[Rows]] = {name: [] for name in linears}
+
+    @torch.enable_grad()
+    def pull_back(self, call: BlockArgs, hidden: Tensor, behind: Tensor) -> Tensor:
+        """Keep the gradients of one sample."""
+        hidden = hidden.detach().clone().requires_grad_()
+        watched = [linear.register_forward_hook(partial(self._watch, name)) for name, linear in self.linears.items()]
+        with blockwise.attached(watched):
+            states, _ = blockwise.call_block(self.block, call, hidden)
+        states.backward(behind)
+        return cast(Tensor, hidden.grad)
+
+    def _watch(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        """Have the gradient at an output kept when it comes."""
+        if not output.numel():  # an expert that no token went to
+            return None
+        replaced = None
+        if not output.requires_grad:  # it does not depend on the hidden states
+            replaced = output.requires_grad_().clone()  # which the block may change in place
+        output.register_hook(lambda gradient: self.parts[name].append(Rows.of(gradient)))
+        return replaced
+
+    def finish(self) -> dict[str, Rows]:
+        """Return linear -> the gradients of all tokens that reached it, in the order of the samples."""
+        joined = {}
+        for name, linear in self.linears.items():
+            joined[name] = Rows.joined(self.parts.pop(name), linear.out_features, linear.weight.device)
+            if not all(bool(side.isfinite().all()) for side in joined[name]):
+                raise NumericalError(f"the gradient at the outputs of {name} is not finite; {self.advice}")
+        return joined

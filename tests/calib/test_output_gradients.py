@@ -1,0 +1,237 @@
+"""Gradients at the outputs of linears: those of torch's own backward pass, in any basis, from a folder."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from compress import ranks
+from compress.calib import gradient_pass
+from compress.calib.backward_pass import LOSS_SCALE, BackwardPass, linear_names
+from compress.calib.gradient_store import GradientStore
+from compress.calib.output_gradients import REGULARIZATION, OutputGradients, Rows, SampledLabels, reduce_rows
+from compress.errors import CheckpointError, NumericalError, OutputError
+from compress.model.skeleton import Skeleton
+from compress.storage.checkpoint import open_checkpoint
+from helpers import forked
+from helpers.pico import save_pico
+
+TOKENS = torch.randint(256, (3, 24), generator=torch.Generator().manual_seed(0))
+SEED = 5
+
+
+def store_of(skeleton: Skeleton, folder: Path, **identity: str) -> GradientStore:
+    names = linear_names(skeleton)
+    widths = {spec.name: spec.shape[0] for spec in skeleton.linears()[0]}
+    return GradientStore(folder, identity, [{name: widths[name] for name in block} for block in names])
+
+
+def made(directory: Path, folder: Path, tokens: Tensor = TOKENS) -> tuple[Skeleton, GradientStore]:
+    skeleton = Skeleton(open_checkpoint(directory))
+    store = store_of(skeleton, folder)
+    gradient_pass.make(skeleton, tokens, store, SEED)
+    return skeleton, store
+
+
+def reference(directory: Path, tokens: Tensor = TOKENS) -> dict[str, Tensor]:
+    """Module -> gradients [tokens, out] float64 of torch's own backward pass of the whole model."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    labels, seen = SampledLabels(tokens.shape[1], SEED), dict[str, list[Tensor]]()
+
+    def watch(name: str, module: Any, inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: seen.setdefault(name, []).append(gradient.flatten(0, -2)))
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(partial(watch, name))
+    for sample, ids in enumerate(tokens):
+        logits = model(input_ids=ids[None]).logits[0]
+        drawn = labels.draw(sample, slice(None), logits.detach().float())
+        (torch.nn.functional.cross_entropy(logits, drawn) * LOSS_SCALE).backward()
+    return {name: torch.cat(rows) for name, rows in seen.items()}
+
+
+def test_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    directory = save_pico("llama", tmp_path / "m")
+    skeleton, store = made(directory, tmp_path / "gradients")
+    wanted = reference(directory)
+    kinds = set()
+    for index, linears in enumerate(store.linears):
+        block = store.read(index)
+        for name, width in linears.items():
+            gradients, rows = block.of(name), wanted[name]
+            assert gradients.count == TOKENS.numel() and gradients.width == width
+            kinds.add(type(gradients.gradients))
+            moment = rows.T @ rows
+            scaled = moment / moment.diagonal().mean()
+            error = gradients.metric(slice(None), damp=0.0).double() - scaled
+            assert error.abs().max() < 2e-3 * scaled.diagonal().max()
+    assert kinds == {Rows, Tensor}
+    assert all(p.is_meta for p in skeleton.model.parameters())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_experts_count_their_own_tokens(tmp_path: Path) -> None:
+    skeleton, store = made(save_pico("mixtral", tmp_path / "m"), tmp_path / "gradients")
+    experts = [spec for spec in skeleton.linears()[0] if spec.is_expert and spec.name.endswith("down_proj")]
+    per_token = skeleton.config.num_experts_per_tok
+    for index in range(len(store.linears)):
+        counts = [store.read(index).of(spec.name).count for spec in experts if spec.block == index]
+        assert sum(counts) == TOKENS.numel() * per_token and max(counts) < TOKENS.numel()
+
+
+def test_any_number_of_processes_writes_the_same_bytes(tmp_path: Path) -> None:
+    """Also where there are fewer samples than processes."""
+    torch.set_num_threads(1)
+    for name in ("llama", "mixtral"):
+        directory = save_pico(name, tmp_path / name)
+
+        def work(folder: Path, directory: Path = directory) -> None:
+            torch.set_num_threads(1)
+            with ranks.joined("cpu"):
+                made(directory, folder, TOKENS[:2])
+
+        work(tmp_path / f"{name}1")
+        for processes in (2, 3):
+            folder = tmp_path / f"{name}{processes}"
+            assert forked.together(processes, partial(work, folder)) == [0] * processes
+            assert contents(folder) == contents(tmp_path / f"{name}1")
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4, 5, 6])
+def test_a_killed_pass_goes_on(call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed when a file is put in place: finished blocks are not passed backward again, and the bytes are the same."""
+    directory = save_pico("llama", tmp_path / "m")
+    made(directory, tmp_path / "whole")
+    replace, calls, passed = os.replace, 0, list[int]()
+
+    def kill(*given: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KeyboardInterrupt
+        replace(*given)
+
+    folder = tmp_path / "killed"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", kill)
+        if call <= 5:  # two blocks, one of them with the gradient in front of it, and the list of files twice
+            with pytest.raises(KeyboardInterrupt):
+                made(directory, folder)
+        else:
+            made(directory, folder)
+    real = BackwardPass._go_back
+    monkeypatch.setattr(
+        BackwardPass, "_go_back", lambda way, index, take: passed.append(index) or real(way, index, take)
+    )
+    _, store = made(directory, folder)
+    assert passed == {1: [1, 0], 2: [1, 0], 3: [1, 0], 4: [0], 5: [0], 6: []}[call]
+    assert {n: b for n, b in contents(folder).items() if not n.endswith(".part")} == contents(tmp_path / "whole")
+    assert store.remaining() == 0
+
+
+def test_what_is_there_is_read_and_what_is_not_ours_is_made_anew(tmp_path: Path) -> None:
+    directory, folder = save_pico("llama", tmp_path / "m"), tmp_path / "gradients"
+    skeleton, store = made(directory, folder)
+    before = contents(folder)
+    stamps = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    made(directory, folder)
+    assert stamps == {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert store_of(skeleton, folder, model="another").remaining() == len(store.linears)
+    for damage in (lambda raw: b"", lambda raw: raw[:-5], lambda raw: b"garbage"):
+        (folder / "00001.safetensors").write_bytes(damage(before["00001.safetensors"]))
+        assert store.remaining() == len(store.linears)
+    for name in ("gradients.json", "00000.safetensors"):
+        (folder / name).unlink()
+        made(directory, folder)
+        assert contents(folder) == before
+    (folder / "gradients.json").write_text("[]")
+    assert store.remaining() == len(store.linears)
+
+
+def test_a_changed_byte_is_one_line(tmp_path: Path) -> None:
+    directory, folder = save_pico("llama", tmp_path / "m"), tmp_path / "gradients"
+    _, store = made(directory, folder)
+    before = contents(folder)
+    raw = bytearray(before["00001.safetensors"])
+    raw[-1] ^= 1
+    (folder / "00001.safetensors").write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"00001.safetensors was damaged or gone; run the same command again"):
+        store.read(1)
+    made(directory, folder)
+    assert contents(folder) == before
+
+
+def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "gradients").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OutputError):
+        made(save_pico("llama", tmp_path / "m"), tmp_path / "gradients")
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def gradients_of(tokens: int, width: int) -> tuple[Tensor, OutputGradients]:
+    generator = torch.Generator().manual_seed(tokens)
+    rows = torch.randn(tokens, width, generator=generator) * torch.logspace(-9, 3, tokens)[:, None]
+    return rows.double(), OutputGradients(tokens, reduce_rows(Rows.of(rows)))
+
+
+@pytest.mark.parametrize("tokens", [40, 100])
+def test_another_basis(tokens: int) -> None:
+    """Of gradients and of their moment alike; against float64."""
+    rows, gradients = gradients_of(tokens, 64)
+    assert isinstance(gradients.gradients, Rows) == (tokens == 40)
+    change = torch.randn(64, 80, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    wanted = (rows @ change).T @ (rows @ change)
+    wanted = wanted / wanted.diagonal().mean()
+    moment = gradients.changed(lambda g: g @ change.float())
+    top = wanted.abs().max()
+    assert (moment.block(slice(None), 0.0) - wanted).abs().max() < 2e-3 * top
+    assert (moment.diagonal() - wanted.diagonal()).abs().max() < 2e-3 * top
+    part = moment.block(slice(16, 48))
+    assert torch.equal(part, part.T)
+    expected = wanted[16:48, 16:48] + REGULARIZATION * torch.eye(32, dtype=torch.float64)
+    assert (part - expected).abs().max() < 2e-3 * top
+    assert torch.linalg.eigvalsh(moment.block(slice(None)).double()).min() > 0.9 * REGULARIZATION
+
+
+def test_few_tokens_count_less_and_none_at_all_give_the_identity() -> None:
+    for tokens, times in ((40, 1.0), (8, 1.0), (4, 2.0), (1, 8.0)):
+        moment = gradients_of(tokens, 64)[1].changed()
+        assert moment.damp() == pytest.approx(times * REGULARIZATION)
+    for nothing in (torch.zeros(0, 64), torch.zeros(5, 64), torch.zeros(70, 64)):
+        moment = OutputGradients(len(nothing), reduce_rows(Rows.of(nothing))).changed()
+        assert torch.equal(moment.block(slice(8, 24)), torch.eye(16)) and torch.equal(moment.diagonal(), torch.ones(64))
+
+
+def test_labels_are_drawn_from_the_predictions_whatever_the_parts() -> None:
+    logits = torch.randn(6000, 5, generator=torch.Generator().manual_seed(0))
+    logits[:, 2] = -torch.inf
+    logits[:, :] = logits[0]
+    labels = SampledLabels(6000, SEED)
+    drawn = labels.draw(3, slice(None), logits)
+    assert torch.equal(
+        torch.cat([labels.draw(3, slice(i, i + 700), logits[i : i + 700]) for i in range(0, 6000, 700)]), drawn
+    )
+    assert torch.equal(SampledLabels(6000, SEED, first=2).draw(1, slice(None), logits), drawn)
+    for other in (labels.draw(2, slice(None), logits), SampledLabels(6000, SEED + 1).draw(3, slice(None), logits)):
+        assert not torch.equal(other, drawn)
+    shares, wanted = torch.bincount(drawn, minlength=5) / 6000, logits[0].softmax(-1)
+    assert (shares - wanted).abs().max() < 5 * (0.25 / 6000) ** 0.5 and shares[2] == 0
+
+
+def test_gradients_that_are_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = BackwardPass._of_loss
+    monkeypatch.setattr(BackwardPass, "_of_loss", lambda *given: real(*given) * float("inf"))
+    with pytest.raises(NumericalError, match="the gradient at the outputs of model.layers.1.* is not finite"):
+        made(save_pico("llama", tmp_path / "m"), tmp_path / "gradients")
