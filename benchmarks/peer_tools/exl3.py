@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from .blocks import Hessians, walk
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hadamard", type=int, default=128, help="of EXL3: size of the transforms, to which it pads")
     parser.add_argument("--code", default="mul1", choices=("mul1", "mcg"), help="of EXL3")
-    parser.add_argument("--two-sided", type=Path, metavar="FOLDER", help="EXL3: output Hessians, [out, out] by linear")
+    parser.add_argument("--two-sided", type=Path, metavar="FOLDER", help="EXL3: gradients that compress keeps there")
 
 
 def quantize(args: argparse.Namespace, windows: Tensor, out: Path) -> Clock:
@@ -63,8 +64,15 @@ def quantize(args: argparse.Namespace, windows: Tensor, out: Path) -> Clock:
 
 
 def _output_moment(folder: Path, name: str) -> Tensor:
-    """Return the second moment of the loss's gradients at a linear's outputs."""
-    return load_file(folder / f"{name}.safetensors")["hout"].float()
+    """Return the second moment of the loss's gradients at a linear's outputs, from what compress keeps of its pass."""
+    for file in sorted(folder.glob("[0-9]*.safetensors")):
+        with safe_open(file, "pt") as stored:
+            if f"{name}.moment" in stored.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                return stored.get_tensor(f"{name}.moment").float()
+            if f"{name}.entries" in stored.keys():  # noqa: SIM118
+                rows = stored.get_tensor(f"{name}.entries").float() * stored.get_tensor(f"{name}.scales")[:, None]
+                return rows.T @ rows
+    raise SystemExit(f"{folder} has no gradients of {name}")
 
 
 def restore(packed: Path, model: Path) -> dict[str, Tensor]:
