@@ -41,9 +41,9 @@ def quantize(args: argparse.Namespace, windows: Tensor, out: Path) -> Clock:
 
 def _modifier(args: argparse.Namespace) -> Any:
     """Return the modifier of a method."""
-    from llmcompressor.modifiers.awq import AWQModifier
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
 
     weights = {
         "num_bits": args.bits,
@@ -53,17 +53,9 @@ def _modifier(args: argparse.Namespace) -> Any:
         "group_size": args.group_size,
     }
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    if args.method == "awq":
-        _run_without_accelerator()
-        return AWQModifier(config_groups=groups, ignore=["lm_head"])
-    kind = {"gptq": GPTQModifier, "rtn": QuantizationModifier}[args.method]
-    return kind(config_groups=groups, ignore=["lm_head"])
-
-
-def _run_without_accelerator() -> None:
-    """Let AWQ run on a CPU, where the tool asks torch for the accelerator and fails."""
-    if not torch.accelerator.is_available():
-        torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")  # type: ignore[assignment]
+    kind = GPTQModifier if args.method == "gptq" else QuantizationModifier
+    rounding = kind(config_groups=groups, ignore=["lm_head"])
+    return [AWQModifier(), rounding] if args.method == "awq" else rounding
 
 
 def restore(packed: Path, _: Path) -> dict[str, Tensor]:
