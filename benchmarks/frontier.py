@@ -47,10 +47,11 @@ PEERS: dict[str, tuple[str, tuple[str, ...]]] = {  # name of a row -> tool, its 
     "llm-compressor AWQ 4": ("llm-compressor", ("--bits", "4", "--asymmetric", "--method", "awq", *GROUP_64)),
     **{f"AutoRound {bits}": ("auto-round", ("--bits", str(bits), *GROUP_64)) for bits in (4, 3)},
     "AutoRound 2": ("auto-round", ("--bits", "2", "--asymmetric", *GROUP_64)),
-    "AutoRound 2, best": ("auto-round", ("--bits", "2", "--asymmetric", "--iterations", "1000", *GROUP_64)),
+    "AutoRound 2, 1000 iterations": ("auto-round", ("--bits", "2", "--asymmetric", "--iterations", "1000", *GROUP_64)),
     **{f"turbopress {bits}": ("turbopress", ("--bits", str(bits))) for bits in (2, 3)},
 }
-SHORTER = {"auto-round": ("--tokens-a-window", "512")}  # of windows that a tool cannot afford on a CPU
+# What a tool gets beside: windows that it can afford on a CPU, as many of them at once as it takes by itself.
+BESIDE = {"auto-round": ("--tokens-a-window", "512", "--batch-size", "8")}
 BLOCK = 64  # positions that stand together in a standard error
 
 
@@ -114,14 +115,15 @@ def build_peer(args: argparse.Namespace, name: str, work: Path) -> Built:
     tokens, out, plain = args.work / _tokens_name(args), work / "packed", work / "plain"
     if not tokens.exists():
         in_fresh_process(write_tokens, args.model, args.calib, args.samples, args.seq_len, tokens)
-    command = [args.peers[tool], PEERS_SCRIPT, "--tool", tool, *options, *SHORTER.get(tool, ())]
-    command += ["--batch-size", str(args.batch_size), "--model", args.model, "--tokens", tokens, "--out", out]
+    options = ("--batch-size", str(args.batch_size), *options, *BESIDE.get(tool, ()))
+    command = [args.peers[tool], PEERS_SCRIPT, "--tool", tool, *options]
+    command += ["--model", args.model, "--tokens", tokens, "--out", out]
     output, run = run_child(command, args.env, work / "log")
     said = json.loads(output.strip().splitlines()[-1])
     costs: Run = replace(run, quantize_wall_s=said["quantize_wall_s"], quantize_cpu_s=said["quantize_cpu_s"])
     facts = {key: said[key] for key in ("tool", "version", "bpw", "whole_bpw", "checkpoint_bytes")}
     in_fresh_process(decode_peer, out, args.model, plain)
-    return Built(plain, {**facts, "options": [*options, *SHORTER.get(tool, ())], **asdict(costs)})
+    return Built(plain, {**facts, "options": list(options), **asdict(costs)})
 
 
 def _tokens_name(args: argparse.Namespace) -> str:
