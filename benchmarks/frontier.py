@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -200,6 +201,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--work", type=absolute, help="keeps tokens and logits of the model as it is")
     args = parser.parse_args(argv)
     args.env = dict(args.env)
+    os.environ.update(args.env)  # of the processes that score, too: two threads that spin cost more than they give
     args.peers = {tool: absolute(python) for tool, python in args.peers}
     if args.model != "page":
         if args.calib is None or not args.text:
