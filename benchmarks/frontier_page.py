@@ -81,11 +81,8 @@ def table(rows: Sequence[Row]) -> str:
         label = f"**`{row['entry']}`**" if row["tool"] == OURS else row["entry"]
         cells = ["•" if any(row is each for each in best) else "", label, row["version"]]
         cells += [f"{row['bpw']:.3f}", f"{row['whole_bpw']:.3f}", f"{row['kl_mean']:.4f}", f"{row['kl_se']:.4f}"]
-        cells += [
-            f"{row['perplexity']:.2f}",
-            f"{row['same_top1']:.1%}",
-            f"{max(row['cpu_s'], row['quantize_cpu_s'] or 0):.0f}",
-        ]
+        spent = max(row["cpu_s"], row["quantize_cpu_s"] or 0)
+        cells += [f"{row['perplexity']:.2f}", f"{row['same_top1']:.1%}", f"{spent:.0f}"]
         lines.append(cells)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 

@@ -23,7 +23,14 @@ HELD_OUT = Path(__file__).parents[1] / "data" / "books_heldout.txt"
 def row(entry: str, tool: str, bits: float, blocks: list[float]) -> dict[str, Any]:
     """A row as `frontier.py` writes it, with the figures that the page shows."""
     figures = {"kl_mean": sum(blocks) / len(blocks), "kl_se": 0.01, "kl_blocks": blocks, "perplexity": 20.0}
-    figures |= {"same_top1": 0.8, "cpu_s": 12.3, "tokens": 64 * len(blocks), "base_perplexity": 19.0, "begins_with": ""}
+    figures |= {
+        "same_top1": 0.8,
+        "cpu_s": 12.3,
+        "quantize_cpu_s": None,
+        "tokens": 64 * len(blocks),
+        "base_perplexity": 19.0,
+        "begins_with": "",
+    }
     facts = {"entry": entry, "tool": tool, "version": "1.2", "bpw": bits, "whole_bpw": bits + 2, "model": "some-model"}
     facts |= {"text": "some_text.txt", "calib": "other.txt", "samples": 64, "seq_len": 1024, "windows": 8}
     return {**facts, **figures, "processor_features": ["avx2"], "machine": {"cpu": "a processor"}}
