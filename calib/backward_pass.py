@@ -59,12 +59,12 @@ class Begun(NamedTuple):
 BlockChange = Callable[[int, nn.Module], None]  # of a loaded block, by its index, in place
 
 
-def linear_names(skeleton: Skeleton) -> list[list[str]]:
-    """Return the names of the linears of each block."""
-    names: list[list[str]] = [[] for _ in skeleton.blocks]
+def linear_widths(skeleton: Skeleton) -> list[dict[str, int]]:
+    """Return linear -> its number of outputs, of each block."""
+    widths: list[dict[str, int]] = [{} for _ in skeleton.blocks]
     for spec in skeleton.linears()[0]:
-        names[spec.block].append(spec.name)
-    return names
+        widths[spec.block][spec.name] = spec.shape[0]
+    return widths
 
 
 class BackwardPass:

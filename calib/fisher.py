@@ -19,7 +19,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from compress.calib.backward_pass import LOSS_SCALE, BackwardPass, BlockChange, Loss, linear_names
+from compress.calib.backward_pass import LOSS_SCALE, BackwardPass, BlockChange, Loss, linear_widths
 from compress.errors import NumericalError
 from compress.model import blockwise
 from compress.model.blockwise import BlockArgs
@@ -84,7 +84,7 @@ def gradients(
     Memory: a block with its activations of one sample and two float32 copies of its linears, and the hidden states in
     front of all blocks, in `file` if one is given. Raises NumericalError if anything is not finite.
     """
-    names = linear_names(skeleton)
+    names = linear_widths(skeleton)
     passing = BackwardPass(skeleton, tokens, loss or NextToken(tokens), file, device, change)
 
     def take(index: int, block: nn.Module) -> _WeightGradients:

@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from compress import ranks
 from compress.calib.backward_pass import BackwardPass
 from compress.calib.gradient_store import OPTION, GradientStore, as_stored
-from compress.calib.output_gradients import BlockOutputs, Rows, SampledLabels, reduce_rows
+from compress.calib.output_gradients import BlockOutputs, GradientRows, SampledLabels, reduce_rows
 from compress.model import blockwise
 from compress.model.skeleton import Skeleton
 from compress.numerics import checks
 from compress.storage.workdir import writing
-
-STATES = 4  # times what linears read and write that a block takes on its way back, all told
 
 
 def computed_dtype(skeleton: Skeleton, device: torch.device | str) -> torch.dtype:
@@ -53,13 +51,13 @@ def make(
             try:
                 if skeleton.edits is not None:
                     skeleton.edits.begin(torch.device(device))
-                _Pass(skeleton, tokens, store, seed, torch.device(device)).run(remaining, file, report)
+                _GradientPass(skeleton, tokens, store, seed, torch.device(device)).run(remaining, file, report)
             finally:
                 end()
         ranks.by_main(lambda: None)  # what the main process has written is there for all
 
 
-class _Pass:
+class _GradientPass:
     """A pass over the blocks that a store does not have."""
 
     def __init__(
@@ -77,10 +75,12 @@ class _Pass:
 
     def run(self, remaining: int, file: Path | None, report: Callable[[str], None]) -> None:
         """Make the first `remaining` blocks, the last of them first."""
-        begun = self.store.begun(remaining, self.samples)
+        begun = self.store.resume_point(remaining, self.samples)
         way = BackwardPass(self.skeleton, self.tokens, self.labels, file, self.device)
         has_samples = len(self.tokens) > 0  # there may be more processes than samples
-        blocks: Iterator[tuple[int, dict[str, Rows]]] = way.blocks(self._take, begun) if has_samples else iter(())
+        blocks: Iterator[tuple[int, dict[str, GradientRows]]] = (
+            way.blocks(self._take, begun) if has_samples else iter(())
+        )
         for index in reversed(range(remaining)):
             _, own = next(blocks, (index, {}))
             self._store(index, self._sum_up(index, own), way.gradient() if has_samples else None)
@@ -92,18 +92,18 @@ class _Pass:
         linears = {name: self.skeleton.linear(block, name) for name in self.store.linears[index]}
         return BlockOutputs(block, linears, checks.advice(self.skeleton.dtype))
 
-    def _sum_up(self, index: int, own: Mapping[str, Rows]) -> dict[str, Tensor]:
+    def _sum_up(self, index: int, own: Mapping[str, GradientRows]) -> dict[str, Tensor]:
         """Return what is stored of the linears of which this process gets all rows; own: those of its samples."""
         linears = self.store.linears[index]
-        none = {name: Rows.joined([], width, self.device) for name, width in linears.items()}
+        none = {name: GradientRows.join([], width, self.device) for name, width in linears.items()}
         dealt = self.ranks.divide({name: width**2 for name, width in linears.items()}, dict.fromkeys(linears, 1))
         names = [[name for name in linears if dealt[name][0].rank == rank] for rank in range(self.ranks.size)]
         sent = [[side for name in group for side in own.get(name, none[name])] for group in names]
         received = [iter(tensors) for tensors in self.ranks.exchange(sent)]
         summed: dict[str, Tensor] = {}
         for name in names[self.ranks.rank]:
-            parts = [Rows(next(tensors), next(tensors)) for tensors in received]
-            rows = Rows.joined(parts, linears[name], self.device) if len(parts) > 1 else parts[0]
+            parts = [GradientRows(next(tensors), next(tensors)) for tensors in received]
+            rows = GradientRows.join(parts, linears[name], self.device) if len(parts) > 1 else parts[0]
             summed |= as_stored(name, len(rows.scales), reduce_rows(rows))
         return summed
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,15 @@ import torch
 from torch import Tensor
 
 from compress.calib.backward_pass import Begun
-from compress.calib.output_gradients import OutputGradients, Rows
+from compress.calib.output_gradients import GradientRows, OutputGradients
 from compress.errors import CheckpointError
 from compress.storage import files
 from compress.storage.checkpoint import StoredTensor, read_header, read_json, sha256, write_shard, write_text
-from compress.storage.workdir import check_owner, writing
+from compress.storage.workdir import check_owner, check_space, writing
 
 OPTION = "--measurements"
 VERSION = 1
+LOCK = "lock"
 
 
 class GradientStore:
@@ -47,14 +49,34 @@ class GradientStore:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Make the folder, and wait until no other run is making what is in it."""
-        with writing(self.folder, OPTION):
+        """Make the folder, and wait until no other run is making what is in it; an empty one is removed at the end."""
+        with ExitStack() as opened:
+            with writing(self.folder, OPTION):
+                self._take_lock(opened)
+                kept = self._hashes()
+                for left in [*self.folder.glob("*.part"), *self.folder.glob("behind-*")]:  # by a killed run
+                    if left.name not in kept:
+                        left.unlink(missing_ok=True)
+            try:
+                yield
+            finally:
+                if not self.index.exists():
+                    with suppress(OSError):
+                        (self.folder / LOCK).unlink()
+                        self.folder.rmdir()
+
+    def _take_lock(self, opened: ExitStack) -> None:
+        """Lock the folder until `opened` is closed."""
+        while True:  # a run that ends may remove the folder between any two steps
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             files.make_folder(self.folder)
-            check_owner(self.folder, OPTION)
-            with files.open_lock(self.folder / "lock") as lock:
+            with suppress(FileNotFoundError), ExitStack() as attempt:
+                check_owner(self.folder, OPTION)
+                lock = attempt.enter_context(files.open_lock(self.folder / LOCK))
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                yield
+                if os.path.samestat(os.fstat(lock.fileno()), (self.folder / LOCK).stat()):
+                    opened.push(attempt.pop_all())
+                    return
 
     def remaining(self) -> int:
         """Return the number of blocks that are still to be made, the first ones; 0 if all are there."""
@@ -66,7 +88,12 @@ class GradientStore:
         behind = self._behind(remaining)
         return remaining if self._is_intact(behind, hashes) else blocks
 
-    def begun(self, remaining: int, samples: slice) -> Begun | None:
+    def check_space(self, nbytes: int) -> None:
+        """Raise OutputError if the disk has no room for what is still to be written; nbytes: of all blocks."""
+        if remaining := self.remaining():
+            check_space(self.folder, nbytes * remaining // len(self.linears))
+
+    def resume_point(self, remaining: int, samples: slice) -> Begun | None:
         """Return where a pass goes on that has so many blocks to do, for these samples; None if it is at its start."""
         if remaining == len(self.linears):
             return None
@@ -137,13 +164,13 @@ class BlockReader:
         count = int(self.stored[f"{name}.count"].read())
         if (moment := self.stored.get(f"{name}.moment")) is not None:
             return OutputGradients(count, moment.read().to(device))
-        entries, scales = (self.stored[f"{name}.{part}"].read().to(device) for part in Rows._fields)
-        return OutputGradients(count, Rows(entries, scales))
+        entries, scales = (self.stored[f"{name}.{part}"].read().to(device) for part in GradientRows._fields)
+        return OutputGradients(count, GradientRows(entries, scales))
 
 
-def as_stored(name: str, count: int, gradients: Rows | Tensor) -> dict[str, Tensor]:
+def as_stored(name: str, count: int, gradients: GradientRows | Tensor) -> dict[str, Tensor]:
     """Return the stored tensors of a linear."""
-    parts = gradients._asdict() if isinstance(gradients, Rows) else {"moment": gradients}
+    parts = gradients._asdict() if isinstance(gradients, GradientRows) else {"moment": gradients}
     return {f"{name}.{part}": tensor for part, tensor in {"count": torch.tensor(count), **parts}.items()}
 
 

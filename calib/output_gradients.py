@@ -33,7 +33,8 @@ from compress.model.blockwise import BlockArgs
 REGULARIZATION = 0.2  # share of the identity that is added to G of mean diagonal 1
 FEW = 8  # outputs to a token above which regularization grows
 CHUNK = 2048  # tokens of a product
-SMALLEST_EXPONENT = -100  # of a token's scale
+PANELS = 8  # column panels: what lies below those on the diagonal is left out
+MIN_SCALE_EXPONENT = -100
 
 
 class SampledLabels:
@@ -60,22 +61,23 @@ class SampledLabels:
         return labels.clamp_(max=logits.shape[-1] - 1)
 
 
-class Rows(NamedTuple):
+class GradientRows(NamedTuple):
     """The gradients of tokens at the outputs of a linear: entries [tokens, out] float16 times scales [tokens]."""
 
     entries: Tensor
-    scales: Tensor  # float32, powers of two
+    scales: Tensor  # float32, powers of two; NaN where an entry is not finite
 
     @classmethod
-    def of(cls, gradients: Tensor) -> Rows:
+    def of(cls, gradients: Tensor) -> GradientRows:
         """Return gradients [..., out] in this form."""
         gradients = gradients.reshape(-1, gradients.shape[-1]).float()
-        exponents = torch.frexp(gradients.abs().amax(-1)).exponent.clamp_(min=SMALLEST_EXPONENT)
-        scales = torch.ldexp(torch.ones_like(gradients[:, 0]), exponents)
+        largest = gradients.abs().amax(-1)
+        exponents = torch.frexp(largest).exponent.clamp_(min=MIN_SCALE_EXPONENT)
+        scales = torch.ldexp(torch.ones_like(largest), exponents).where(largest.isfinite(), torch.nan)
         return cls((gradients / scales[:, None]).half(), scales)
 
     @classmethod
-    def joined(cls, parts: list[Rows], width: int, device: torch.device) -> Rows:
+    def join(cls, parts: list[GradientRows], width: int, device: torch.device) -> GradientRows:
         """Return the rows of all parts, one behind the other."""
         none = cls(torch.empty(0, width, dtype=torch.float16, device=device), torch.empty(0, device=device))
         return cls(*(torch.cat(sides) for sides in zip(none, *parts, strict=True)))
@@ -85,16 +87,19 @@ class Rows(NamedTuple):
         return self.entries.float() * self.scales[:, None]
 
 
-def reduce_rows(rows: Rows) -> Rows | Tensor:
+def reduce_rows(rows: GradientRows) -> GradientRows | Tensor:
     """Return G [out, out] float32 of gradients, or themselves where there are fewer tokens than outputs."""
     tokens, width = rows.entries.shape
     if tokens < width:
         return rows
     total = torch.zeros(width, width, device=rows.entries.device)
     for start in range(0, tokens, CHUNK):
-        part = Rows(*(side[start : start + CHUNK] for side in rows)).full()
-        total.addmm_(part.T, part)
-    return total.add_(total.T.clone()).mul_(0.5)  # a product is symmetric only up to rounding
+        part = GradientRows(*(side[start : start + CHUNK] for side in rows)).full()
+        for first in range(0, width, -(-width // PANELS)):
+            panel = slice(first, first + -(-width // PANELS))
+            total[panel, first:].addmm_(part[:, panel].T, part[:, first:])
+    total.triu_()  # below it only parts of panels were summed up
+    return total.add_(total.triu(1).T)
 
 
 @dataclass(frozen=True)
@@ -102,21 +107,22 @@ class OutputGradients:
     """The loss's gradients at the outputs of a linear: G, or the gradients themselves, up to a factor."""
 
     count: int  # tokens that the linear was given
-    gradients: Rows | Tensor  # G [out, out] float32; Rows where count < out
+    gradients: GradientRows | Tensor  # G [out, out] float32; GradientRows where count < out
 
     @property
     def width(self) -> int:
         """The outputs of the linear."""
-        return cast(int, (self.gradients.entries if isinstance(self.gradients, Rows) else self.gradients).shape[1])
+        return (self.gradients.entries if isinstance(self.gradients, GradientRows) else self.gradients).shape[1]
 
-    def changed(self, change_rows: Callable[[Tensor], Tensor] = lambda rows: rows) -> OutputMoment:
+    def in_basis(self, change_rows: Callable[[Tensor], Tensor] = lambda rows: rows) -> OutputMoment:
         """Return G in another basis of the outputs.
 
         change_rows: maps gradients float32 [n, out] to those in that basis [n, out or more], each row by itself and
         linearly: g in the basis of outputs y = B s of stored rows s becomes B^T g.
         """
-        if isinstance(self.gradients, Rows):
-            factor = change_rows(self.gradients.full())
+        if isinstance(self.gradients, GradientRows):
+            rows = self.gradients.full()
+            factor = change_rows(rows if len(rows) else rows.new_zeros(1, self.width))
             mean = factor.square().sum(0).double().mean().item()
             return OutputMoment(self.count, factor.mul_(mean**-0.5) if mean > 0 else factor, is_factor=True)
         moment = change_rows(change_rows(self.gradients.clone()).T.contiguous())
@@ -127,7 +133,7 @@ class OutputGradients:
         self, rows: slice, change_rows: Callable[[Tensor], Tensor] = lambda rows: rows, damp: float = REGULARIZATION
     ) -> Tensor:
         """Return `changed(change_rows).block(rows, damp)`."""
-        return self.changed(change_rows).block(rows, damp)
+        return self.in_basis(change_rows).block(rows, damp)
 
 
 @dataclass(frozen=True)
@@ -167,7 +173,7 @@ class BlockOutputs:
     def __init__(self, block: nn.Module, linears: Mapping[str, nn.Linear], advice: str) -> None:
         """Take the gradients at `linears` of a loaded block; advice: on what to do if they are not finite."""
         self.block, self.linears, self.advice = block, linears, advice
-        self.parts: dict[str, list[Rows]] = {name: [] for name in linears}
+        self.parts: dict[str, list[GradientRows]] = {name: [] for name in linears}
 
     @torch.enable_grad()
     def pull_back(self, call: BlockArgs, hidden: Tensor, behind: Tensor) -> Tensor:
@@ -186,14 +192,14 @@ class BlockOutputs:
         replaced = None
         if not output.requires_grad:  # it does not depend on the hidden states
             replaced = output.requires_grad_().clone()  # which the block may change in place
-        output.register_hook(lambda gradient: self.parts[name].append(Rows.of(gradient)))
+        output.register_hook(lambda gradient: self.parts[name].append(GradientRows.of(gradient)))
         return replaced
 
-    def finish(self) -> dict[str, Rows]:
+    def finish(self) -> dict[str, GradientRows]:
         """Return linear -> the gradients of all tokens that reached it, in the order of the samples."""
         joined = {}
         for name, linear in self.linears.items():
-            joined[name] = Rows.joined(self.parts.pop(name), linear.out_features, linear.weight.device)
-            if not all(bool(side.isfinite().all()) for side in joined[name]):
+            joined[name] = GradientRows.join(self.parts.pop(name), linear.out_features, linear.weight.device)
+            if not joined[name].scales.isfinite().all():
                 raise NumericalError(f"the gradient at the outputs of {name} is not finite; {self.advice}")
         return joined

@@ -5,8 +5,9 @@
 A column is cut into tiles of `tile_rows` rows. The bits of a tile form a circular stream, bits * tile_rows long, and
 the state of a weight is the window of it that ends with the weight's own bits, so that every weight decodes without
 its neighbours and takes exactly `bits` bits (bitshift trellis of QTIP, arXiv 2406.11235, with windows as EXL3 has
-them). The stream runs along the rows, not through a square of 16 x 16 as there: the column loop can then feed back
-the error of every single column, and a kernel meets the same shift for all columns of a row. Codes of a state s:
+them). At 1.5, 2.5 and 3.5 bits, rows take a bit less and a bit more in turn, as in EXL3; only `mul1` has these. The
+stream runs along the rows, not through a square of 16 x 16 as there: the column loop can then feed back the error of
+every single column, and a kernel meets the same shift for all columns of a row. Codes of a state s:
 
 - `mul1`: the sum of the four bytes of s * 0x83DCD12D mod 2^32, less 510, over 147.7: near Gaussian, integer until the
   division, so that an int8 dot product can sum it;
@@ -33,7 +34,9 @@ import torch
 from torch import Tensor
 
 DECODE_CHUNK = 1 << 21  # weights decoded at a time: bounds the int64 temporaries to some tens of MB
-ROW_MULTIPLE = 16  # tile_rows is one: the stream of a tile is whole words for every number of bits
+ROW_MULTIPLE = 16  # tile_rows is one: the stream of a tile is whole words for every whole number of bits
+HALF_BITS = (1.5, 2.5, 3.5)
+HALF_CODE = "mul1"  # the code that has half bits
 MAX_TILE_ROWS = 256
 MAX_STATE_BITS = 16
 HYB_ENTRIES, HYB_LOW_BIT = 512, 6
@@ -45,25 +48,29 @@ CODES = (*BYTE_SUMS, *HALVES, "hyb")
 
 @dataclass(frozen=True)
 class Params:
-    bits: int  # [bits] of one weight: 1 to 8
+    bits: int | float  # [bits] of one weight: 1 to 8, or one of HALF_BITS
     state_bits: int  # [bits] of the window that decodes to a weight
     tile_rows: int  # [rows] of one circular stream
     code: str = "mul1"  # how a window becomes a number: one of CODES
     row_scales: bool = False  # a scale for each row, beside that of the tensor
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise ValueError(f"bits {self.bits} is not one of 1..8")
+        object.__setattr__(self, "bits", whole(self.bits))
+        if self.bits not in (*range(1, 9), *HALF_BITS):
+            raise ValueError(f"bits {self.bits} is not one of 1..8, nor of {', '.join(map(str, HALF_BITS))}")
         if self.code not in CODES:
             raise ValueError(f"code {self.code!r} is not one of {', '.join(CODES)}")
+        if self.bits in HALF_BITS and self.code != HALF_CODE:
+            raise ValueError(f"code {self.code!r} has no half bits; set code: {HALF_CODE}, or whole bits")
         if not 2 * self.symbol_bits <= self.state_bits <= MAX_STATE_BITS:
-            low = 2 * self.symbol_bits
+            low = int(2 * self.symbol_bits)
             asked = f"code {self.code!r} at {self.bits} bits"
             if low > MAX_STATE_BITS:
                 raise ValueError(f"bits {self.bits} is too many for code {self.code!r}")
             raise ValueError(f"state_bits {self.state_bits} is not one of {low}..{MAX_STATE_BITS}, which {asked} needs")
-        if self.tile_rows % ROW_MULTIPLE or not 0 < self.tile_rows <= MAX_TILE_ROWS:
-            raise ValueError(f"tile_rows {self.tile_rows} is not a multiple of {ROW_MULTIPLE} up to {MAX_TILE_ROWS}")
+        unit = row_multiple(self.bits)
+        if self.tile_rows % unit or not 0 < self.tile_rows <= MAX_TILE_ROWS:
+            raise ValueError(f"tile_rows {self.tile_rows} is not a multiple of {unit} up to {MAX_TILE_ROWS}")
         if self.tile_rows * self.bits < self.state_bits:
             raise ValueError(f"tile_rows {self.tile_rows} has fewer bits than state_bits {self.state_bits}")
 
@@ -73,9 +80,35 @@ class Params:
         return 2 if self.code == "hyb" else 1
 
     @property
-    def symbol_bits(self) -> int:
-        """Bits from one state to the next."""
+    def symbol_bits(self) -> int | float:
+        """Bits from one state to the next; with half a bit, the mean of two steps."""
         return self.bits * self.vector_dim
+
+    @property
+    def tile_words(self) -> int:
+        """Words of one circular stream."""
+        return count_words(self, self.tile_rows)
+
+
+def whole(bits: float) -> int | float:
+    """Return a whole number as an integer, so that 2.0 is stored and fingerprinted like 2."""
+    return int(bits) if isinstance(bits, float) and bits.is_integer() else bits
+
+
+def row_multiple(bits: float) -> int:
+    """Return the rows whose bits are whole words at this number of bits a weight."""
+    return ROW_MULTIPLE * len(step_bits(bits))
+
+
+def step_bits(symbol_bits: float) -> tuple[int, ...]:
+    """Return the new bits of the steps of a path in turn: always the same, or two numbers whose mean is a half."""
+    low = int(symbol_bits)
+    return (low,) if low == symbol_bits else (low, low + 1)
+
+
+def count_words(params: Params, rows: int) -> int:
+    """Return the words of a column's rows, of which there are whole tiles."""
+    return int(rows * params.bits) // 16
 
 
 def padded_rows(params: Params, out_features: int) -> int:
@@ -85,7 +118,7 @@ def padded_rows(params: Params, out_features: int) -> int:
 def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     rows = padded_rows(params, shape[0])
     stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "words": ((rows * params.bits // 16, shape[1]), torch.int16),
+        "words": ((count_words(params, rows), shape[1]), torch.int16),
         "scale": ((1,), torch.float32),
     }
     if params.row_scales:
@@ -128,7 +161,7 @@ def pack(
     row_scales [padded rows] float16 and table [512, 2] float16 where the parameters ask for them.
     """
     tile, columns = params.tile_rows // params.vector_dim, states.shape[1]
-    step = tile * max(1, DECODE_CHUNK // (tile * columns * params.symbol_bits))
+    step = tile * max(1, DECODE_CHUNK // int(tile * columns * params.symbol_bits))
     stored = {
         "words": torch.cat([_words(part, params) for part in states.split(step)]),
         "scale": torch.tensor([scale], dtype=torch.float32, device=states.device),
@@ -142,7 +175,9 @@ def pack(
 
 def _words(states: Tensor, params: Params) -> Tensor:
     """int16 [words, columns] of whole tiles: the new bits of every step, first bit highest."""
-    kept, bits = states & ((1 << params.symbol_bits) - 1), params.symbol_bits
+    together = step_bits(params.symbol_bits)
+    bits = sum(together)  # of the last state of two steps, these are the new ones of both
+    kept = states[len(together) - 1 :: len(together)] & ((1 << bits) - 1)
     if 16 % bits:  # symbols lie across words
         shifts = torch.arange(bits - 1, -1, -1, device=states.device)
         kept, bits = ((kept[:, None] >> shifts[:, None]) & 1).reshape(-1, states.shape[1]), 1  # tiles follow each other
@@ -155,10 +190,10 @@ def _words(states: Tensor, params: Params) -> Tensor:
 
 def unpack(words: Tensor, params: Params) -> Tensor:
     """States [padded rows / vector_dim, in] int64 from whole tiles of words."""
-    steps, kv = params.tile_rows // params.vector_dim, params.symbol_bits
-    tiles = words.view(-1, params.tile_rows * params.bits // 16, words.shape[1]).long() & 0xFFFF
+    steps = params.tile_rows // params.vector_dim
+    tiles = words.view(-1, params.tile_words, words.shape[1]).long() & 0xFFFF
     pairs = tiles.roll(1, 1) << 16 | tiles  # tile, word: the word before it, and itself
-    ends = torch.arange(1, steps + 1, device=words.device) * kv
+    ends = torch.arange(1, steps + 1, device=words.device) * int(2 * params.symbol_bits) // 2
     index = (ends - 1) // 16  # the word with a window's last bit
     states = (pairs[:, index] >> ((index + 1) * 16 - ends)[:, None]) & ((1 << params.state_bits) - 1)
     return states.view(-1, words.shape[1])
@@ -171,7 +206,7 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
     table = states_table(params, tensors.get("table")).to(words.device) * tensors["scale"]
     rows = tensors["row_scales"].float() if params.row_scales else None
     weight = torch.empty(out_features, in_features, dtype=dtype, device=words.device)
-    tile_words = params.tile_rows * params.bits // 16
+    tile_words = params.tile_words
     step = max(1, DECODE_CHUNK // (in_features * params.tile_rows))  # tiles
     for first in range(0, words.shape[0] // tile_words, step):
         states = unpack(words[first * tile_words : (first + step) * tile_words], params)
@@ -192,7 +227,7 @@ def cut(
     if rows.start % tile or (rows.stop % tile and rows.stop != shape[0]):
         raise ValueError(f"rows {rows.start} to {rows.stop} are not whole tiles of {tile} rows")
     stored = slice(rows.start, padded_rows(params, rows.stop))
-    words = slice(stored.start * params.bits // 16, stored.stop * params.bits // 16)
+    words = slice(count_words(params, stored.start), count_words(params, stored.stop))
     part = {**tensors, "words": tensors["words"][words, columns.start : columns.stop]}
     if params.row_scales:
         part["row_scales"] = tensors["row_scales"][stored]

@@ -90,11 +90,14 @@ class Objective:
         """Return H @ values for values [in, out]."""
         return (self.hessian @ values).add_(values, alpha=self.damping)
 
+    def pull(self, values: Tensor) -> Tensor:
+        """Return what the loss is a product of, with values [in, out]: H @ values, summed in one call."""
+        return torch.addmm(values, self.hessian, values, beta=self.damping)
+
     def loss(self, values: Tensor) -> float:
         """Return the loss of values [in, out]."""
         residual = self.weight - values
-        pulled = torch.addmm(residual, self.hessian, residual, beta=self.damping)
-        return (residual * pulled).sum(dtype=torch.float64).item()
+        return (residual * self.pull(residual)).sum(dtype=torch.float64).item()
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,16 @@ Differences from the paper and its code, and why:
   transform coding: large where few inputs carry much, as in front of attention output projections). It costs 16 bits
   per column and one gather of the input at run time. Without it columns keep their order, in the loop too.
 
+With an output metric the codebooks are those of above; rows are then rounded again, and entries refitted, in the
+two-sided metric (compress/quant/refit.py).
+
 Not done here: codebooks as products of two factors and scales of blocks of columns, which older checkpoints may have
 (docs/results/low_bit.md has their figures); several candidates per block.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,13 +37,14 @@ from compress.formats import codebook
 from compress.numerics.linalg import upper_factor
 from compress.quant import codebooks, feedback
 from compress.quant.feedback import Objective
-from compress.quant.refit import EntryLayout, alternate, refit
+from compress.quant.refit import EntryLayout, alternate, alternate_two_sided, refit
 from compress.quant.settings import check
 from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "codebook"
 NEEDS = frozenset({"hessian"})
 INCOHERENCE = False  # a stored order of columns gains more than a rotation: output error 2% less, 23% in places
+TWO_SIDED = True
 STRIPE_COLUMNS = 256  # a codebook group has so many as long as it has enough rows
 
 
@@ -103,6 +108,8 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     layer = feedback.factor_layer(target, hessian, config.damp, notes)
     rounder = _ColumnVectorRounder(target, config, params, shape, seed)
     alternate(layer, rounder, config.sweeps)
+    if stats.output is not None:
+        alternate_two_sided(layer, rounder, config.sweeps, stats.output, cut=rounder.group_rows)
     return Quantized(_pack(rounder, order, params, shape), tuple(layer.notes))
 
 
@@ -168,6 +175,14 @@ class _ColumnVectorRounder:
         """Fit the entries to the codes and round them to their storage type."""
         entries = refit(layer, self.layout(), self.books.entries.view(-1, self.width))
         self.books = codebooks.round_entries(entries.view_as(self.books.entries))
+
+    def part(self, rows: slice) -> _ColumnVectorRounder:
+        """Return a rounder of some rows of one row group."""
+        part, owner = copy(self), rows.start // self.group_rows
+        part.rows = part.group_rows = rows.stop - rows.start
+        part.codes = torch.zeros_like(self.codes[:, rows])
+        part.books = codebooks.StoredEntries(*(tensor[:, owner : owner + 1] for tensor in self.books))
+        return part
 
 
 def _order(target: Tensor, hessian: Tensor, config: Config) -> Tensor:

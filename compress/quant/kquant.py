@@ -19,6 +19,8 @@ groups likewise, then rounds their scales and minima to the nearest that can be 
 llama.cpp rounds each weight to the nearest point of its grid; an importance matrix there weighs the columns by their
 inputs, as the search of scales does here, and errors are not fed back.
 
+With an output metric groups of rows are quantized behind each other (compress/quant/two_sided.py).
+
 Not done: the types of llama.cpp that store codebooks (IQ); one type for some linears and another for others by itself
 (`rules` of a recipe say so). There is no kernel: products decode the weight.
 """
@@ -35,7 +37,7 @@ from torch import Tensor
 from compress.formats import kquant
 from compress.formats.kquant import SUPER_BLOCK, Layout, Params, Scales
 from compress.numerics.linalg import upper_factor
-from compress.quant import descent, feedback
+from compress.quant import descent, feedback, two_sided
 from compress.quant.grid import Grid
 from compress.quant.settings import check, check_damp
 from compress.types import PackedWeight, Quantized, Stats, Stored
@@ -43,6 +45,7 @@ from compress.types import PackedWeight, Quantized, Stats, Stored
 FORMAT = "kquant"
 NEEDS = frozenset({"hessian"})
 INCOHERENCE = False
+TWO_SIDED = True
 CHUNK = 1 << 18  # weights searched at a time: temporaries stay in the cache
 MIN_FLOAT16_STEP = 2.0**-20  # a smaller float16 has fewer than five bits of a number
 MAX_FLOAT16_SCALE = 2.0**14  # a scale that is searched is up to twice what the largest weight needs
@@ -74,14 +77,13 @@ def plan_params(config: Config, shape: tuple[int, int]) -> Params:
 def workspace(config: Config, shape: tuple[int, int]) -> int:
     """Return the bytes needed beside weight and Hessian.
 
-    In the loop that is five copies of the weight, and codes. After it, three copies of the weight and codes four times.
-    Scales and minima of all groups, a super-block twice, and what is searched at a time are added to both.
+    In the loop that is five copies of the weight, and codes; after it, three copies and codes four times, or less.
+    Scales and minima of all groups, a super-block twice, and what is searched at a time are added.
     """
     numel = shape[0] * shape[1]
     beside = 4 * 4 * numel // kquant.LAYOUTS[config.type].group_size
     beside += 2 * 4 * SUPER_BLOCK * shape[0] + 16 * 4 * CHUNK
-    loop = feedback.workspace(shape, numel * (5 * 4 + 1) + beside, ordered=False)
-    return max(loop, numel * (3 * 4 + 4) + beside) if config.sweeps else loop
+    return feedback.workspace(shape, numel * (5 * 4 + 1) + beside, ordered=False)
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
@@ -92,17 +94,24 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     hessian, notes = feedback.usable(stats)
     order = feedback.loop_order(hessian.diagonal(), SUPER_BLOCK)
     factor = upper_factor(hessian, config.damp, order)
-    rounder = _Rounder(target, order, params)
-    feedback.run(target[order], factor.upper, rounder)
-    codes = torch.empty_like(rounder.codes).index_copy_(0, order, rounder.codes)
-    grid = rounder.grid
-    notes += factor.notes
     damping = (factor.damp * hessian.diagonal().mean()).item()
-    del rounder, factor
-    if config.sweeps:
+
+    def quantize_group(_: slice, target: Tensor) -> tuple[tuple[Tensor, SuperGrid], Tensor]:
+        rounder = _Rounder(target, order, params)
+        feedback.run(target[order], factor.upper, rounder)
+        codes = torch.empty_like(rounder.codes).index_copy_(0, order, rounder.codes)
+        grid = rounder.grid
+        del rounder
+        if not config.sweeps:
+            return (codes, grid), _values(codes, grid, params.layout)
         state = _Descent(feedback.Objective(target, hessian, damping), codes, grid, params.layout)
         state.sweep(params.layout.group_size, config.sweeps)
-        codes, grid = state.codes, state.grid
+        return (state.codes, state.grid), state.values
+
+    made = two_sided.by_tiles(target, stats.output, quantize_group)
+    codes = torch.cat([codes for codes, _ in made], 1)
+    grid = SuperGrid(*(torch.cat(parts, 1) for parts in zip(*(grid for _, grid in made), strict=True)))
+    notes += factor.notes
     scales = grid.to_scales(params.layout, getattr(torch, params.step_dtype))
     tensors = kquant.pack(codes.T.contiguous(), scales, params)
     return Quantized(PackedWeight(Stored(FORMAT, params), tensors, (weight.shape[0], weight.shape[1])), tuple(notes))
@@ -333,15 +342,20 @@ class _Rounder(feedback.Rounder):
         return units.mul_(scale).sub_(minimum)
 
 
+def _values(codes: Tensor, grid: SuperGrid, layout: Layout) -> Tensor:
+    """Return what codes [columns, rows] stand for, float32."""
+    fitted = Grid(grid.scale(), torch.full_like(grid.scales, layout.zero))
+    owner = torch.arange(len(codes), device=codes.device) // layout.group_size
+    return fitted.values(codes, layout.group_size).sub_(grid.minimum()[owner])
+
+
 class _Descent(descent.Descent):
     """Coordinate descent whose scales and minima stay integers times the steps of their super-blocks."""
 
     def __init__(self, layer: feedback.Objective, codes: Tensor, grid: SuperGrid, layout: Layout) -> None:
         self.grid, self.layout, self.minimum = grid, layout, grid.minimum()
         fitted = Grid(grid.scale(), torch.full_like(grid.scales, layout.zero))
-        owner = torch.arange(len(codes), device=codes.device) // layout.group_size
-        values = fitted.values(codes, layout.group_size).sub_(self.minimum[owner])
-        super().__init__(layer, codes, values, fitted, layout.bits)
+        super().__init__(layer, codes, _values(codes, grid, layout), fitted, layout.bits)
 
     def storable(self, index: int, scale: Tensor) -> Tensor:
         step = self.grid.steps[index // self.layout.groups]

@@ -5,20 +5,24 @@ R^T) solve a linear system over all codebooks of the matrix at once. `refit` sol
 costs one product with the Hessian, whatever the number of entries, the loss falls with every step, and there is no
 learning rate (the references build the normal matrix, or run Adam and restore on failure).
 
+With an output metric G, codebooks are fitted to all rows first, as without it. Then groups of rows are rounded again
+with feedback between them (compress/quant/two_sided.py), and the entries refitted to the loss tr(R^T H R G), in turn.
+
 Arrays are transposed, [in, out], as in the column loop.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from compress.quant import descent, feedback
+from compress.quant import descent, feedback, two_sided
 from compress.quant.codebooks import StoredEntries
 from compress.quant.feedback import Layer, Objective
+from compress.types import OutputMetric
 
 REFIT_TOLERANCE = 1e-4  # relative: a refit stops when a step lowers the loss by less
 MAX_REFIT_STEPS = 20
@@ -56,23 +60,19 @@ def refit(layer: Objective, layout: EntryLayout, entries: Tensor) -> Tensor:
     Preconditioned conjugate gradients from `entries`; ends after MAX_REFIT_STEPS or at REFIT_TOLERANCE. Entries without
     members stay.
     """
-
-    def product(matrix: Tensor) -> Tensor:
-        return torch.addmm(matrix, layer.hessian, matrix, beta=layer.damping)
-
     diagonal = (layer.hessian.diagonal() + layer.damping).unsqueeze(1)
     curvature = layout.adjoint(diagonal.expand_as(layer.weight).contiguous(), entries)
     scale = torch.where(curvature > 0, 1 / curvature, 0.0)
     entries = entries.clone()
     residual = layer.weight - layout.values(entries)
-    pull = product(residual)
+    pull = layer.pull(residual)
     loss = (residual * pull).sum(dtype=torch.float64).item()
     gradient = layout.adjoint(pull, entries)
     direction = conditioned = gradient * scale
     power = (gradient * conditioned).sum(dtype=torch.float64).item()
     for _ in range(MAX_REFIT_STEPS):
         moved = layout.values(direction)
-        pulled = product(moved)
+        pulled = layer.pull(moved)
         bend = (moved * pulled).sum(dtype=torch.float64).item()
         if not bend > 0:
             break
@@ -98,6 +98,9 @@ class Learner(descent.Revisable, Protocol):
 
     def refit(self, layer: Objective) -> None:
         """Fit the entries to the codes and round them to their storage type."""
+
+    def part(self, rows: slice) -> Learner:
+        """Return a rounder of some rows with these codebooks, and codes of its own."""
 
 
 def alternate(layer: Layer, rounder: Learner, sweeps: int) -> None:
@@ -126,3 +129,32 @@ def alternate(layer: Layer, rounder: Learner, sweeps: int) -> None:
                 rounder.codes, rounder.books = codes, books
                 break
             least = loss
+
+
+def alternate_two_sided(
+    layer: Layer, rounder: Learner, sweeps: int, output: OutputMetric, unit: int = 1, cut: int = 0
+) -> None:
+    """Round groups of rows behind each other with codebooks that are fitted, and refit these, in turn.
+
+    As in `alternate`, the first round that does not lower the loss, here tr(R^T H R G), is taken back. unit, cut: as of
+    `two_sided.by_tiles`.
+    """
+
+    def quantize_group(rows: slice, target: Tensor) -> tuple[Tensor, Tensor]:
+        part = rounder.part(rows)
+        values = target - feedback.run(target, layer.factor, part).residual
+        if sweeps:
+            values = descent.improve_blocks(replace(layer, weight=target), values, part, sweeps)
+        return part.codes, values
+
+    both = two_sided.objective(layer, output, unit)
+    least = both.loss(rounder.values())
+    for _ in range(1 + MORE_LOOPS):
+        codes, books = rounder.codes, rounder.books
+        rounder.codes = torch.cat(two_sided.by_tiles(layer.weight, output, quantize_group, unit, cut), 1)
+        rounder.refit(both)
+        loss = both.loss(rounder.values())
+        if loss >= least:
+            rounder.codes, rounder.books = codes, books
+            break
+        least = loss

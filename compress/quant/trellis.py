@@ -1,4 +1,4 @@
-"""QTIP: quantize each column as a path through a trellis, at a whole number of bits a weight (arXiv 2406.11235).
+"""QTIP: quantize each column as a path through a trellis, at whole or half bits a weight (arXiv 2406.11235).
 
 As in EXL3, too, a weight is a fixed function of the last `state_bits` bits of a bit stream that grows by `bits` for
 each weight, so that a column is quantized as one vector of hundreds of dimensions, close to the rate-distortion bound,
@@ -14,9 +14,11 @@ Differences, and why:
   closed form for these codes (-0.5% at 2 bits).
 - Coordinate-descent sweeps (`sweeps`) choose whole paths anew, tile by tile, only where that lowers the loss.
 
+With an output metric (compress/quant/two_sided.py) paths of the same rows are groups, columns are rounded one at a
+time, the last factor on the scale is that of the two-sided metric, and there are no sweeps.
+
 `hyb` stores its table of 1024 float16 values with every weight: 0.004 bits a weight at 2048 x 2048, but 0.25 at 256 x
-256. With `row_scales` the search weighs all rows alike. Not done: tuning of the table, output-side Hessians (YAQA),
-several scales over the columns.
+256. With `row_scales` the search weighs all rows alike. Not done: tuning of the table, several scales over the columns.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import trellis as trellis_format
-from compress.formats.trellis import HYB_ENTRIES, MAX_TILE_ROWS, ROW_MULTIPLE, Params
+from compress.formats.trellis import HYB_ENTRIES, MAX_TILE_ROWS, Params
 from compress.kernels import llvm
 from compress.kernels.loops import columns as column_loops
 from compress.kernels.loops import viterbi as viterbi_compiled
@@ -47,9 +49,11 @@ TWO_SIDED = True
 
 # Bits -> scale over the one that matches the root mean squares of weights and code. Fed-back errors make the targets
 # larger than the weights, and a target outside the code's range costs more than a coarser code. Measured on rotated
-# layers of tests/models/books-8m: the loss changes by less than 2% within 0.05 of these, for all codes.
-RATIOS = {1: 1.15, 2: 1.11, 3: 1.14, 4: 1.2}
+# layers of tests/models/books-8m: the loss changes by less than 2% within 0.05 of these, for all codes. Those of half
+# bits lie between their neighbours.
+RATIOS = {1: 1.15, 1.5: 1.13, 2: 1.11, 2.5: 1.12, 3: 1.14, 3.5: 1.17, 4: 1.2}
 LAST_RATIO = 1.3
+NO_SWEEPS = "two-sided rounding of paths has no sweeps: none were done"
 BATCH = 16  # tiles that fill the search
 CORRECTION_ROWS = 1024  # rows that the last factor on the scale is fitted to, or up to twice as many
 
@@ -58,9 +62,9 @@ CORRECTION_ROWS = 1024  # rows that the last factor on the scale is fitted to, o
 class Config:
     """Settings of trellis-coded quantization."""
 
-    bits: int = 2  # [bits] of a weight: 1 to 8
+    bits: int | float = 2  # [bits] of a weight: 1 to 8; with code mul1 also 1.5, 2.5, 3.5
     state_bits: int = 12  # [bits] of the window that decodes to a weight: up to 16; time doubles with each
-    tile_rows: int = 128  # [rows] of one circular stream, at most; a multiple of 16
+    tile_rows: int = 128  # [rows] of one circular stream, at most; a multiple of 16, of 32 for half bits
     code: str = "mul1"  # how a window becomes a number: mul1, 1mad, 3inst, mcg (computed) or hyb (2 rows at a time from
     # a small table)
     row_scales: bool = False  # a float16 scale for each row, beside that of the tensor
@@ -70,6 +74,7 @@ class Config:
     sweeps: int = 0  # [sweeps] of coordinate descent after the column loop, each at the cost of the loop; 0: none
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", trellis_format.whole(self.bits))
         Params(self.bits, self.state_bits, self.tile_rows, self.code)  # the format's own checks
         check(self, "block_columns", "sweeps")
         check_damp(self.damp)
@@ -78,7 +83,8 @@ class Config:
 def plan_params(config: Config, shape: tuple[int, int]) -> Params:
     """Return the format's parameters for a weight [out, in]: the tiles that pad least, then the largest."""
     least = -(-config.state_bits // config.bits)  # rows whose bits fill a window
-    sizes = [rows for rows in range(ROW_MULTIPLE, config.tile_rows + 1, ROW_MULTIPLE) if rows >= least]
+    unit = trellis_format.row_multiple(config.bits)
+    sizes = [rows for rows in range(unit, config.tile_rows + 1, unit) if rows >= least]
     large = [rows for rows in sizes if 2 * rows >= config.tile_rows] or sizes  # short streams lose quality at the seam
     if shape[0] <= large[0]:  # one tile holds all rows
         large = sizes
@@ -164,7 +170,8 @@ def prepare(weight: Tensor, stats: Stats | None, config: Config) -> Rounding:
     search = Search(levels, params.state_bits, params.symbol_bits)
     scale = _scale(search, target[:, :rows], params.bits)
     layer = feedback.factor_layer(target, hessian, config.damp, notes, order)
-    return Rounding(config, params, shape, search, scale, table, row_scales, layer, tuple(layer.notes), stats.output)
+    notes = [*layer.notes, *([NO_SWEEPS] if config.sweeps and stats.output is not None else [])]
+    return Rounding(config, params, shape, search, scale, table, row_scales, layer, tuple(notes), stats.output)
 
 
 def quantize_rows(rounding: Rounding, rows: slice) -> Tile:
@@ -194,19 +201,19 @@ def _quantize_two_sided(rounding: Rounding, layer: Layer, output: OutputMetric, 
     if rounding.row_scales is not None:
         scales = rounding.row_scales[rows.start : rows.start + len(metric)].float()
         metric = metric * scales * scales[:, None]
-    codes = torch.zeros(columns, layer.weight.shape[1] // tile, tile // params.vector_dim, dtype=torch.int32)
-    codes = codes.to(layer.weight.device)
+    paths, steps = layer.weight.shape[1] // tile, tile // params.vector_dim
+    codes = torch.zeros(paths, columns, steps, dtype=torch.int32, device=layer.weight.device)
 
     def encode(front: two_sided.Front, target: Tensor) -> Tensor:
-        states = search.encode((target / scale).reshape(-1, tile))
-        codes[front.columns, front.groups] = states.view(*target.shape[:2], -1).to(torch.int32)
+        states = search.encode((target / scale).view(-1, tile))
+        front.of(codes).copy_(states.view(*target.shape[:2], steps))
         return search.table[states].view(target.shape) * scale
 
     values = two_sided.wavefront(layer.weight, layer.factor, metric, encode, tile)
     some = slice(0, min(CORRECTION_ROWS, outputs - rows.start))
     pulled = torch.addmm(values[:, some], layer.hessian, values[:, some], beta=layer.damping) @ metric[some, some]
     terms = [(pulled * side[:, some]).sum(dtype=torch.float64).item() for side in (layer.weight, values)]
-    return Tile(layer.natural(codes.view(columns, -1)), *terms)
+    return Tile(layer.natural(codes.transpose(0, 1).reshape(columns, -1)), *terms)
 
 
 def join(rounding: Rounding, tiles: Sequence[Tile]) -> Quantized:
@@ -242,7 +249,7 @@ def _width(config: Config, shape: Sequence[int], params: Params) -> int:
     return max(d for d in range(1, max(1, most) + 1) if shape[0] % d == 0)
 
 
-def _scale(search: Search, target: Tensor, bits: int) -> float:
+def _scale(search: Search, target: Tensor, bits: float) -> float:
     """Return the scale that suits the loop's targets, 0 if all weights are zero; target [in, out] without padding."""
     rms = target.square().mean(dtype=torch.float64).sqrt().item()
     return rms / search.table.square().mean(dtype=torch.float64).sqrt().item() * RATIOS.get(bits, LAST_RATIO)

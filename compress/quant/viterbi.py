@@ -2,9 +2,10 @@
 
 A state has `state_bits` bits; each step shifts a symbol of `symbol_bits` new bits in from the right and emits the
 state's table entry, so that 2^symbol_bits states can precede a state and as many can follow. A sequence is tail-biting:
-the state before its first step equals the state after its last, so that it takes exactly steps * symbol_bits bits. The
-common node is found by a first search over a window around the seam of the sequence rolled by half (QTIP, arXiv
-2406.11235; there the first search covers the whole sequence), the second search is constrained to it.
+the state before its first step equals the state after its last, so that it takes exactly steps * symbol_bits bits. At
+half a bit, the first step takes half a bit less, the second half a bit more, and so on in turn. The common node is
+found by a first search over a window around the seam of the sequence rolled by half (QTIP, arXiv 2406.11235; there the
+first search covers the whole sequence), the second search is constrained to it.
 
 Costs are integers: squared distances, less the least that the value allows, in small units. Up to 4 bits a step, costs
 and decisions have 16 bits together, what states emit is rounded to some hundred levels, and a distance so large that
@@ -24,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compress.formats.trellis import step_bits
 from compress.kernels.dispatch import LEAST_CAPABILITY
 from compress.kernels.loops import viterbi as viterbi_compiled
 from compress.kernels.loops.viterbi import Limits
@@ -35,11 +37,11 @@ NODES_PER_THREAD = 8
 MOST_WARPS = 16
 WINDOW = 32  # steps before and after the seam that the first search covers
 NARROW = 4  # bits of a step up to which costs fit 16 bits
-PERIOD = {1: 16, 2: 8, 3: 2, 4: 1}  # bits of a step -> steps between subtractions of the least cost
+PERIOD = {1: 16, 2: 8, 3: 2, 4: 1}  # most bits of a step -> steps between subtractions of the least cost
 WIDE_PERIOD = 16
-RESOLUTION = {1: 18, 2: 12, 3: 8, 4: 5}  # bits of a step -> least cost of a step on average
-LEVELS = {1: 512, 2: 512, 3: 1024, 4: 1024}  # bits of a step -> different emissions, to which the table is rounded
-BENT = (3, 4)  # bits of a step whose large costs are compressed, because 16 bits could not tell them apart
+RESOLUTION = {1: 18, 2: 12, 3: 8, 4: 5}  # most bits of a step -> least cost of a step on average
+LEVELS = {1: 512, 2: 512, 3: 1024, 4: 1024}  # most bits of a step -> different emissions, to which the table is rounded
+BENT = (3, 4)  # most bits of a step whose large costs are compressed, because 16 bits could not tell them apart
 HEADROOM = 3.0  # wide costs: values further than this outside the table's range are clamped
 
 
@@ -56,48 +58,68 @@ NARROW_COSTS = _Costs(torch.int32, 15, 15, 16)
 WIDE_COSTS = _Costs(torch.int64, 20, 0, 60)
 
 
+class _Step(NamedTuple):
+    """A step of a path, and tables for the way back.
+
+    A node is what of a state is left without the symbol that the next step shifts out; its place is new symbol * rest +
+    remaining bits.
+    """
+
+    symbols: int  # that can be shifted in
+    oldest: Tensor  # of each node before, the symbol that is shifted out
+    emitted: Tensor  # index of the emission, by new symbol and node before
+    state: Tensor  # by symbol shifted out and place of the node behind
+    previous: Tensor  # the place of the node before, likewise
+
+
 class Search:
     """Paths through the trellis of one table."""
 
-    def __init__(self, table: Tensor, state_bits: int, symbol_bits: int) -> None:
+    def __init__(self, table: Tensor, state_bits: int, symbol_bits: float) -> None:
         """Take table [2^state_bits, vector_dim] float32 of what states emit; 2 * symbol_bits <= state_bits."""
         self.table = table
         self.state_bits, self.symbol_bits, self.dim = state_bits, symbol_bits, table.shape[1]
-        self.symbols, self.nodes = 1 << symbol_bits, 1 << (state_bits - symbol_bits)  # a node: a state less its oldest
-        self.rest = self.nodes // self.symbols
-        if not self.rest:
+        self.step_bits = step_bits(symbol_bits)
+        self.nodes = 1 << (state_bits - self.step_bits[0])  # before the first step of a path, and where it is closed
+        self.most_bits = max(self.step_bits)
+        if state_bits < 2 * symbol_bits:
             raise ValueError(f"state_bits {state_bits} is fewer than twice the {symbol_bits} bits of a step")
-        self.costs = NARROW_COSTS if symbol_bits <= NARROW else WIDE_COSTS
-        self.limits = self._limits(-(-(state_bits - symbol_bits) // symbol_bits))
+        self.rest = 1 << (state_bits - int(2 * symbol_bits))  # what two symbols leave of a state
+        self.costs = NARROW_COSTS if self.most_bits <= NARROW else WIDE_COSTS
+        self.limits = self._limits()
         self._make_levels()
-        self._tables(table.device)
+        self.steps = [self._step(i, table.device) for i in range(len(self.step_bits))]
         self.compiled = None
         self.on_gpu: TritonSearch | None = None
-        if symbol_bits <= NARROW and runs_on_gpu(table.device):
+        if self.most_bits <= NARROW and runs_on_gpu(table.device):
             costs = GpuCosts(self.farthest, self.costs.shift, self.limits)
-            self.on_gpu = TritonSearch(symbol_bits, self.levels[self.index], costs)
-        if table.device.type == "cpu" and symbol_bits <= NARROW:
+            self.on_gpu = TritonSearch(self.step_bits, self.levels[self.index], costs)
+        if table.device.type == "cpu" and self.most_bits <= NARROW:
             self.compiled = viterbi_compiled.compiled_search(
                 self.unit, self.levels, self.index, state_bits, symbol_bits, self.limits
             )
 
-    def _limits(self, reach: int) -> Limits:
-        """Return how costs stay small; reach: steps after which every node can be reached."""
-        period = PERIOD.get(self.symbol_bits, WIDE_PERIOD)
-        largest = (1 << (self.costs.bits - self.symbol_bits)) - 1
+    def _limits(self) -> Limits:
+        """Return how costs stay small."""
+        bits, kinds = self.most_bits, len(self.step_bits)
+        period = PERIOD.get(bits, WIDE_PERIOD)
+        largest = (1 << (self.costs.bits - bits)) - 1
+        reach = 0  # steps after which every node can be reached
+        while int(reach * self.symbol_bits) < self.state_bits - self.step_bits[reach % kinds]:
+            reach += 1
         most = (largest - 1) // (reach + period)  # a path that starts where it must never costs `largest`
-        knee = most >> 2 if self.symbol_bits in BENT else most
+        knee = most >> 2 if bits in BENT else most
         saturates = period < reach
         return Limits(most, knee, period, largest if saturates else reach * most + 1, saturates)
 
     def _make_levels(self) -> None:
         """Round what states emit to integers: `levels` [emissions, dim], and `index` [2^state_bits] into them."""
-        table, bits = self.table.double().cpu(), self.symbol_bits
+        table, bits = self.table.double().cpu(), self.most_bits
         largest, power = table.abs().max().item(), table.square().mean().item()
         self.farthest = (1 << self.costs.difference) - 1
         self.unit = self.farthest / (largest + HEADROOM)
         if bits <= NARROW:
-            distance = power * 4.0 ** (-bits / self.dim)  # expected of a value
+            distance = power * 4.0 ** (-self.symbol_bits / self.dim)  # expected of a value
             self.unit = min((RESOLUTION[bits] * 2**self.costs.shift / distance) ** 0.5, self.farthest / largest)
         scaled = table * self.unit
         if bits <= NARROW and self.dim == 1:
@@ -106,18 +128,25 @@ class Search:
         levels, index = scaled.round().long().unique(dim=0, return_inverse=True)
         self.levels, self.index = levels.to(self.table.device, self.costs.dtype), index.to(self.table.device)
 
-    def _tables(self, device: torch.device) -> None:
-        """Make tables for the way back. A node's position in the decisions is new symbol * rest + remaining bits."""
-        place = torch.arange(self.nodes, device=device)
+    def _step(self, number: int, device: torch.device) -> _Step:
+        """Make the tables of every step of a path with this number, or with this parity."""
+        bits, next_bits = self.step_bits[number], self.step_bits[(number + 1) % len(self.step_bits)]
+        symbols, oldest = 1 << bits, 1 << next_bits  # as many as the next step shifts in leave the state behind
+        place = torch.arange(symbols * self.rest, device=device)
         new, low = place // self.rest, place % self.rest
-        before = torch.arange(self.symbols, device=device)[:, None] * self.rest + low  # [oldest symbol, place]
-        self.state = ((before << self.symbol_bits) | new).flatten()
-        self.emitted = self.index.view(self.nodes, self.symbols).T.flatten()  # by new symbol and node before
-        self.oldest = torch.arange(self.nodes, device=device, dtype=self.costs.dtype) // self.rest
-        self.previous = self._place(before).flatten()
+        before = torch.arange(oldest, device=device)[:, None] * self.rest + low  # [oldest symbol, place]
+        return _Step(
+            symbols,
+            torch.arange(oldest * self.rest, device=device, dtype=self.costs.dtype) // self.rest,
+            self.index.view(-1, symbols).T.flatten(),
+            ((before << bits) | new).flatten(),
+            self._place(before, number - 1).flatten(),
+        )
 
-    def _place(self, node: Tensor) -> Tensor:
-        return (node & (self.symbols - 1)) * self.rest + (node >> self.symbol_bits)
+    def _place(self, node: Tensor, number: int) -> Tensor:
+        """Return the places of nodes behind a step."""
+        bits = self.step_bits[number]
+        return (node & ((1 << bits) - 1)) * self.rest + (node >> bits)
 
     def integers(self, values: Tensor) -> Tensor:
         """Return values [sequences, steps * dim] as the integers that are searched, [sequences, steps, dim]."""
@@ -128,7 +157,7 @@ class Search:
         """Return states [sequences, steps] of tail-biting paths close to values [sequences, steps * dim] float32."""
         count, steps, device = len(values), values.shape[1] // self.dim, values.device
         if self.compiled:
-            return self.compiled.encode(values, min(WINDOW, steps // 2))
+            return self.compiled.encode(values, self._window(steps))
         integers = self.integers(values)
         if self.on_gpu:
             return self._search(integers, self._seam(integers))
@@ -144,10 +173,14 @@ class Search:
             states[part[0] : part[-1] + 1] = self._search(batch, self._seam(batch))
         return states
 
+    def _window(self, steps: int) -> int:
+        """Return the steps on each side of the seam that the first search covers: whole rounds of `step_bits`."""
+        kinds = len(self.step_bits)
+        return min(WINDOW, steps // 2) // kinds * kinds
+
     def _seam(self, batch: Tensor) -> Tensor:
         """Return the node [sequences] of a good path where the last step meets the first."""
-        steps = batch.shape[1]
-        half = min(WINDOW, steps // 2)
+        steps, half = batch.shape[1], self._window(batch.shape[1])
         window = torch.cat([batch[:, steps - half :], batch[:, :half]], 1)
         return self._search(window, None)[:, half - 1] & (self.nodes - 1)
 
@@ -173,33 +206,39 @@ class Search:
         if self.on_gpu:
             return self.on_gpu.search(batch, seam)
         count, steps, _ = batch.shape
-        n, rest = self.symbols, self.rest
+        kinds, rest, shift = len(self.steps), self.rest, self.most_bits
         cost = torch.zeros(count, self.nodes, dtype=self.costs.dtype, device=batch.device)
         if seam is not None:
             cost.fill_(self.limits.far).scatter_(1, seam[:, None], 0)
-        total = cost.new_empty(count, n * self.nodes)
-        decisions = cost.new_empty(steps, count, n, rest)
+        total = cost.new_empty(count, 1 << self.state_bits)
+        decisions = [cost.new_empty(steps // kinds, count, step.symbols, rest) for step in self.steps]
         for t in range(steps):
-            torch.index_select(self._level_costs(batch[:, t]) << self.symbol_bits, 1, self.emitted, out=total)
-            before = (cost << self.symbol_bits) + self.oldest
-            total.view(count, n, self.nodes).add_(before[:, None])
-            torch.amin(total.view(count, n, n, rest), 2, out=decisions[t])
-            cost.view(count, rest, n).copy_(decisions[t].transpose(1, 2) >> self.symbol_bits)
+            step, decision = self.steps[t % kinds], decisions[t % kinds][t // kinds]
+            torch.index_select(self._level_costs(batch[:, t]) << shift, 1, step.emitted, out=total)
+            before = (cost << shift) + step.oldest
+            total.view(count, step.symbols, -1).add_(before[:, None])
+            torch.amin(total.view(count, step.symbols, -1, rest), 2, out=decision)
+            cost = (decision.transpose(1, 2) >> shift).reshape(count, -1)
             if t % self.limits.period == self.limits.period - 1:
                 cost -= cost.amin(1, keepdim=True)
         end = cost.argmin(1) if seam is None else seam
-        return self._trace(decisions.view(steps, count, self.nodes), self._place(end))
+        return self._trace(decisions, self._place(end, -1))
 
-    def _trace(self, decisions: Tensor, place: Tensor) -> Tensor:
-        """Return states [sequences, steps] of the best paths that end at `place` [sequences]."""
-        steps, count, nodes = decisions.shape
-        taken = torch.empty(steps, count, 1, dtype=torch.int64, device=decisions.device)
-        place = place[:, None]
+    def _trace(self, decisions: list[Tensor], place: Tensor) -> Tensor:
+        """Return states [sequences, steps] of the best paths that end at `place` [sequences].
+
+        decisions: of the steps in turn, [steps / turns, sequences, symbols, rest].
+        """
+        kinds, count, place = len(decisions), len(place), place[:, None]
+        steps = kinds * len(decisions[0])
+        states = torch.empty(count, steps, dtype=torch.int64, device=place.device)
         for t in range(steps - 1, -1, -1):
-            oldest = decisions[t].gather(1, place) & (self.symbols - 1)
-            torch.add(place, oldest, alpha=nodes, out=taken[t])
-            place = self.previous[taken[t]]
-        return self.state[taken[:, :, 0].T]
+            step, decision = self.steps[t % kinds], decisions[t % kinds][t // kinds].view(count, -1)
+            oldest = decision.gather(1, place) & ((1 << self.most_bits) - 1)
+            place = place + oldest * decision.shape[1]
+            states[:, t : t + 1] = step.state[place]
+            place = step.previous[place]
+        return states
 
 
 class GpuCosts(NamedTuple):
@@ -216,10 +255,10 @@ class TritonSearch:
     Costs stay in registers from step to step, a decision is one byte, and the way back is walked in the same launch.
     """
 
-    def __init__(self, symbol_bits: int, emitted: Tensor, costs: GpuCosts) -> None:
+    def __init__(self, step_bits: tuple[int, ...], emitted: Tensor, costs: GpuCosts) -> None:
         """Take what states emit, emitted [states, dim] int32 of at most 16 bits, on the device of the search."""
-        self.symbol_bits, self.costs = symbol_bits, costs
-        self.nodes, self.dim = emitted.shape[0] >> symbol_bits, emitted.shape[1]
+        self.step_bits, self.costs = step_bits, costs
+        self.nodes, self.dim = emitted.shape[0] >> step_bits[0], emitted.shape[1]
         self.tops = emitted.abs().amax(0)
         self.emitted = emitted.T.to(torch.int16).contiguous()  # [dim, states]
 
@@ -240,10 +279,10 @@ class TritonSearch:
                 part = slice(first, min(first + some, count))
                 _viterbi.paths[(part.stop - first,)](
                     values[part], states if seam is None else seam[part], self.emitted, self.tops, decisions,
-                    states[part], steps, SYMBOL_BITS=self.symbol_bits, REST=self.nodes >> self.symbol_bits,
-                    DIM=self.dim, FARTHEST=self.costs.farthest, SHIFT=self.costs.shift, MOST=limits.most,
-                    KNEE=limits.knee, PERIOD=limits.period, FAR=limits.far, SEAMED=seam is not None,
-                    num_warps=warps_of_program(self.nodes),
+                    states[part], steps, SYMBOL_BITS=self.step_bits[0], NEXT_BITS=self.step_bits[-1],
+                    REST=self.nodes >> self.step_bits[-1], DIM=self.dim, FARTHEST=self.costs.farthest,
+                    SHIFT=self.costs.shift, MOST=limits.most, KNEE=limits.knee, PERIOD=limits.period, FAR=limits.far,
+                    SEAMED=seam is not None, num_warps=warps_of_program(self.nodes),
                 )  # fmt: skip
         return states
 

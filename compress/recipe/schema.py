@@ -57,6 +57,7 @@ Importance = Literal[
 
 
 Bos = Literal["auto", "never", "always"]
+GRADIENT_TOKENS = 8192  # unless a recipe says another number
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,15 @@ class CalibrationConfig:
     importance: Importance = "none"  # what a token weighs in the statistics (calib/token_importance.py)
     importance_min: float = 0.005  # [fraction] of the largest weight of a sample that its least important token has
     rolled: int = 1  # [copies] of each sample that are used, each shifted in a circle
+    gradient_tokens: int = (
+        GRADIENT_TOKENS  # [tokens] of the first sequences, on which the loss's gradients at outputs of
+    )
+    # linears are taken (calib/output_gradients.py)
     bos: Bos = "auto"  # what each sequence begins with: auto, what the tokenizer puts before a text by itself; never,
     # nothing; always, at least its begin-of-text token
 
     def __post_init__(self) -> None:
-        for key in ("num_samples", "seq_len", "rolled"):
+        for key in ("num_samples", "seq_len", "rolled", "gradient_tokens"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} {getattr(self, key)} is not positive")
         if not 0 <= self.target_correction <= 1:
@@ -298,7 +303,7 @@ def _plain(recipe: Recipe, plain: ToPlain = dataclasses.asdict) -> dict[str, Any
     return {
         "name": recipe.name,
         "description": recipe.description,
-        "calibration": dataclasses.asdict(recipe.calibration),
+        "calibration": _plain_calibration(recipe.calibration),
         "transform": [plain_step(step, plain) for step in recipe.transform],
         **({"quantize": settings(recipe.quantize, plain)} if recipe.packs else {}),
         "rules": [_plain_rule(rule, plain) for rule in recipe.rules],
@@ -311,6 +316,14 @@ def _plain(recipe: Recipe, plain: ToPlain = dataclasses.asdict) -> dict[str, Any
         **({"towers": [_plain_rule(rule, plain) for rule in recipe.towers]} if recipe.towers else {}),
         **({"export": recipe.export} if recipe.export is not None else {}),
     }
+
+
+def _plain_calibration(config: CalibrationConfig) -> dict[str, Any]:
+    """Return the section; it says `gradient_tokens` only where that is not the default, as before there was any."""
+    content = dataclasses.asdict(config)
+    if config.gradient_tokens == GRADIENT_TOKENS:
+        del content["gradient_tokens"]
+    return content
 
 
 def _plain_allocation(allocation: Allocation, plain: ToPlain) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from compress import plugins
 from compress.calib import data as calib_data
-from compress.calib import prefix
+from compress.calib import gradient_pass, prefix
 from compress.calib.prefix import Prefix
 from compress.errors import RecipeError
 from compress.model import architectures
 from compress.model.skeleton import Skeleton
 from compress.recipe.schema import Step
-from compress.run import kv_cache, memory_plan, sizes
+from compress.run import kv_cache, loss_gradients, memory_plan, sizes
 from compress.run.job import Job, Prepared
 from compress.types import LayerPlan, Plan
 
@@ -38,7 +38,7 @@ def arrange(job: Job, skeleton: Skeleton, plans: Sequence[Plan], tables: Sequenc
     demands = dataclasses.replace(demands, all_statistics=every, tables=tuple(tables))
     arrangement = memory_plan.arrange(plans[0], skeleton, samples, seq_len, job.max_memory, demands)
     begun = _prefix(job, skeleton.checkpoint.directory, samples)
-    return Prepared(skeleton, plans[0], arrangement, samples, seq_len, begun)
+    return Prepared(skeleton, plans[0], arrangement, samples, seq_len, begun, demands.output_gradients)
 
 
 def _count_samples(job: Job, skeleton: Skeleton, plans: Sequence[Plan], every: bool) -> tuple[int, int]:
@@ -77,6 +77,7 @@ def _memory_demands(
         block_tuning=_tuning_workspace(job, "block"),
         model_tuning=_tuning_workspace(job, "model"),
         tuning_gradients=_is_tuned_by_gradients(job),
+        output_gradients=_output_gradients(job, skeleton, plans, samples, seq_len),
     )
 
 
@@ -110,6 +111,26 @@ def _is_tuned_by_gradients(job: Job) -> bool:
     if is_needed and changing:
         raise RecipeError(f"tune: preserve goes by gradients of weights that {changing} changes later; set preserve: 0")
     return is_needed
+
+
+def _output_gradients(
+    job: Job, skeleton: Skeleton, plans: Sequence[Plan], samples: int, seq_len: int
+) -> sizes.GradientSizes | None:
+    """Return the bytes of the gradients at outputs of linears, None if no linear needs them.
+
+    Raises RecipeError where a transform of the recipe changes those outputs later.
+    """
+    if not any(sizes.needs_output_gradients(layer) for each in plans for layer in each.layers):
+        return None
+    changing = ", ".join(dict.fromkeys(step.method for step in job.recipe.transform if _scope(step) == "block"))
+    if changing:
+        raise RecipeError(
+            f"two_sided and out_scales: sensitivity go by gradients at outputs that {changing} changes later; set "
+            "two_sided: false and other out_scales, or remove the transform"
+        )
+    used = loss_gradients.samples(job.recipe.calibration.gradient_tokens, samples, seq_len)
+    dtype = gradient_pass.computed_dtype(skeleton, job.device)
+    return sizes.output_gradient_sizes(skeleton, used, seq_len, dtype.itemsize)
 
 
 def _size_reading(job: Job, samples: int, seq_len: int) -> tuple[int, int, int]:

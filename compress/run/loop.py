@@ -13,6 +13,7 @@ joins them, and measures the errors of the whole.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from compress import process_memory, ranks
-from compress.calib import fisher
 from compress.calib import stats as calib_stats
+from compress.calib.gradient_store import GradientStore
 from compress.model.blockwise import QUANTIZED, BlockPass
 from compress.model.edits import EditContext
 from compress.progress import Meter, Progress
 from compress.ranks import Portion, Ranks
-from compress.run import quantize_linear, sizes, tables
+from compress.run import loss_gradients, quantize_linear, sizes, tables
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.job import Job, Prepared
 from compress.run.quantize_linear import NO_STATISTICS, InputRange, LinearTask, Tiles
@@ -94,6 +95,7 @@ class BlockLoop:
             for layer in linear.values():
                 self.layers[layer.spec.block].append(layer)
         self.fisher: dict[str, Fisher] = {}  # of linears that are measured by the loss's gradients
+        self.gradients: GradientStore | None = None  # those at the outputs of linears, where any are needed
         self.seconds: list[float] = []  # of each block computed in this run
         self.reads_head: LayerPlan | None = None  # the output head, where statistics of what it reads are taken
         self.head = NO_STATISTICS
@@ -148,14 +150,18 @@ class BlockLoop:
             return [*plan.messages, *edits.choose(bench)]
 
     def _take_gradients(self) -> None:
-        """Take the loss's gradients by a forward and a backward pass of the whole model, if a linear needs them."""
+        """Take the loss's gradients by a forward and a backward pass of the whole model, if a linear needs them.
+
+        Those at outputs may have been kept by an earlier run.
+        """
         every = self.job.pack and sizes.tuning_needs_gradients(self.job.recipe)
         names = {x.spec.name for layers in self.layers for x in layers if every or sizes.needs_gradients(x)}
-        if names and self.stream.tokens is not None:
+        file, tokens = self._spill_file("gradients"), self.stream.tokens
+        if names and tokens is not None:
             self.meter.say("taking the loss's gradients")
-            file = self._spill_file("gradients")
-            tokens = self.stream.tokens
-            self.fisher = ranks.by_main(lambda: fisher.weights(self.skeleton, tokens, names, file, self.device))
+            self.fisher = loss_gradients.fisher_weights(self.skeleton, tokens, names, file, self.device)
+        if tokens is not None and any(map(sizes.needs_output_gradients, itertools.chain(*self.layers))):
+            self.gradients = loss_gradients.output_gradients(self.job, self.skeleton, tokens, file, self.meter.say)
 
     def _spill_file(self, name: str) -> Path | None:
         """Return the file that holds what does not fit into memory."""
@@ -203,18 +209,19 @@ class BlockLoop:
         divided = DividedBlock(Ranks() if is_tuned else stream.ranks, layers, self.job.seed)
         token_weights, note = stream.importance(index, block, layers, divided.routed) if layers else (None, None)
         scales = self._input_scales(index, block)
+        output_gradients = loss_gradients.reader(self.gradients, index, layers, self.device)
         for statistics, names in stream.statistics(index, block, layers, token_weights, divided.own, divided.routed):
             own = {name: self.skeleton.linear(block, name).weight.detach() for name in names}
             for name, weight in consumer.weights(own).items():
                 for option, layer in self.options[name].items():
                     self.meter.say(f"quantizing {name}" + (option and f", option {option}"))
                     in_scale = scales.get(name) if sizes.needs_in_scale(layer) else None
+                    known = weight, statistics, self.fisher.get(name), in_scale
                     if divided.is_whole(name):
-                        yield LinearTask(layer, option, weight, statistics, self.fisher.get(name), in_scale)
+                        yield LinearTask(layer, option, *known, output_gradients(layer))
                     else:
-                        task = LinearTask(layer, option, weight, statistics, self.fisher.get(name), in_scale)
-                        divided.quantize_tiles(task)
-                        del task
+                        divided.quantize_tiles(LinearTask(layer, option, *known, output_gradients(layer)))
+                    del known
                     process_memory.check(self.job.max_memory)
                     self.meter.step()
             del statistics  # before the next ones are made

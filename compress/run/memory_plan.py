@@ -23,7 +23,7 @@ from compress import process_memory, ranks
 from compress.calib import stats
 from compress.errors import BudgetError
 from compress.model.skeleton import Skeleton
-from compress.numerics import products
+from compress.numerics import kl, products
 from compress.run import sizes
 from compress.tune import held_block, low_rank
 from compress.tune.trained import WholeModelSizes
@@ -45,6 +45,7 @@ TRAINING_NBYTES = 64 << 20  # bytes that come to stay when gradients are first t
 COMPILING_NBYTES = 64 << 20  # bytes that come to stay when kernels for packed weights are compiled
 BACKWARD_FACTOR = 2  # times what linears read and write that a block takes with its gradients, where no weight has any
 LOGITS_FACTOR = 6  # times the float32 logits that are made at a time: themselves, as stored, logarithms, gradients
+DRAWING_FACTOR = 10  # the same where labels are drawn of them: also their softmax, and its sums in float64
 MARGIN_FACTOR = 1.05  # all but the stream of hidden states is multiplied by this: allocator slack, library buffers
 
 
@@ -95,6 +96,7 @@ class MemoryDemands:
     # bytes of tuning a model of these sizes with so many samples at a time, hidden states on disk or not
     model_tuning: Callable[[WholeModelSizes, int, bool], int] | None = None
     tuning_gradients: bool = False  # tuning takes the gradients of the loss by all linears
+    output_gradients: sizes.GradientSizes | None = None  # where those at outputs of linears are needed
 
 
 NO_DEMANDS = MemoryDemands()
@@ -291,6 +293,8 @@ class _MemoryModel:
             weighing = inputs + waiting + SCORING_NBYTES + 16 * self.seq_len * self.hidden // self.item
         loading = self.expert_weights[index] + self.converted + self.editing + self.widened[index]
         quantizing = held + self.work[index] + self.packed[index]
+        if self.demands.output_gradients is not None:
+            quantizing += self.demands.output_gradients.reading
         training = differentiating = 0
         if trained := self.trained[index]:
             states = batch * self.seq_len * self.token[index]
@@ -333,6 +337,13 @@ class _MemoryModel:
         libraries = (TRAINING_NBYTES if cache.logits else 0) + (COMPILING_NBYTES if any(self.packed) else 0)
         return libraries + (0 if spill else cache.states) + max(block, self.rest + cache.logits)
 
+    def _output_gradients(self, spill: bool) -> int:
+        """Return the bytes of taking the gradients at outputs of linears, 0 if none are needed."""
+        if (gradients := self.demands.output_gradients) is None:
+            return 0
+        rest = 4 * self.rest // self.item + DRAWING_FACTOR * kl.LOGITS_NBYTES
+        return TRAINING_NBYTES + (0 if spill else gradients.states) + max(gradients.work, rest) + self.converted
+
     def arrangement(self, batch: int, spill: bool, passes: int) -> Arrangement:
         """Return this arrangement with its predicted peak."""
         totals = [sum(hessians.values()) for hessians in self.hessians]
@@ -341,6 +352,7 @@ class _MemoryModel:
         blocks = max(self.block_peak(i, batch, allowed) for i in range(len(self.by_block)))
         first = self.embedding + self.converted + max(self.editing, batch * self.seq_len * 4 * self.hidden)
         later = max(self.edited_rest, self.training, self._caching(batch, spill), self.tables, self.towers)
+        later = max(later, self._output_gradients(spill))
         if self.demands.model_tuning is not None:
             later = max(later, TRAINING_NBYTES + self.demands.model_tuning(self.tuned, batch, spill))
         work = max(stream + int(MARGIN_FACTOR * max(blocks, first)), int(MARGIN_FACTOR * later))

@@ -18,6 +18,8 @@ from compress.run.loop import BlockLoop, LinearOptions
 from compress.storage.workdir import Output
 from compress.tune.trained import DiskSizes
 
+GRADIENT_PASSES = 4  # times the calibration passes of as many tokens that taking gradients at outputs costs
+
 
 class TimedBlocks(CheckpointBlocks):
     """Do the same work on a block, to time it, and write nothing."""
@@ -59,8 +61,15 @@ def predict_seconds(job: Job, prepared: Prepared) -> float:
     loop = BlockLoop(job, trial, one_option_each(trial), tokens, output.work, silent)
     blocks = TimedBlocks(RunState(job, trial), output, loop.stream)
     seconds = loop.predict_seconds(blocks, -(-prepared.samples // batch) if batch else 0)
+    seconds += _gradient_seconds(prepared, loop.stream.seconds / (batch * prepared.seq_len)) if batch else 0.0
     inner, outer = (sum(layer.spec.numel for layer in x) for x in (prepared.plan.layers, prepared.plan.tables))
     return (seconds * (1 + outer / inner) if inner else seconds) + _tuning_seconds(job, prepared, blocks.token_seconds)
+
+
+def _gradient_seconds(prepared: Prepared, token: float) -> float:
+    """Return the time of taking gradients at outputs of linears, as if none were kept; token: seconds in a block."""
+    tokens = prepared.gradients.tokens if prepared.gradients is not None else 0
+    return GRADIENT_PASSES * tokens * len(prepared.skeleton.blocks) * token
 
 
 def _tuning_seconds(job: Job, prepared: Prepared, token: float) -> float:
@@ -82,15 +91,16 @@ def one_option_each(prepared: Prepared) -> LinearOptions:
 def disk_nbytes(job: Job, prepared: Prepared) -> int:
     """Return the bytes that a run writes: the checkpoint, and the stream (both sides if paired) if it spills.
 
-    Once the stream is gone, tuning of the whole model has files of its own.
+    Before there is a stream, gradients have states of their own; once it is gone, tuning of the whole model has.
     """
     skeleton, samples, seq_len = prepared.skeleton, prepared.samples, prepared.seq_len
     hidden = skeleton.config.get_text_config().hidden_size
     sides = 2 if job.is_paired else 1
     stream = sides * samples * seq_len * hidden * skeleton.dtype.itemsize if prepared.arrangement.spill else 0
+    gradients = prepared.gradients.states if prepared.gradients is not None and prepared.arrangement.spill else 0
     tuning = 0
     if (step := job.recipe.tuning("model")) is not None and job.pack:
         trained = sum(map(sizes.stored_floats, prepared.plan.layers))
         disk_sizes = DiskSizes(samples, seq_len, hidden, skeleton.vocab_size, trained)
         tuning = plugins.load("tune", step.method).disk(step.config, disk_sizes)
-    return prepared.plan.nbytes + max(stream, tuning)
+    return prepared.plan.nbytes + max(stream, gradients, tuning)

@@ -120,7 +120,7 @@ def output_metric(task: LinearTask, change_rows: Callable[[Tensor], Tensor] | No
     """
     if task.output_gradients is None or not task.layer.scheme.two_sided:
         return None
-    moment = task.output_gradients.changed(change_rows) if change_rows else task.output_gradients.changed()
+    moment = task.output_gradients.in_basis(change_rows) if change_rows else task.output_gradients.in_basis()
     return OutputMetric(moment.block)
 
 
@@ -207,7 +207,7 @@ def _method_inputs(task: LinearTask, seed: int) -> _Problem:
     change = None
     if layer.stored.ops:
         gradients = task.output_gradients if layer.scheme.out_scales == "sensitivity" else None
-        sensitivities = None if gradients is None else gradients.changed().diagonal()
+        sensitivities = None if gradients is None else gradients.in_basis().diagonal()
         around = incoherence.surroundings(layer, seed, target, sensitivities)
         target = incoherence.rotated_weight(target, layer, around)
         change = partial(incoherence.rotated_gradients, layer=layer, around=around)

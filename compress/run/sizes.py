@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -18,7 +18,7 @@ from compress.calib import stats
 from compress.kernels.loops import columns as column_loops
 from compress.lowrank import correct
 from compress.model.skeleton import Skeleton
-from compress.quant import feedback, incoherence, target_correction
+from compress.quant import feedback, incoherence, target_correction, two_sided
 from compress.recipe.schema import Recipe
 from compress.storage.checkpoint import CHUNK, StoredTensor
 from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec
@@ -46,6 +46,12 @@ def needs_gradients(layer: LayerPlan) -> bool:
     return layer.scheme.lowrank is not None and layer.scheme.lowrank.metric == "fisher"
 
 
+def needs_output_gradients(layer: LayerPlan) -> bool:
+    """Return whether the loss's gradients at the outputs of a linear are part of how it is quantized."""
+    scheme = layer.scheme
+    return scheme.config is not None and (scheme.two_sided or scheme.out_scales == "sensitivity")
+
+
 def tuning_needs_gradients(recipe: Recipe) -> bool:
     """Return whether the tuning of blocks weighs all linears by the gradients of the model's loss."""
     tune = recipe.tuning("block")
@@ -61,7 +67,8 @@ def needs_text(layer: LayerPlan) -> bool:
     """Return whether calibration text is needed to quantize a linear, or to train its low-rank part."""
     lowrank = layer.scheme.lowrank
     trains = lowrank is not None and bool(lowrank.train or lowrank.train_blocks)
-    return needs_statistics(layer) or needs_in_scale(layer) or needs_gradients(layer) or trains
+    gradients = needs_gradients(layer) or needs_output_gradients(layer)
+    return needs_statistics(layer) or needs_in_scale(layer) or gradients or trains
 
 
 def row_tiles(layer: LayerPlan) -> list[slice]:
@@ -130,6 +137,53 @@ def gradient_nbytes(layers: Sequence[LayerPlan], item: int, every: bool) -> int:
     return sum((8 + item) * layer.spec.numel for layer in layers) if is_needed else 0
 
 
+class GradientSizes(NamedTuple):
+    """Bytes of a pass that takes the gradients at the outputs of all linears, and of using them."""
+
+    tokens: int  # that the pass takes: not bytes
+    states: int  # hidden states in front of all blocks, in memory or in a file
+    work: int  # memory that the pass takes beside them
+    stored: int  # files in the folder of the gradients
+    reading: int  # those of a linear while it is quantized, changed to the basis that it is stored in
+
+    @property
+    def sentence(self) -> str:
+        """What is to be known of the pass before anything is done."""
+        return (
+            f"output gradients are taken on {self.tokens} tokens first, unless an earlier run has kept them: "
+            f"{-(-self.stored // (1 << 20))} MiB beside the output, or in the folder of --measurements"
+        )
+
+
+def output_gradient_sizes(skeleton: Skeleton, samples: int, seq_len: int, item: int) -> GradientSizes:
+    """Return the bytes for so many samples, computed in a type of `item` bytes; none for 0 samples.
+
+    Every token is taken to reach each linear, but those of experts: they get as many rows as there are tokens for all
+    experts that a token goes to, the widest ones.
+    """
+    config, tokens, specs = skeleton.config.get_text_config(), samples * seq_len, skeleton.linears(is_needed=False)[0]
+    if not tokens:
+        return GradientSizes(0, 0, 0, 0, 0)
+    work = stored = reading = 0
+    for index, block in enumerate(skeleton.blocks):
+        own = [spec for spec in specs if spec.block == index]
+        experts = {spec.name.rpartition(".")[2]: spec.shape[0] for spec in own if spec.is_expert}
+        rows = {spec.name: (tokens, spec.shape[0]) for spec in own if not spec.is_expert}
+        routed = tokens * getattr(config, "num_experts_per_tok", DEFAULT_EXPERTS_PER_TOKEN)
+        rows |= {name: (routed, width) for name, width in experts.items()}
+        kept = sum((2 * width + 4) * count for count, width in rows.values())
+        file = sum(min((2 * width + 4) * count, 4 * width**2) for count, width in rows.values())
+        largest = max(((2 * width + 4) * count + 8 * width**2 for count, width in rows.values()), default=0)
+        states = BACKWARD_STATES * seq_len * token_nbytes(own, item)
+        weights = sum(p.numel() for p in block.parameters()) * item
+        work = max(work, weights + kept + max(states, file + largest))
+        stored += file
+        changed = [BASIS_CHANGE_COPIES * 4 * width * min(count, width) for count, width in rows.values()]
+        reading = max(reading, *changed, 0)
+    states = tokens * config.hidden_size * (len(skeleton.blocks) + 1) * item
+    return GradientSizes(tokens, states, work, stored + tokens * config.hidden_size * item, reading)
+
+
 def paired_columns(layers: Sequence[LayerPlan]) -> int:
     """Return the columns of all shared inputs of a block whose drift is summed."""
     return sum(users[0].spec.shape[1] for users in readers(layers).values() if not users[0].spec.is_expert)
@@ -162,7 +216,8 @@ def layer_workspace(layer: LayerPlan) -> int:
     if (need := MEASURING_NBYTES_PER_WEIGHT * layer.spec.numel) and layer.scheme.config is None:
         return need
     method = plugins.load("quant", layer.scheme.method)
-    need = max(need, method.workspace(layer.scheme.config, layer.spec.shape))
+    taken = method.workspace(layer.scheme.config, layer.spec.shape)
+    need = max(need, taken + (two_sided.workspace(layer.spec.shape) if layer.scheme.two_sided else 0))
     if layer.scheme.lowrank is not None:
         need = correct.workspace(layer.spec.shape, need)
     rotated = layer, needs_statistics(layer)
@@ -175,6 +230,8 @@ def stored_floats(layer: LayerPlan) -> int:
     return sum(math.prod(size) for size, dtype in specs if dtype.is_floating_point)
 
 
+BACKWARD_STATES = 4  # times what linears read and write of a token that a block takes on its way back
+BASIS_CHANGE_COPIES = 3  # float32 arrays of a linear's gradients that are there while their basis is changed
 DECODING_COPIES = 5  # float32 copies of a piece of a weight while it is decoded: codes, scales, both
 ROUTED_COPIES = 3  # copies of the inputs of experts: as kept, as sent, as received
 DEFAULT_EXPERTS_PER_TOKEN = 8  # the configuration may name no number

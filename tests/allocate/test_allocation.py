@@ -91,6 +91,19 @@ def test_damage_of_a_level_is_that_of_its_decoded_weight(opened: Measurements) -
         assert measured["relative"] == pytest.approx((change.norm() / original.norm()).item() ** 2, rel=1e-4)
 
 
+def test_half_bits_are_allocated_and_reported(model: Path, tmp_path: Path) -> None:
+    """All linears take the larger option, which the target leaves room for."""
+    text = """
+calibration: {num_samples: 4, seq_len: 24}
+quantize: {method: trellis, bits: 2, state_bits: 7}
+allocate: {method: uniform, samples: 2, target: 5bpw, options: [{bits: 2}, {bits: 2.5}]}
+"""
+    api.quantize(asked(model, tmp_path, text=text))
+    found = report.load(tmp_path / "out")
+    assert {row["params"]["bits"] for row in found["layers"]} == {2.5}
+    assert set(found["allocation"]["units"].values()) == {"bits=2.5"}
+
+
 def test_swaps_are_divergences_of_whole_models(opened: Measurements, model: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from compress import ranks
 from compress.calib import gradient_pass
-from compress.calib.backward_pass import LOSS_SCALE, BackwardPass, linear_names
+from compress.calib.backward_pass import LOSS_SCALE, BackwardPass, linear_widths
 from compress.calib.gradient_store import GradientStore
-from compress.calib.output_gradients import REGULARIZATION, OutputGradients, Rows, SampledLabels, reduce_rows
+from compress.calib.output_gradients import REGULARIZATION, GradientRows, OutputGradients, SampledLabels, reduce_rows
 from compress.errors import CheckpointError, NumericalError, OutputError
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import open_checkpoint
@@ -28,9 +28,7 @@ SEED = 5
 
 
 def store_of(skeleton: Skeleton, folder: Path, **identity: str) -> GradientStore:
-    names = linear_names(skeleton)
-    widths = {spec.name: spec.shape[0] for spec in skeleton.linears()[0]}
-    return GradientStore(folder, identity, [{name: widths[name] for name in block} for block in names])
+    return GradientStore(folder, identity, linear_widths(skeleton))
 
 
 def made(directory: Path, folder: Path, tokens: Tensor = TOKENS) -> tuple[Skeleton, GradientStore]:
@@ -73,7 +71,7 @@ def test_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
             scaled = moment / moment.diagonal().mean()
             error = gradients.metric(slice(None), damp=0.0).double() - scaled
             assert error.abs().max() < 2e-3 * scaled.diagonal().max()
-    assert kinds == {Rows, Tensor}
+    assert kinds == {GradientRows, Tensor}
     assert all(p.is_meta for p in skeleton.model.parameters())
 
 
@@ -131,12 +129,15 @@ def test_a_killed_pass_goes_on(call: int, tmp_path: Path, monkeypatch: pytest.Mo
         else:
             made(directory, folder)
     real = BackwardPass._go_back
-    monkeypatch.setattr(
-        BackwardPass, "_go_back", lambda way, index, take: passed.append(index) or real(way, index, take)
-    )
+
+    def note(way: BackwardPass, index: int, take: Any) -> Any:
+        passed.append(index)
+        return real(way, index, take)
+
+    monkeypatch.setattr(BackwardPass, "_go_back", note)
     _, store = made(directory, folder)
     assert passed == {1: [1, 0], 2: [1, 0], 3: [1, 0], 4: [0], 5: [0], 6: []}[call]
-    assert {n: b for n, b in contents(folder).items() if not n.endswith(".part")} == contents(tmp_path / "whole")
+    assert contents(folder) == contents(tmp_path / "whole")
     assert store.remaining() == 0
 
 
@@ -155,6 +156,10 @@ def test_what_is_there_is_read_and_what_is_not_ours_is_made_anew(tmp_path: Path)
         (folder / name).unlink()
         made(directory, folder)
         assert contents(folder) == before
+    for left in ("00001.safetensors.part", "behind-00001.safetensors"):
+        (folder / left).touch()
+    made(directory, folder)
+    assert contents(folder) == before
     (folder / "gradients.json").write_text("[]")
     assert store.remaining() == len(store.linears)
 
@@ -183,18 +188,18 @@ def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 def gradients_of(tokens: int, width: int) -> tuple[Tensor, OutputGradients]:
     generator = torch.Generator().manual_seed(tokens)
     rows = torch.randn(tokens, width, generator=generator) * torch.logspace(-9, 3, tokens)[:, None]
-    return rows.double(), OutputGradients(tokens, reduce_rows(Rows.of(rows)))
+    return rows.double(), OutputGradients(tokens, reduce_rows(GradientRows.of(rows)))
 
 
 @pytest.mark.parametrize("tokens", [40, 100])
 def test_another_basis(tokens: int) -> None:
     """Of gradients and of their moment alike; against float64."""
     rows, gradients = gradients_of(tokens, 64)
-    assert isinstance(gradients.gradients, Rows) == (tokens == 40)
+    assert isinstance(gradients.gradients, GradientRows) == (tokens == 40)
     change = torch.randn(64, 80, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     wanted = (rows @ change).T @ (rows @ change)
     wanted = wanted / wanted.diagonal().mean()
-    moment = gradients.changed(lambda g: g @ change.float())
+    moment = gradients.in_basis(lambda g: g @ change.float())
     top = wanted.abs().max()
     assert (moment.block(slice(None), 0.0) - wanted).abs().max() < 2e-3 * top
     assert (moment.diagonal() - wanted.diagonal()).abs().max() < 2e-3 * top
@@ -207,10 +212,11 @@ def test_another_basis(tokens: int) -> None:
 
 def test_few_tokens_count_less_and_none_at_all_give_the_identity() -> None:
     for tokens, times in ((40, 1.0), (8, 1.0), (4, 2.0), (1, 8.0)):
-        moment = gradients_of(tokens, 64)[1].changed()
+        moment = gradients_of(tokens, 64)[1].in_basis()
         assert moment.damp() == pytest.approx(times * REGULARIZATION)
     for nothing in (torch.zeros(0, 64), torch.zeros(5, 64), torch.zeros(70, 64)):
-        moment = OutputGradients(len(nothing), reduce_rows(Rows.of(nothing))).changed()
+        gradients = OutputGradients(len(nothing), reduce_rows(GradientRows.of(nothing)))
+        moment = gradients.in_basis(lambda rows: rows / (len(rows) > 0))
         assert torch.equal(moment.block(slice(8, 24)), torch.eye(16)) and torch.equal(moment.diagonal(), torch.ones(64))
 
 
@@ -235,3 +241,4 @@ def test_gradients_that_are_not_finite(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(BackwardPass, "_of_loss", lambda *given: real(*given) * float("inf"))
     with pytest.raises(NumericalError, match="the gradient at the outputs of model.layers.1.* is not finite"):
         made(save_pico("llama", tmp_path / "m"), tmp_path / "gradients")
+    assert not (tmp_path / "gradients").exists()  # nothing was finished

@@ -46,13 +46,16 @@ CODEBOOK: list[tuple[tuple[int, int], dict[str, Any]]] = [
     ((64, 250), {"bits": (5,), "vector_dim": 4, "tile_words": 16}),
     ((64, 250), {"bits": (7,), "vector_dim": 2, "tile_words": 16, "permuted": True, "outliers": 2}),
 ]
-TRELLIS = [  # shape, bits, state_bits, tile_rows, code, row_scales
+TRELLIS: list[tuple[Any, ...]] = [  # shape, bits, state_bits, tile_rows, code, row_scales
     ((256, 512), 2, 16, 128, "mul1", False),
     ((100, 600), 3, 12, 64, "mul1", True),
     ((40, 33), 1, 9, 16, "1mad", False),
     ((96, 1000), 4, 16, 48, "mul1", False),
     ((16, 1030), 8, 16, 16, "mul1", True),
     ((64, 31), 5, 13, 32, "1mad", False),
+    ((96, 540), 1.5, 12, 32, "mul1", False),
+    ((200, 520), 2.5, 14, 96, "mul1", True),
+    ((50, 1060), 3.5, 16, 64, "mul1", False),
 ]
 E8P = [
     ((64, 512), 2, False),

@@ -24,7 +24,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "pvq": [{"bpw": 1.5, "vector_dim": 16}],
     "lord": [{"bits": 8}, {"bits": 4, "group_size": 32, "dtype": "float16"}, {"ratio": 2.0, "metric": "sizes"}],
     "nf": [{"bits": 3, "scale_bits": 3, "block_size": 16}, {"bits": 2, "scale_bits": 2}],
-    "trellis": [{"bits": 3, "state_bits": 6, "row_scales": True}, {"code": "hyb", "state_bits": 8}],
+    "trellis": [
+        {"bits": 3, "state_bits": 6, "row_scales": True},
+        {"code": "hyb", "state_bits": 8},
+        {"bits": 2.5, "state_bits": 7},
+    ],
     "gptvq": [{"bits": 4, "vector_dim": 2, "group_weights": 256}, {"bits": 3, "vector_dim": 1, "permute": False}],
     "vptq": [{"bits": 5, "outliers": 0.1}],
 }

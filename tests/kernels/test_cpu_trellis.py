@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from compress.formats.trellis import HALF_BITS, row_multiple
 from compress.kernels import llvm
 from compress.kernels.cpu import emitter, trellis
 from helpers import problems, stored
@@ -18,19 +19,27 @@ pytestmark = [
 ]
 
 COMMON = [(2, 14), (2, 16), (3, 14), (3, 16), (4, 12), (4, 14)]  # bits and state_bits of recipes, or nearly
+COMMON += [(1.5, 14), (2.5, 12), (3.5, 16)]
 WINDOWS = [(bits, states) for bits in range(1, 9) for states in range(2 * bits, 17)]
+HALF_WINDOWS = [(bits, states) for bits in HALF_BITS for states in range(int(2 * bits), 17)]
 
 
-def check(bits: int, state_bits: int, code: str) -> None:
+def check(bits: float, state_bits: int, code: str) -> None:
     """Products with every column alone, which give the weights, to the error of activations in 16 bits."""
-    weight = trellis_weight((70, 43), bits, state_bits, 16, code, True)
+    weight = trellis_weight((70, 43), bits, state_bits, row_multiple(bits), code, True)
     product = kernel_of(weight)
     expected = stored.product(torch.eye(43), weight)
     torch.testing.assert_close(product(torch.eye(43)).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("bits", "state_bits"), COMMON)
-def test_windows(bits: int, state_bits: int) -> None:
+def test_windows(bits: float, state_bits: int) -> None:
+    check(bits, state_bits, "mul1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "state_bits"), HALF_WINDOWS)
+def test_all_windows_of_half_bits(bits: float, state_bits: int) -> None:
     check(bits, state_bits, "mul1")
 
 
@@ -41,10 +50,12 @@ def test_all_windows(bits: int, state_bits: int, code: str) -> None:
     check(bits, state_bits, code)
 
 
-@pytest.mark.parametrize("shape", [(100, 1100), (37, 31), (16, 512), (130, 33)])
-def test_any_number_of_rows(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shape", "bits"), [((100, 1100), 2), ((37, 31), 2), ((16, 512), 2), ((130, 33), 2), ((100, 550), 2.5)]
+)
+def test_any_number_of_rows(shape: tuple[int, int], bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right, and to the bit what each row has alone, in tiles of any size and in more than one call of the kernel."""
-    weight = trellis_weight(shape, 2, 16, 32, "mul1", False)
+    weight = trellis_weight(shape, bits, 16, 32, "mul1", False)
     product = kernel_of(weight)
     x = problems.random(33, shape[1]) + 0.5
     expected = stored.product(x, weight)
@@ -56,10 +67,10 @@ def test_any_number_of_rows(shape: tuple[int, int], monkeypatch: pytest.MonkeyPa
     assert torch.equal(product(x), alone)
 
 
-@pytest.mark.parametrize("code", ["mul1", "1mad"])
-def test_fewer_and_smaller_registers(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("code", "bits"), [("mul1", 3), ("1mad", 3), ("mul1", 1.5)])
+def test_fewer_and_smaller_registers(code: str, bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an older processor runs instead, on this one: the same bits."""
-    weight = trellis_weight((50, 530), 3, 12, 16, code, True)
+    weight = trellis_weight((50, 530), bits, 12, row_multiple(bits), code, True)
     x = problems.random(11, 530)
     expected = kernel_of(weight)(x)
     monkeypatch.setattr(llvm, "features", frozenset)

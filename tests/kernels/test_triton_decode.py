@@ -32,6 +32,9 @@ WEIGHTS = [
     ("trellis", Trellis(3, 16, 48, "mul1", True), (33, 66)),
     ("trellis", Trellis(4, 16, 16, "mcg"), (30, 33)),
     ("trellis", Trellis(1, 12, 16, "3inst"), (16, 40)),
+    ("trellis", Trellis(1.5, 14, 32), (33, 40)),
+    ("trellis", Trellis(2.5, 16, 64, "mul1", True), (50, 66)),
+    ("trellis", Trellis(3.5, 12, 32), (20, 70)),
     ("e8p", E8P(2, False), (20, 768)),
     ("e8p", E8P(3, True), (17, 300)),
     ("e8p", E8P(4, False), (5, 77)),
@@ -74,8 +77,9 @@ def test_assembly_sums_the_halves(bits: int, state_bits: int, code: str) -> None
     wanted = formats.decode_stored(weight, torch.float64)
     words = weight.tensors["words"]
     for row in range(16):
-        at = ((row + 1) * bits - 1) // 16
-        text = trellis.row_text(bits, state_bits, row, known.factor, known.addend, known.halves, True)
+        end = (row + 1) * bits
+        at = (end - 1) // 16
+        text = trellis.row_text(end, state_bits, known.factor, known.addend, known.halves, True)
         register = ptx.run(text, 2, [ptx.pairs(words[at - 1]), ptx.pairs(words[at])])[0]
         found = torch.stack(ptx.halves(register), -1).flatten().double()
         assert torch.equal(found, wanted[row] if known.halves else wanted[row].round()), row
@@ -116,6 +120,7 @@ COSTS = [
     ("trellis", Trellis(2, 16, 128), "bf16", 80, 15.5),
     ("trellis", Trellis(4, 16, 128, row_scales=True), "bf16", 90, 17.0),
     ("trellis", Trellis(2, 16, 128, "3inst"), "fp16", 100, 13.0),
+    ("trellis", Trellis(2.5, 16, 128), "bf16", 90, 2 * 17.0),  # the code of both kinds of groups
     ("e8p", E8P(2, True), "bf16", 80, 14.0),
     ("e8p", E8P(3, True), "fp16", 100, 26.0),
     ("e8p", E8P(4, True), "bf16", 90, 26.0),

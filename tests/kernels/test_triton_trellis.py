@@ -20,12 +20,13 @@ from helpers import (
 )
 
 WINDOWS = [(2, 16), (3, 16), (4, 16), (1, 16), (8, 16), (2, 12), (3, 14), (5, 11)]  # bits, state_bits
+HALVES = [(1.5, 12), (1.5, 16), (2.5, 14), (2.5, 16), (3.5, 7), (3.5, 16)]
 
 
 def stored(params: Params, shape: tuple[int, int], seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     rows = trellis_format.padded_rows(params, shape[0])
-    words = torch.randint(-(2**15), 2**15, (rows * params.bits // 16, shape[1]), generator=generator)
+    words = torch.randint(-(2**15), 2**15, (trellis_format.count_words(params, rows), shape[1]), generator=generator)
     tensors = {"words": words.to(torch.int16), "scale": torch.tensor([0.03])}
     if params.row_scales:
         tensors["row_scales"] = (torch.rand(rows, generator=generator) + 0.5).half()
@@ -37,16 +38,20 @@ def operands(params: Params, words: Tensor) -> Tensor:
     made = []
     code = trellis.computed(params.code)
     for row in range(params.tile_rows):
-        at = ((row + 1) * params.bits - 1) // 16
-        text = trellis.row_text(params.bits, params.state_bits, row % 16, code.factor, code.addend, code.halves, False)
+        end = int((row + 1) * params.bits)
+        at = (end - 1) // 16
+        text = trellis.row_text(end, params.state_bits, code.factor, code.addend, code.halves, False)
         both = ptx.run(text, 2, [ptx.pairs(words[at - 1]), ptx.pairs(words[at])])
         made.append(torch.stack([sum(half.double() for half in ptx.halves(r)) for r in both], -1).flatten())
     return torch.stack(made)
 
 
-@pytest.mark.parametrize("code", ["mul1", "1mad", "3inst", "mcg"])
-@pytest.mark.parametrize(("bits", "state_bits"), WINDOWS)
-def test_assembly_gives_the_values_of_the_format(bits: int, state_bits: int, code: str) -> None:
+@pytest.mark.parametrize(
+    ("bits", "state_bits", "code"),
+    [(*window, code) for code in ("mul1", "1mad", "3inst", "mcg") for window in WINDOWS]
+    + [(*window, "mul1") for window in HALVES],
+)
+def test_assembly_gives_the_values_of_the_format(bits: float, state_bits: int, code: str) -> None:
     params = Params(bits, state_bits, 32, code)
     tensors = stored(params, (32, 2048)) | {"scale": torch.tensor([trellis.computed(code).divisor])}
     wanted = trellis_format.decode(tensors, params, (32, 2048), torch.float64)
@@ -68,6 +73,9 @@ def test_assembly_gives_the_values_of_the_format(bits: int, state_bits: int, cod
         (Params(4, 16, 256, "mcg"), (300, 65), 9),
         (Params(1, 12, 16, "3inst"), (16, 40), 1),
         (Params(8, 16, 32), (33, 70), 2),
+        (Params(1.5, 12, 96), (600, 40), 1),
+        (Params(2.5, 14, 64, "mul1", True), (50, 129), 9),
+        (Params(3.5, 16, 32), (33, 70), 2),
     ],
 )
 def test_matmul_is_that_of_the_decoded_weight(params: Params, shape: tuple[int, int], rows: int) -> None:
@@ -123,6 +131,7 @@ COSTS = [
     (4, 16, "mul1", 16, "bf16", 90, 4096, 4.85),
     (2, 12, "1mad", 8, "fp16", 90, 4096, 4.7),
     (3, 16, "mul1", 16, "fp16", 100, 4100, 8.6),
+    (2.5, 16, "mul1", 8, "fp16", 90, 4096, 4.8),
 ]
 MORE_COSTS = [
     (2, 16, "mul1", 8, "fp16", 90, 4096, 4.1),

@@ -176,6 +176,7 @@ ODD_CODES = {
     ("rtn", "bits=8", "group_size=-1"): 80 * 64 * 8 // 8,
     ("gptq", "bits=4", "group_size=32"): 80 * 64 * 4 // 8,
     ("trellis", "bits=2", "tile_rows=128"): 80 * 50 * 2 // 8,  # one tile of 80 rows
+    ("trellis", "bits=2.5", "tile_rows=128"): 96 * 50 * 5 // 16,  # one of 96
     ("e8p", "bits=3"): 80 * 64 * 3 // 8,
     ("glvq", "bits=2", "group_size=128"): 80 * 64 * 2 // 8,
     ("gptvq", "bits=6", "vector_dim=4", "permute=true"): 80 * 16 * 6 // 8,  # 13 vectors of 4 columns

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
+import math
 
 import pytest
 import torch
@@ -28,6 +31,7 @@ GAUSSIAN = {  # (code, bits) -> distortion of N(0, 1) with a window of 16 bits, 
     ("mul1", 4): 0.0047,
     ("3inst", 4): 0.0049,
 }
+HALVES = {1.5: 0.1460, 2.5: 0.0377, 3.5: 0.0101}  # the same with a window of 12 bits and streams of 128
 
 
 def hyb_table(params: Params) -> Tensor | None:
@@ -40,37 +44,39 @@ def search_of(params: Params) -> Search:
 
 def closed_states(params: Params, tiles: int, columns: int) -> Tensor:
     """States of random circular streams, [tiles * steps, columns], window by window from lists of bits."""
-    steps, kv, length = params.tile_rows // params.vector_dim, params.symbol_bits, params.tile_rows * params.bits
-    generator = torch.Generator().manual_seed(params.bits)
+    steps, kv, length = params.tile_rows // params.vector_dim, params.symbol_bits, int(params.tile_rows * params.bits)
+    generator = torch.Generator().manual_seed(int(2 * params.bits))
     streams = torch.randint(2, (tiles, columns, length), generator=generator)
     states = torch.zeros(tiles, steps, columns, dtype=torch.int64)
     for t in range(steps):
         for back in range(params.state_bits):
-            states[:, t] += streams[:, :, ((t + 1) * kv - 1 - back) % length] << back
+            states[:, t] += streams[:, :, (math.floor((t + 1) * kv) - 1 - back) % length] << back
     return states.view(-1, columns)
 
 
-def exhaustive(values: Tensor, table: Tensor, bits: int, seam: int) -> float:
+def exhaustive(values: Tensor, table: Tensor, bits: float, seam: int) -> float:
     """Least squared error of all paths that start and end at the node `seam`; values [steps] float64."""
     size = len(table)
-    nodes, symbols = size >> bits, 1 << bits
-    cost = torch.full((nodes,), float("inf"), dtype=torch.float64)
+    new = [math.floor((t + 1) * bits) - math.floor(t * bits) for t in range(len(values) + 1)]
+    cost = torch.full((size >> new[0],), float("inf"), dtype=torch.float64)
     cost[seam] = 0
-    for value in values.tolist():
-        after = torch.full_like(cost, float("inf"))
-        for node, symbol in itertools.product(range(nodes), range(symbols)):
-            state = node << bits | symbol
+    for t, value in enumerate(values.tolist()):
+        after = torch.full((size >> new[t + 1],), float("inf"), dtype=torch.float64)
+        for node, symbol in itertools.product(range(len(cost)), range(1 << new[t])):
+            state = node << new[t] | symbol
             total = cost[node] + (table[state, 0].double() - value) ** 2
-            after[state % nodes] = torch.minimum(after[state % nodes], total)
+            after[state % len(after)] = torch.minimum(after[state % len(after)], total)
         cost = after
     return cost[seam].item()
 
 
-@pytest.mark.parametrize("bits, state_bits", [(1, 5), (2, 6), (3, 7), (2, 5)])
-def test_the_search_finds_the_best_closed_path(bits: int, state_bits: int) -> None:
-    params = Params(bits, state_bits, 16)
+@pytest.mark.parametrize(
+    "bits, state_bits", [(1, 5), (2, 6), (3, 7), (2, 5), (1.5, 3), (1.5, 5), (2.5, 5), (2.5, 6), (3.5, 7)]
+)
+def test_the_search_finds_the_best_closed_path(bits: float, state_bits: int) -> None:
+    params = Params(bits, state_bits, 32)
     search = search_of(params)
-    values = problems.random(4, 16, seed=bits)
+    values = problems.random(4, 16, seed=int(bits))
     states = search.encode(values)
     found = (search.table[states][..., 0].double() - values.double()).square().sum(1)
     for row in range(4):
@@ -79,15 +85,18 @@ def test_the_search_finds_the_best_closed_path(bits: int, state_bits: int) -> No
         assert best - 1e-9 <= found[row] <= best * 1.004 + 1e-3  # costs are rounded
 
 
-@pytest.mark.parametrize("code, bits", [*itertools.product(("mul1", "3inst"), range(1, 9)), ("hyb", 2), ("hyb", 4)])
-def test_paths_are_closed_and_the_stored_bits_decode_to_them(code: str, bits: int) -> None:
+@pytest.mark.parametrize(
+    "code, bits",
+    [*itertools.product(("mul1", "3inst"), range(1, 9)), ("hyb", 2), ("hyb", 4), *(("mul1", bits) for bits in HALVES)],
+)
+def test_paths_are_closed_and_the_stored_bits_decode_to_them(code: str, bits: float) -> None:
     """Stored words decode to just the values that the search meant, to the bit."""
-    state_bits = max(8, 2 * bits * (2 if code == "hyb" else 1))
+    state_bits = max(8, int(2 * bits) * (2 if code == "hyb" else 1))
     params = Params(bits, state_bits, 32, code)
     search, values = search_of(params), problems.random(3 * 5, 32)
     states = search.encode(values)
-    mask = search.nodes - 1
-    assert torch.equal(states.roll(1, 1) & mask, states >> params.symbol_bits)
+    new = torch.tensor(trellis_format.step_bits(params.symbol_bits)).repeat(states.shape[1])[: states.shape[1]]
+    assert torch.equal(states.roll(1, 1) & ((1 << (state_bits - new)) - 1), states >> new)
     by_column = states.view(3, 5, -1).permute(0, 2, 1).reshape(-1, 5)
     tensors = trellis_format.pack(by_column, 0.5, params, None, hyb_table(params))
     assert {k: (tuple(t.shape), t.dtype) for k, t in tensors.items()} == trellis_format.specs(params, (96, 5))
@@ -97,21 +106,26 @@ def test_paths_are_closed_and_the_stored_bits_decode_to_them(code: str, bits: in
     assert torch.equal(decoded, expected)
 
 
-@pytest.mark.parametrize("code, bits", [("mul1", 2), ("mul1", 3), ("1mad", 5), ("mcg", 1), ("hyb", 3)])
-def test_a_reader_of_single_bits_agrees(code: str, bits: int) -> None:
-    params = Params(bits, 12, 48, code, row_scales=True)
+SINGLE_BITS = [("mul1", 2, 48), ("mul1", 3, 48), ("1mad", 5, 48), ("mcg", 1, 48), ("hyb", 3, 48)]
+SINGLE_BITS += [("mul1", bits, rows) for bits in HALVES for rows in (32, 96, 256)]
+
+
+@pytest.mark.parametrize("code, bits, tile", SINGLE_BITS)
+def test_a_reader_of_single_bits_agrees(code: str, bits: float, tile: int) -> None:
+    params = Params(bits, 12, tile, code, row_scales=True)
     states = closed_states(params, 2, 3)
-    rows = torch.linspace(0.1, 1, 96).half()
+    rows = torch.linspace(0.1, 1, 2 * tile).half()
     table = hyb_table(params)
     tensors = trellis_format.pack(states, 0.3, params, rows, table)
-    decoded = trellis_format.decode(tensors, params, (90, 3), torch.float32)
+    decoded = trellis_format.decode(tensors, params, (2 * tile - 6, 3), torch.float32)
+    assert torch.equal(trellis_format.unpack(tensors["words"], params), states)
     per_state = trellis_format.states_table(params, table)
-    per_tile, dim, kv = 48 * bits // 16, params.vector_dim, params.symbol_bits
-    for column, row in itertools.product(range(3), range(90)):
-        tile, step = row // 48, row % 48 // dim
-        words = [int(w) & 0xFFFF for w in tensors["words"][tile * per_tile : (tile + 1) * per_tile, column]]
+    per_tile, dim, kv = int(tile * bits) // 16, params.vector_dim, params.symbol_bits
+    for column, row in itertools.product(range(3), range(2 * tile - 6)):
+        number, step = row // tile, row % tile // dim
+        words = [int(w) & 0xFFFF for w in tensors["words"][number * per_tile : (number + 1) * per_tile, column]]
         stream = [word >> (15 - i) & 1 for word in words for i in range(16)]
-        end = (step + 1) * kv
+        end = math.floor((step + 1) * kv)
         state = int("".join(str(stream[i % len(stream)]) for i in range(end - 12, end)), 2)
         expected = per_state[state, row % dim] * tensors["scale"][0] * rows[row].float()
         assert decoded[row, column] == expected
@@ -150,6 +164,15 @@ def test_distortion_of_gaussian_values(code: str, bits: int) -> None:
     ratio = 1.06 if bits > 2 else 1.0
     decoded = search.table[search.encode(values / ratio * rms)].view_as(values) / rms * ratio
     assert (decoded - values).square().mean() / values.square().mean() < 1.02 * GAUSSIAN[code, bits]
+
+
+@pytest.mark.parametrize("bits", HALVES)
+def test_distortion_of_half_bits(bits: float) -> None:
+    search = search_of(Params(bits, 12, 128))
+    values = problems.random(96, 128, seed=1)
+    ratio = 1.06 if bits > 2 else 1.0
+    decoded = search.table[search.encode(values / ratio)].view_as(values) * ratio
+    assert (decoded - values).square().mean() / values.square().mean() < 1.03 * HALVES[bits]
 
 
 def layer(rows: int = 96, columns: int = 64) -> tuple[Tensor, Stats]:
@@ -207,16 +230,17 @@ def test_compiled_paths_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(search.encode(values), expected)
 
 
-def test_results_do_not_depend_on_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bits", [2, 2.5])
+def test_results_do_not_depend_on_batches(bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on whether the search is compiled."""
     weight, stats = layer()
-    whole = quantize(weight, stats)
+    whole = quantize(weight, stats, bits=bits)
     monkeypatch.setattr(viterbi_compiled, "compiled_search", lambda *settings: None)
     monkeypatch.setattr(viterbi, "STATES", {"cpu": 1})
     monkeypatch.setattr(viterbi, "DECISIONS", {"cpu": 1})
     monkeypatch.setattr(trellis_format, "DECODE_CHUNK", 1)
     assert search_of(whole.params).compiled is None
-    small = quantize(weight, stats)
+    small = quantize(weight, stats, bits=bits)
     assert all(torch.equal(whole.tensors[key], small.tensors[key]) for key in whole.tensors)
     assert torch.equal(problems.decoded(whole), problems.decoded(small))
 
@@ -233,8 +257,8 @@ def test_tiles_are_independent() -> None:
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (24, 50), (96, 33), (5, 7), (130, 16), (1, 1)])
-@pytest.mark.parametrize("bits, code", [(1, "mul1"), (3, "mul1"), (2, "hyb")])
-def test_any_shape(shape: tuple[int, int], bits: int, code: str) -> None:
+@pytest.mark.parametrize("bits, code", [(1, "mul1"), (3, "mul1"), (2, "hyb"), (1.5, "mul1"), (3.5, "mul1")])
+def test_any_shape(shape: tuple[int, int], bits: float, code: str) -> None:
     weight, stats = problems.random(*shape), problems.stats(problems.inputs(200, shape[1]))
     config = trellis.Config(bits=bits, state_bits=8, code=code, sweeps=1)
     packed = trellis.quantize(weight, stats, config).weight
@@ -285,7 +309,12 @@ def test_it_beats_scalar_gptq_with_fewer_bytes() -> None:
     "settings, message",
     [
         ({"bits": 0}, "bits 0 is not one of 1..8"),
-        ({"bits": 9}, "bits 9 is not one of 1..8"),
+        ({"bits": 9}, "bits 9 is not one of 1..8, nor of 1.5, 2.5, 3.5"),
+        ({"bits": 4.5}, "bits 4.5 is not one of 1..8, nor of 1.5, 2.5, 3.5"),
+        ({"bits": 2.5, "code": "3inst"}, "code '3inst' has no half bits; set code: mul1, or whole bits"),
+        ({"bits": 2.5, "code": "hyb"}, "code 'hyb' has no half bits"),
+        ({"bits": 2.5, "state_bits": 4}, "state_bits 4 is not one of 5..16, which code 'mul1' at 2.5 bits needs"),
+        ({"bits": 1.5, "tile_rows": 48}, "tile_rows 48 is not a multiple of 32 up to 256"),
         ({"state_bits": 3}, "state_bits 3 is not one of 4..16, which code 'mul1' at 2 bits needs"),
         ({"state_bits": 17}, "state_bits 17 is not one of 4..16"),
         ({"bits": 5, "code": "hyb"}, "bits 5 is too many for code 'hyb'"),
@@ -300,6 +329,22 @@ def test_it_beats_scalar_gptq_with_fewer_bytes() -> None:
 def test_bad_settings(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         trellis.Config(**settings)  # type: ignore[arg-type]
+
+
+def test_whole_bits_are_integers_however_they_are_written() -> None:
+    """Stored parameters and fingerprints of settings do not change."""
+    assert json.dumps(dataclasses.asdict(trellis.Config(bits=2.0))) == json.dumps(dataclasses.asdict(trellis.Config()))
+    assert repr(Params(3.0, 12, 16).bits) == "3" and repr(Params(2.5, 12, 32).bits) == "2.5"
+
+
+def test_half_bits_lose_what_lies_between() -> None:
+    """At equal steps of bits the losses fall by equal factors, about; the stored bytes are exact."""
+    weight, stats = layer(128, 64)
+    packed = [quantize(weight, stats, bits=bits, state_bits=10) for bits in (1, 1.5, 2, 2.5, 3, 3.5, 4)]
+    assert [8 * (each.nbytes - 4) / weight.numel() for each in packed] == [1, 1.5, 2, 2.5, 3, 3.5, 4]
+    losses = [problems.loss(weight, problems.decoded(each), stats.hessian) for each in packed]
+    for before, half, after in zip(losses[:-2:2], losses[1::2], losses[2::2], strict=True):
+        assert 0.8 < half / (before * after) ** 0.5 < 1.25
 
 
 def test_columns_with_large_inputs_first() -> None:

@@ -52,6 +52,19 @@ def test_names_of_options_tell_what_differs(tmp_path: Path) -> None:
     assert option_names(loaded.allocate.options) == ["gptq bits=2", "gptq bits=3", "rtn", "keep"]
 
 
+def test_half_bits_are_options_and_whole_ones_stay_integers(tmp_path: Path) -> None:
+    path = tmp_path / "half.yaml"
+    path.write_text("quantize: {method: trellis}\nallocate: {options: [{bits: 2}, {bits: 2.5}, {bits: 3.0}]}\n")
+    loaded = recipe.load(str(path), ("bits=1.5",))
+    assert loaded.allocate is not None and loaded.quantize.config.bits == 1.5
+    assert option_names(loaded.allocate.options) == ["bits=2", "bits=2.5", "bits=3"]
+    again = tmp_path / "again.yaml"
+    again.write_text(recipe.dump(loaded))
+    assert recipe.load(str(again)) == loaded and "bits: 3\n" in again.read_text()
+    whole = [load("", tmp_path, "method=trellis", f"bits={bits}") for bits in ("3", "3.0")]
+    assert recipe.fingerprint(whole[0]) == recipe.fingerprint(whole[1])
+
+
 def test_a_target_alone_allocates_all_bits_of_the_method(tmp_path: Path) -> None:
     loaded = load("", tmp_path, "allocate.target=3.5bpw")
     assert loaded.allocate is not None and loaded.allocate.target == Target("3.5bpw")

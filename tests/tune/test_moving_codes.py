@@ -27,6 +27,7 @@ TRELLIS = [
     trellis_format.Params(2, 6, 16),
     trellis_format.Params(3, 7, 16, "3inst", row_scales=True),
     trellis_format.Params(2, 8, 16, "hyb"),
+    trellis_format.Params(1.5, 5, 32),
 ]
 KINDS: list[tuple[str, Any]] = [*(("e8p", p) for p in E8P), *(("trellis", p) for p in TRELLIS)]
 
@@ -92,16 +93,17 @@ def test_vectors_take_the_nearest_of_all_points() -> None:
 
 def best_path(table: Tensor, values: Tensor, params: trellis_format.Params) -> float:
     """The least squared error of a closed path, by Viterbi's algorithm from every node in turn; values [steps, dim]."""
-    kept = params.state_bits - params.symbol_bits
+    new = trellis_format.step_bits(params.symbol_bits) * (len(values) + 1)
     state = torch.arange(len(table))
-    before, behind = state >> params.symbol_bits, state & ((1 << kept) - 1)
     least = float("inf")
-    for start in range(1 << kept):
-        cost = torch.full((1 << kept,), float("inf"), dtype=torch.float64)
+    for start in range(len(table) >> new[0]):
+        cost = torch.full((len(table) >> new[0],), float("inf"), dtype=torch.float64)
         cost[start] = 0
-        for value in values:
-            total = cost[before] + (table - value).square().sum(1)
-            cost = torch.full_like(cost, float("inf")).scatter_reduce_(0, behind, total, "amin")
+        for t, value in enumerate(values):
+            total = cost[state >> new[t]] + (table - value).square().sum(1)
+            nodes = len(table) >> new[t + 1]
+            cost = torch.full((nodes,), float("inf"), dtype=torch.float64)
+            cost.scatter_reduce_(0, state % nodes, total, "amin")
         least = min(least, float(cost[start]))
     return least
 

@@ -2,16 +2,17 @@
 
     y[m, r] = row_scale[r] scale / divisor * sum over spans u of x_scale[m, u] sum_c (bytes[r, c] - 510) x16[m, c]
 
-Sixteen rows of a column are whole words, in which the windows of all columns lie at the same bits. A vector of words of
-32 columns is shifted to the states of a row, whose products mod 2^32 are three products of 16 bits. Their bytes are
-summed and kept in the nearest cache (tiled_sums.py). 510 is taken off in the end, times the sum of the activations.
+Sixteen rows of a column are whole words, in which the windows of all columns lie at the same bits. With half a bit,
+every second sixteen begins in the middle of a word, and has code of its own. A vector of words of 32 columns is shifted
+to the states of a row, whose products mod 2^32 are three products of 16 bits. Their bytes are summed and kept in the
+nearest cache (tiled_sums.py). 510 is taken off in the end, times the sum of the activations.
 A weight takes a quarter of an instruction, in vectors of 512 bits, however many rows of activations there are, and one
 32nd for each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -76,34 +77,59 @@ class _Trellis(emitter.Writer):
         name: str,
         pointers: str,
         integers: str,
-        bits: int,
+        bits: float,
         state_bits: int,
         hash: tuple[int, int],
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(name, pointers, integers, dtype)
-        self.bits, self.state_bits = bits, state_bits
+        self.twice_bits, self.state_bits = int(2 * bits), state_bits
         self.factor, self.addend = hash
         self.int32 = self.vector(self.word, LANES)
 
     def _lines(self, block: Any) -> list[Any]:
         """Offsets of the lines of words of sixteen rows, the one before them first: the stream is circular."""
-        b = self.b
-        line = b.mul(block, self.i64(self.bits))
+        b, line = self.b, self._first_line(block)
         in_tile = b.urem(block, self.tile_blocks)
-        wrapped = b.add(line, b.sub(b.mul(self.tile_blocks, self.i64(self.bits)), self.i64(1)))
+        wrapped = b.add(line, b.sub(self._first_line(self.tile_blocks), self.i64(1)))
         before = b.select(b.icmp_signed("==", in_tile, self.i64(0)), wrapped, b.sub(line, self.i64(1)))
-        lines = [before, *(b.add(line, self.i64(i)) for i in range(self.bits))]
+        lines = [before, *(b.add(line, self.i64(i)) for i in range(self.count_lines()))]
         return [b.mul(each, self.columns) for each in lines]
 
-    def _windows(self, words: dict[int, Any], lines: list[Any], row: int, column: Any, rest: Any) -> Any:
-        """States of a row of sixteen in a vector of columns; `words` keeps the lines that were read."""
-        end = (row + 1) * self.bits  # of the row's bits, in the stream from the first row of sixteen on
+    def _first_line(self, block: Any) -> Any:
+        """The line in which the bits of sixteen rows begin."""
+        return self.b.lshr(self.b.mul(block, self.i64(self.twice_bits)), self.i64(1))
+
+    def count_lines(self) -> int:
+        """The lines that hold bits of sixteen rows."""
+        return (self.twice_bits + 1) // 2
+
+    def by_start(self, block: Any, write: Callable[[int], None]) -> None:
+        """Write write(bits of the first line that are not those of the sixteen rows) for all that `block` can be."""
+        b = self.b
+        if self.twice_bits % 2 == 0:
+            write(0)
+            return
+        with b.if_else(b.trunc(block, self.ir.IntType(1))) as (odd, even):
+            with odd:
+                write(8)
+            with even:
+                write(0)
+
+    def _windows(self, words: dict[int, Any], lines: list[Any], end: int, column: Any, rest: Any) -> Any:
+        """States whose last bit is number `end` from the first line on, in a vector of columns.
+
+        `words` keeps the lines that were read.
+        """
         line = (end - 1) // 16
         for needed in (line, line + 1):
             if needed not in words:
                 words[needed] = self._line(self.b.add(lines[needed], column), rest)
         return self._states(words[line], words[line + 1], 16 * (line + 1) - end)
+
+    def end(self, row: int) -> int:
+        """Where the bits of a row of sixteen end, counted from the first bit of the sixteen."""
+        return (row + 1) * self.twice_bits // 2
 
     def _line(self, offset: Any, rest: Any) -> Any:
         return self.load_some(self.words, offset, self.short, CHUNK, rest)
@@ -151,7 +177,7 @@ class _TrellisSums(_Trellis, TiledSums):
 
     span = SPAN
 
-    def __init__(self, bits: int, state_bits: int, factor: int, addend: int) -> None:
+    def __init__(self, bits: float, state_bits: int, factor: int, addend: int) -> None:
         integers = "first last columns spans rows tile_blocks tokens"
         super().__init__("product", f"words {PRODUCT}", integers, bits, state_bits, (factor, addend))
         self.words, self.x16, self.x_scales, self.x_sums, self.out, self.space = self.pointers
@@ -162,27 +188,28 @@ class _TrellisSums(_Trellis, TiledSums):
         self.write(first, last, SPAN)
 
     def start_block(self, block: Any) -> None:
-        self.lines = self._lines(block)
+        self.block, self.lines = block, self._lines(block)
 
     def add_columns(self) -> None:
         b = self.b
         with self.loop(self.spans) as u:
             start = b.mul(u, self.i64(SPAN))
             width = self.smaller(b.sub(self.columns, start), self.i64(SPAN))
-            self.in_chunks(width, CHUNK, partial(self._chunk, start))
+            decode = partial(self._chunk, start)
+            self.by_start(self.block, lambda skipped: self.in_chunks(width, CHUNK, partial(decode, skipped)))
             count = b.udiv(b.add(width, self.i64(CHUNK - 1)), self.i64(CHUNK))
             self.add_span(u, self.i64(0), self.i64(0), count)
 
-    def _chunk(self, start: Any, first: Any, rest: Any) -> None:
-        """Decode a vector of columns, of `rest` ones only if it is given."""
+    def _chunk(self, start: Any, skipped: int, first: Any, rest: Any) -> None:
+        """Decode a vector of columns, of `rest` ones only if it is given; skipped: bits of the first line."""
         b, words = self.b, dict[int, Any]()
         column = b.add(start, first)
         if rest is None:
-            next_block = b.mul(self.columns, self.i64(self.bits))
+            next_block = b.mul(self.columns, self.i64(self.count_lines()))
             for line in self.lines[1:]:
                 self.prefetch(self.words, b.add(b.add(line, column), next_block), self.short)
         for row in range(ROWS):
-            sums = self._byte_sums(self._windows(words, self.lines, row, column, rest))
+            sums = self._byte_sums(self._windows(words, self.lines, skipped + self.end(row), column, rest))
             self.store(sums, self.decoded, b.add(first, self.i64(row * SPAN)))
 
     def scale(self, u: Any, row: Any, token: Any) -> Any:
@@ -196,7 +223,7 @@ class _TrellisRows(_Trellis):
     """Writes rows of the weight."""
 
     def __init__(
-        self, bits: int, state_bits: int, factor: int, addend: int, divisor: float, by_row: bool, dtype: torch.dtype
+        self, bits: float, state_bits: int, factor: int, addend: int, divisor: float, by_row: bool, dtype: torch.dtype
     ) -> None:
         integers = "first last start stop columns tile_blocks"
         super().__init__("decode", "words scale row_scales out", integers, bits, state_bits, (factor, addend), dtype)
@@ -205,16 +232,17 @@ class _TrellisRows(_Trellis):
         self.by_row, self.high, self.low = by_row, *two_floats(1 / divisor)
         self.scale = self.splat(self.load(scale, self.i64(0), self.float), CHUNK)
         with self.loop(last, first) as block:
-            self.in_chunks(self.columns, CHUNK, partial(self._chunk, block, self._lines(block)))
+            decode = partial(self._chunk, block, self._lines(block))
+            self.by_start(block, lambda skipped: self.in_chunks(self.columns, CHUNK, partial(decode, skipped)))
         self.b.ret_void()
 
-    def _chunk(self, block: Any, lines: list[Any], column: Any, rest: Any) -> None:
+    def _chunk(self, block: Any, lines: list[Any], skipped: int, column: Any, rest: Any) -> None:
         b = self.b
         words = {i: self._line(b.add(line, column), rest) for i, line in enumerate(lines)}
         for i in range(ROWS):
             row = b.add(b.mul(block, self.i64(ROWS)), self.i64(i))
             with b.if_then(b.icmp_signed("<", row, self.stop)):
-                sums = self._byte_sums(self._windows(words, lines, i, column, rest))
+                sums = self._byte_sums(self._windows(words, lines, skipped + self.end(i), column, rest))
                 place = b.add(b.mul(b.sub(row, self.start), self.columns), column)
                 self.store_some(self.rounded(self._values(sums, row)), self.out, place, rest)
 

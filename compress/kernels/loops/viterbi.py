@@ -1,10 +1,11 @@
 """Compile the trellis search for this CPU: the integers of compress/quant/viterbi.py, one sequence in each vector lane.
 
-All lanes pass through the same states, so that a transition is one addition and one minimum of 16-bit vectors. What it
-adds depends only on the input and on what its state emits: a step computes it once for every different emission
-(`levels`), not for every state. Nothing is shuffled. The oldest symbol of a transition is in the low bits of its cost,
-so that the minimum is the decision, too. At 2 bits, a state takes 0.03 ns of one thread with AVX-512, a third of the
-time that it takes where the lanes of a vector are states and costs have 32 bits.
+All lanes pass through the same states, so that a transition is one addition and one minimum of 16-bit vectors. What
+it adds depends only on the input and on what its state emits: a step computes it once for every different emission
+(`levels`), not for every state. With half a bit, the loop takes two different steps at a time. Nothing is shuffled.
+The oldest symbol of a transition is in the low bits of its cost, so that the minimum is the decision, too. At 2 bits,
+a state takes 0.03 ns of one thread with AVX-512, a third of the time that it takes where the lanes of a vector are
+states and costs have 32 bits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compress.formats.trellis import step_bits
 from compress.kernels import llvm
 from compress.kernels.cpu.emitter import Emitter
 
@@ -41,7 +43,7 @@ class CompiledSearch:
     """The search through one trellis as machine code."""
 
     def __init__(
-        self, unit: float, levels: Tensor, index: Tensor, state_bits: int, symbol_bits: int, limits: Limits
+        self, unit: float, levels: Tensor, index: Tensor, state_bits: int, symbol_bits: float, limits: Limits
     ) -> None:
         """Take one trellis; what is compiled is shared by trellises of one shape.
 
@@ -52,7 +54,8 @@ class CompiledSearch:
         self.count, self.dim = levels.shape
         self._unit = torch.tensor([unit], dtype=torch.float32, device="cpu")
         self._levels = torch.cat([levels.abs().amax(0, keepdim=True), levels]).to(torch.int16)
-        ordered = index.view(1 << symbol_bits, -1, 1 << symbol_bits).permute(1, 2, 0)  # remaining bits, new, oldest
+        kinds = [index.view(1 << kind.oldest_bits, -1, kind.symbols) for kind in kinds_of_steps(symbol_bits)]
+        ordered = torch.cat([kind.permute(1, 2, 0).flatten() for kind in kinds])  # remaining bits, new, oldest
         # lanes -> where in memory what a state emits is found: bytes from the first emission
         self._places = {lanes: (ordered * (2 * lanes)).to(torch.uint16).contiguous() for lanes in (LANES, 2 * LANES)}
         self._spaces: list[Tensor] = []  # not in use: fresh memory would be slow
@@ -97,41 +100,65 @@ def best_lanes(sequences: int, levels: int) -> int:
     return 2 * LANES if wide >= torch.get_num_threads() and WIDE_COST * wide < groups else LANES
 
 
-def workspace(steps: int, state_bits: int, symbol_bits: int, levels: int, lanes: int = 2 * LANES) -> int:
+class Kind(NamedTuple):
+    """The steps of a path that shift in the same number of bits."""
+
+    bits: int  # that are shifted in
+    oldest_bits: int  # that the next step shifts out
+
+    @property
+    def symbols(self) -> int:
+        return 1 << self.bits
+
+    @property
+    def packed(self) -> int:
+        """Decisions that one byte holds: those of nodes that differ in the newest symbol alone."""
+        return min(self.symbols, max(1, 8 // self.oldest_bits))
+
+    @property
+    def rows(self) -> int:
+        """Bytes of the decisions for each of the remaining bits."""
+        return self.symbols // self.packed
+
+
+def kinds_of_steps(symbol_bits: float) -> list[Kind]:
+    """Return the kinds of steps, which take turns."""
+    bits = step_bits(symbol_bits)
+    return [Kind(new, bits[(i + 1) % len(bits)]) for i, new in enumerate(bits)]
+
+
+def workspace(steps: int, state_bits: int, symbol_bits: float, levels: int, lanes: int = 2 * LANES) -> int:
     """Return the bytes of a thread.
 
     The inputs (of at most two values a step) and a node, what emissions add, costs twice, the decisions of all steps.
     """
-    nodes = 1 << (state_bits - symbol_bits)
-    return lanes * (2 * (2 * steps + 1) + 2 * levels + 4 * nodes + steps * nodes // _in_a_byte(symbol_bits))
+    kinds = kinds_of_steps(symbol_bits)
+    nodes, rest = 1 << (state_bits - kinds[0].bits), 1 << (state_bits - int(2 * symbol_bits))
+    return lanes * (2 * (2 * steps + 1) + 2 * levels + 4 * nodes + steps * rest * max(kind.rows for kind in kinds))
 
 
 def compiled_search(
-    unit: float, levels: Tensor, index: Tensor, state_bits: int, symbol_bits: int, limits: Limits
+    unit: float, levels: Tensor, index: Tensor, state_bits: int, symbol_bits: float, limits: Limits
 ) -> CompiledSearch | None:
     """Return the compiled search, None where nothing can be compiled."""
     return CompiledSearch(unit, levels, index, state_bits, symbol_bits, limits) if llvm.available() else None
-
-
-def _in_a_byte(symbol_bits: int) -> int:
-    """Return the decisions that one byte holds: those of nodes that differ in the newest symbol alone."""
-    return {1: 2, 2: 4}.get(symbol_bits, 8 // symbol_bits)
 
 
 class _SearchEmitter(Emitter):
     """Writes the search of the groups of sequences from `first` to `last`.
 
     Of each group of sequences the window around the seam is searched first, from any node to any, then the whole from
-    the node at the seam to itself. A cost is a multiple of 2^symbol_bits, which leaves room for the oldest symbol.
+    the node at the seam to itself. A cost is a multiple of 2^held_bits, which leaves room for the oldest symbol.
     """
 
-    def __init__(self, state_bits: int, symbol_bits: int, dim: int, lanes: int, limits: Limits) -> None:
+    def __init__(self, state_bits: int, symbol_bits: float, dim: int, lanes: int, limits: Limits) -> None:
         integers = "first last sequences steps window emissions"
         super().__init__("paths", "values states unit levels places space", integers)
         self.dim, self.lanes, self.limits = dim, lanes, limits
-        self.state_bits, self.symbol_bits, self.n = state_bits, symbol_bits, 1 << symbol_bits
-        self.nodes = 1 << (state_bits - symbol_bits)
-        self.rest, self.packed = self.nodes // self.n, _in_a_byte(symbol_bits)
+        self.state_bits, self.kinds = state_bits, kinds_of_steps(symbol_bits)
+        self.held_bits = max(kind.bits for kind in self.kinds)
+        self.nodes = 1 << (state_bits - self.kinds[0].bits)  # before the first step; before others there are not more
+        self.rest, self.rows = 1 << (state_bits - int(2 * symbol_bits)), max(kind.rows for kind in self.kinds)
         self.values, self.states, self.unit, self.levels, self.places, self.space = self.pointers
         self.costs = self.vector(self.short, lanes)
         self._write()
@@ -175,26 +202,33 @@ class _SearchEmitter(Emitter):
         steps = b.select(whole, self.steps, b.add(self.window, self.window))
         shift = b.select(whole, self.i64(0), b.sub(self.steps, self.window))
         self._start(self.both[0], whole)
-        with self.loop(steps) as t:
-            odd = b.trunc(t, self.ir.IntType(1))
-            source, target = b.select(odd, self.both[1], self.both[0]), b.select(odd, self.both[0], self.both[1])
-            place = b.add(t, shift)
-            place = b.select(b.icmp_signed("<", place, self.steps), place, b.sub(place, self.steps))
-            self._add(b.mul(place, self.i64(self.dim)))
-            with self.loop(self.i64(self.rest)) as low:
-                self._transitions(source, target, t, low)
-            last = b.icmp_signed("==", b.urem(t, self.i64(self.limits.period)), self.i64(self.limits.period - 1))
-            with b.if_then(last):
-                self._renormalize(target)
+        turns = self.i64(len(self.kinds))
+        with self.loop(b.udiv(steps, turns)) as turn:
+            for i, kind in enumerate(self.kinds):
+                self._step(kind, b.add(b.mul(turn, turns), self.i64(i)), shift)
         with b.if_then(b.not_(whole)):
             self._find_least(b.select(b.trunc(steps, self.ir.IntType(1)), self.both[1], self.both[0]))
             self.store(b.load(self.where), self.seam, self.i64(0))
         self._back(steps, b.select(whole, self.steps, self.window))
 
+    def _step(self, kind: Kind, t: Any, shift: Any) -> None:
+        """Write step t of a search whose first step has the input `shift`."""
+        b = self.b
+        odd = b.trunc(t, self.ir.IntType(1))
+        source, target = b.select(odd, self.both[1], self.both[0]), b.select(odd, self.both[0], self.both[1])
+        place = b.add(t, shift)
+        place = b.select(b.icmp_signed("<", place, self.steps), place, b.sub(place, self.steps))
+        self._add(b.mul(place, self.i64(self.dim)))
+        with self.loop(self.i64(self.rest)) as low:
+            self._transitions(kind, (source, target), t, low)
+        last = b.icmp_signed("==", b.urem(t, self.i64(self.limits.period)), self.i64(self.limits.period - 1))
+        with b.if_then(last):
+            self._renormalize(target, self.rest * kind.symbols)
+
     def _start(self, cost: Any, whole: Any) -> None:
         """Write the costs before the first step: 0, but `far` where a path must not start."""
         b = self.b
-        fill = self.splat(b.select(whole, self.short(self.limits.far << self.symbol_bits), self.short(0)), self.lanes)
+        fill = self.splat(b.select(whole, self.short(self.limits.far << self.held_bits), self.short(0)), self.lanes)
         with self.loop(self.i64(self.nodes)) as node:
             self.store(fill, cost, self._row(node))
         with b.if_then(whole), self.loop(self.i64(self.lanes)) as lane:
@@ -226,7 +260,7 @@ class _SearchEmitter(Emitter):
                     square = self._lesser(square, bent)
                 square = self._at_most(square)
                 total = square if total is None else self._at_most(b.add(total, square))
-            self.store(b.shl(total, self._splat(self.symbol_bits)), self.added, self._row(level))
+            self.store(b.shl(total, self._splat(self.held_bits)), self.added, self._row(level))
 
     def _level(self, level: Any, v: int) -> Any:
         """Return coordinate v of row `level` of the table, whose first row has the largest sizes, in all lanes."""
@@ -260,19 +294,24 @@ class _SearchEmitter(Emitter):
         function = self.module.globals.get(name) or self.ir.Function(self.module, kind, name)
         return self.b.call(function, arguments)
 
-    def _transitions(self, source: Any, target: Any, t: Any, low: Any) -> None:
-        """Write the costs of the nodes that follow the remaining bits `low`, and the decisions that gave them."""
-        b, n = self.b, self.n
+    def _transitions(self, kind: Kind, costs: tuple[Any, Any], t: Any, low: Any) -> None:
+        """Write the costs of the nodes that follow the remaining bits `low`, and the decisions that gave them.
+
+        costs: of the nodes before and behind the step.
+        """
+        b, n, oldest = self.b, kind.symbols, 1 << kind.oldest_bits
+        source, target = costs
         add = partial(self._saturating, "uadd") if self.limits.saturates else b.add
+        first = self.kinds.index(kind) << self.state_bits  # of the places of this kind
         before = []
-        for o in range(n):
+        for o in range(oldest):
             cost = self.load(source, self._row(b.add(low, self.i64(o * self.rest))), self.short, self.lanes)
-            before.append(b.or_(b.and_(cost, self._splat(-n)), self._splat(o)))
+            before.append(b.or_(b.and_(cost, self._splat(-1 << self.held_bits)), self._splat(o)))
         least = []
         for s in range(n):
             totals = []
-            for o in range(n):
-                place = b.add(b.mul(low, self.i64(n * n)), self.i64(s * n + o))
+            for o in range(oldest):
+                place = b.add(b.mul(low, self.i64(n * oldest)), self.i64(first + s * oldest + o))
                 offset = b.zext(self.load(self.places, place, self.short), self.index)
                 added = self.load(self.at(self.added, offset, self.byte), self.i64(0), self.short, self.lanes)
                 totals.append(add(before[o], added))
@@ -280,19 +319,21 @@ class _SearchEmitter(Emitter):
                 totals = [self._lesser(a, c) for a, c in zip(totals[::2], totals[1::2], strict=True)]
             self.store(totals[0], target, self._row(b.add(b.mul(low, self.i64(n)), self.i64(s))))
             least.append(totals[0])
-        for i in range(n // self.packed):
-            place = self._row(self._decision(t, low, self.i64(i)))
-            self.store(self._in_bytes(least[i * self.packed : (i + 1) * self.packed]), self.decisions, place)
+        for i in range(kind.rows):
+            place = self._row(self._decision(kind, t, low, self.i64(i)))
+            together = least[i * kind.packed : (i + 1) * kind.packed]
+            self.store(self._in_bytes(together, kind.oldest_bits), self.decisions, place)
 
-    def _decision(self, t: Any, low: Any, part: Any) -> Any:
+    def _decision(self, kind: Kind, t: Any, low: Any, part: Any) -> Any:
         """Return the row of decisions of step t, remaining bits `low` and a part of the new symbols."""
-        b, parts = self.b, self.n // self.packed
-        return b.add(b.mul(b.add(b.mul(t, self.i64(self.rest)), low), self.i64(parts)), part)
+        b = self.b
+        first = b.mul(t, self.i64(self.rest * self.rows))
+        return b.add(b.add(first, b.mul(low, self.i64(kind.rows))), part)
 
-    def _in_bytes(self, least: list[Any]) -> Any:
-        """Return the low bits of several vectors side by side, the first lowest, as bytes."""
-        b, held = self.b, self.symbol_bits
-        vectors = [b.shl(v, self._splat(i * self.symbol_bits)) if i else v for i, v in enumerate(least)]
+    def _in_bytes(self, least: list[Any], bits: int) -> Any:
+        """Return the low `bits` of several vectors side by side, the first lowest, as bytes."""
+        b, held = self.b, bits
+        vectors = [b.shl(v, self._splat(i * bits)) if i else v for i, v in enumerate(least)]
         while len(vectors) > 1:
             pairs = enumerate(zip(vectors[::2], vectors[1::2], strict=True))
             masks = [((1 << held) - 1) << (2 * held * i) for i in range(len(vectors) // 2)]
@@ -302,54 +343,58 @@ class _SearchEmitter(Emitter):
             held *= 2
         return b.trunc(vectors[0], self.vector(self.byte, self.lanes))
 
-    def _pass(self, cost: Any, write: Any) -> None:
+    def _pass(self, cost: Any, nodes: int, write: Any) -> None:
         """Write write(node, its costs, their place) for all nodes in order."""
-        b, several = self.b, min(UNROLLED, self.nodes)
-        with self.loop(self.i64(self.nodes // several)) as part:
+        b, several = self.b, min(UNROLLED, nodes)
+        with self.loop(self.i64(nodes // several)) as part:
             for i in range(several):
                 node = b.add(b.mul(part, self.i64(several)), self.i64(i))
                 write(node, self.load(cost, self._row(node), self.short, self.lanes), self._row(node))
 
-    def _renormalize(self, cost: Any) -> None:
+    def _renormalize(self, cost: Any, nodes: int) -> None:
         b = self.b
 
         def smaller(_: Any, value: Any, __: Any) -> None:
             b.store(self._lesser(b.load(self.least), value), self.least)
 
         b.store(self._splat(-1), self.least)
-        self._pass(cost, smaller)
-        least = b.and_(b.load(self.least), self._splat(-self.n))
-        self._pass(cost, lambda _, value, place: self.store(b.sub(value, least), cost, place))
+        self._pass(cost, nodes, smaller)
+        least = b.and_(b.load(self.least), self._splat(-1 << self.held_bits))
+        self._pass(cost, nodes, lambda _, value, place: self.store(b.sub(value, least), cost, place))
 
     def _find_least(self, cost: Any) -> None:
         """Put the first node that has the least cost into `where`."""
         b = self.b
 
         def smaller(node: Any, value: Any, _: Any) -> None:
-            value, least = b.and_(value, self._splat(-self.n)), b.load(self.least)
+            value, least = b.and_(value, self._splat(-1 << self.held_bits)), b.load(self.least)
             better = b.icmp_unsigned("<", value, least)
             b.store(b.select(better, value, least), self.least)
             b.store(b.select(better, self.splat(b.trunc(node, self.short), self.lanes), b.load(self.where)), self.where)
 
         b.store(self._splat(-1), self.least)
         b.store(self._splat(0), self.where)
-        self._pass(cost, smaller)
+        self._pass(cost, self.nodes, smaller)
 
     def _back(self, steps: Any, traced: Any) -> None:
         """Write the states of the best paths to the nodes at `seam`, and there the nodes before; all lanes at once."""
         b = self.b
-        with self.loop(traced) as done, self.loop(self.i64(self.lanes)) as lane:
-            t = b.sub(b.sub(steps, self.i64(1)), done)
-            node = b.zext(self.load(self.seam, lane, self.short), self.index)
-            state = b.or_(b.shl(self._oldest(t, node, lane), self.i64(self.state_bits - self.symbol_bits)), node)
-            self.store(state, self.states, b.add(b.mul(b.add(self.base, lane), self.steps), t))
-            self.store(b.trunc(b.lshr(state, self.i64(self.symbol_bits)), self.short), self.seam, lane)
+        turns = self.i64(len(self.kinds))
+        with self.loop(b.udiv(traced, turns)) as done, self.loop(self.i64(self.lanes)) as lane:
+            first = b.sub(steps, b.mul(b.add(done, self.i64(1)), turns))
+            for i, kind in reversed(list(enumerate(self.kinds))):
+                t = b.add(first, self.i64(i))
+                node = b.zext(self.load(self.seam, lane, self.short), self.index)
+                oldest = self._oldest(kind, t, node, lane)
+                state = b.or_(b.shl(oldest, self.i64(self.state_bits - kind.oldest_bits)), node)
+                self.store(state, self.states, b.add(b.mul(b.add(self.base, lane), self.steps), t))
+                self.store(b.trunc(b.lshr(state, self.i64(kind.bits)), self.short), self.seam, lane)
 
-    def _oldest(self, t: Any, node: Any, lane: Any) -> Any:
+    def _oldest(self, kind: Kind, t: Any, node: Any, lane: Any) -> Any:
         """Return the oldest symbol of the transition to a node that won."""
         b = self.b
-        new, low = b.and_(node, self.i64(self.n - 1)), b.lshr(node, self.i64(self.symbol_bits))
-        row = self._decision(t, low, b.udiv(new, self.i64(self.packed)))
+        new, low = b.and_(node, self.i64(kind.symbols - 1)), b.lshr(node, self.i64(kind.bits))
+        row = self._decision(kind, t, low, b.udiv(new, self.i64(kind.packed)))
         held = b.zext(self.load(self.decisions, b.add(self._row(row), lane), self.byte), self.index)
-        place = b.mul(b.urem(new, self.i64(self.packed)), self.i64(self.symbol_bits))
-        return b.and_(b.lshr(held, place), self.i64(self.n - 1))
+        place = b.mul(b.urem(new, self.i64(kind.packed)), self.i64(kind.oldest_bits))
+        return b.and_(b.lshr(held, place), self.i64((1 << kind.oldest_bits) - 1))

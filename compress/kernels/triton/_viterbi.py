@@ -41,51 +41,79 @@ def _added(entry, value, top, HALF: tl.constexpr, FARTHEST: tl.constexpr, SHIFT:
     return tl.minimum(square, MOST)
 
 
+@triton.jit
+def _step(cost, t, values, emitted, tops, decisions, BITS: tl.constexpr, OLDEST_BITS: tl.constexpr,
+          HELD_BITS: tl.constexpr, REST: tl.constexpr, DIM: tl.constexpr, FARTHEST: tl.constexpr, SHIFT: tl.constexpr,
+          MOST: tl.constexpr, KNEE: tl.constexpr):  # fmt: skip
+    """Return the costs of the nodes behind step t [REST, symbols], of those before it; store the decisions.
+
+    BITS are shifted in, OLDEST_BITS shifted out by the next step. HELD_BITS of a cost are kept free for the latter.
+    """
+    SYMBOLS: tl.constexpr = 1 << BITS
+    OLDEST: tl.constexpr = 1 << OLDEST_BITS
+    NODES: tl.constexpr = REST * SYMBOLS
+    HALF: tl.constexpr = 1 << SHIFT >> 1
+    node = tl.arange(0, REST)[:, None] * SYMBOLS + tl.arange(0, SYMBOLS)[None, :]
+    before = _by_oldest(cost << HELD_BITS, OLDEST, OLDEST_BITS, REST)
+    best = tl.full((REST, SYMBOLS), 0x7FFFFFFF, tl.int32)
+    for oldest in tl.static_range(OLDEST):
+        added = tl.zeros((REST, SYMBOLS), tl.int32)
+        for v in tl.static_range(DIM):
+            entry = tl.load(emitted + (v * OLDEST + oldest) * NODES + node).to(tl.int32)
+            value, top = tl.load(values + t * DIM + v), tl.load(tops + v)
+            added += _added(entry, value, top, HALF, FARTHEST, SHIFT, MOST, KNEE)
+        if DIM > 1:
+            added = tl.minimum(added, MOST)
+        best = tl.minimum(best, (before[oldest] + oldest)[:, None] + (added << HELD_BITS))
+    tl.store(decisions + node, (best & (OLDEST - 1)).to(tl.uint8))
+    return best >> HELD_BITS
+
+
+@triton.jit
+def _back(end, decisions, state, BITS: tl.constexpr, REST: tl.constexpr):
+    """Store the state of a step, which shifts BITS in, before the node `end`, and return the node before it."""
+    oldest = tl.load(decisions + end, cache_modifier=".cg").to(tl.int32)
+    tl.store(state, (oldest * (REST << BITS) + end).to(tl.int64))
+    return oldest * REST + (end >> BITS)
+
+
 @triton.jit(do_not_specialize=["steps"])
 def paths(values, seams, emitted, tops, decisions, states, steps,
-          SYMBOL_BITS: tl.constexpr, REST: tl.constexpr, DIM: tl.constexpr, FARTHEST: tl.constexpr,
-          SHIFT: tl.constexpr, MOST: tl.constexpr, KNEE: tl.constexpr, PERIOD: tl.constexpr, FAR: tl.constexpr,
-          SEAMED: tl.constexpr):  # fmt: skip
+          SYMBOL_BITS: tl.constexpr, NEXT_BITS: tl.constexpr, REST: tl.constexpr, DIM: tl.constexpr,
+          FARTHEST: tl.constexpr, SHIFT: tl.constexpr, MOST: tl.constexpr, KNEE: tl.constexpr, PERIOD: tl.constexpr,
+          FAR: tl.constexpr, SEAMED: tl.constexpr):  # fmt: skip
     """Write states [sequences, steps] int64 of the best path of each sequence; a program takes one.
 
+    The first step shifts SYMBOL_BITS in, the second NEXT_BITS, which may be one more, and so on in turn.
     values [sequences, steps, DIM] int32, seams [sequences] int64: the node where a path starts and ends (SEAMED).
     emitted [DIM, states] int16, tops [DIM] int32: the largest of their magnitudes; decisions: space of uint8
     [sequences, steps, nodes].
     """
-    SYMBOLS: tl.constexpr = 1 << SYMBOL_BITS
-    NODES: tl.constexpr = REST * SYMBOLS
-    HALF: tl.constexpr = 1 << SHIFT >> 1
+    TURNS: tl.constexpr = 1 if SYMBOL_BITS == NEXT_BITS else 2
+    NODES: tl.constexpr = REST << NEXT_BITS  # before the first step; there are no more elsewhere
     sequence = tl.program_id(0).to(tl.int64)
     values += sequence * steps * DIM
     decisions += sequence * steps * NODES
     states += sequence * steps
-    node = tl.arange(0, REST)[:, None] * SYMBOLS + tl.arange(0, SYMBOLS)[None, :]
-    cost = tl.zeros((REST, SYMBOLS), tl.int32)
+    cost = tl.zeros((REST, 1 << NEXT_BITS), tl.int32)
     end = tl.zeros((), tl.int32)
     if SEAMED:
         end = tl.load(seams + sequence).to(tl.int32)
+        node = tl.arange(0, REST)[:, None] * (1 << NEXT_BITS) + tl.arange(0, 1 << NEXT_BITS)[None, :]
         cost = tl.where(node == end, 0, FAR)
-    for t in range(0, steps):
-        before = _by_oldest(cost << SYMBOL_BITS, SYMBOLS, SYMBOL_BITS, REST)
-        best = tl.full((REST, SYMBOLS), 0x7FFFFFFF, tl.int32)
-        for oldest in tl.static_range(SYMBOLS):
-            added = tl.zeros((REST, SYMBOLS), tl.int32)
-            for v in tl.static_range(DIM):
-                entry = tl.load(emitted + (v * SYMBOLS + oldest) * NODES + node).to(tl.int32)
-                value, top = tl.load(values + t * DIM + v), tl.load(tops + v)
-                added += _added(entry, value, top, HALF, FARTHEST, SHIFT, MOST, KNEE)
-            if DIM > 1:
-                added = tl.minimum(added, MOST)
-            best = tl.minimum(best, (before[oldest] + oldest)[:, None] + (added << SYMBOL_BITS))
-        tl.store(decisions + t * NODES + node, (best & (SYMBOLS - 1)).to(tl.uint8))
-        cost = best >> SYMBOL_BITS
-        if t % PERIOD == PERIOD - 1:
-            cost -= tl.min(tl.min(cost, 1), 0)
+    for turn in range(0, steps // TURNS):
+        for i in tl.static_range(TURNS):
+            t = turn * TURNS + i
+            cost = _step(
+                cost, t, values, emitted, tops, decisions + t * NODES, SYMBOL_BITS if i == 0 else NEXT_BITS,
+                NEXT_BITS if i == 0 else SYMBOL_BITS, NEXT_BITS, REST, DIM, FARTHEST, SHIFT, MOST, KNEE,
+            )  # fmt: skip
+            if t % PERIOD == PERIOD - 1:
+                cost -= tl.min(tl.min(cost, 1), 0)
     if not SEAMED:
         end = tl.argmin(tl.reshape(cost, (NODES,)), 0).to(tl.int32)
     tl.debug_barrier()  # all threads have stored their decisions
-    for step in range(0, steps):
-        t = steps - 1 - step
-        oldest = tl.load(decisions + t * NODES + end, cache_modifier=".cg").to(tl.int32)
-        tl.store(states + t, (oldest * NODES + end).to(tl.int64))
-        end = oldest * REST + end // SYMBOLS
+    for turn in range(0, steps // TURNS):
+        for i in tl.static_range(TURNS):
+            t = steps - 1 - turn * TURNS - i
+            end = _back(end, decisions + t * NODES, states + t, NEXT_BITS if i == 0 else SYMBOL_BITS, REST)

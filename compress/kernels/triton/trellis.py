@@ -9,12 +9,14 @@ is the value, and meet the same activation. So a byte sum needs no conversion an
 is 1024 + sum, the other half is -1534), and the halves of `3inst` and `mcg` no addition, which also skips the rounding
 of that addition: for those two codes the product is that of the sum before it.
 
+With half a bit, every second group begins in the middle of a word: a program takes 16 groups that all do, or none.
+
 Activations are taken as float16, those of other types times a power of two of each row (`_parts.py`).
 
 USE_ASM is off in the interpreter, which knows no inline assembly: there values are made and multiplied in float32.
 """
 
-# ruff: noqa: PLR0913, PLR0917 (signatures of kernels)
+# ruff: noqa: PLR0913, PLR0917, SIM114 (signatures of kernels, constant conditions)
 # mypy: disallow-untyped-defs = False, disable-error-code = "annotation-unchecked,assignment,misc"
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def configuration(params: Params, rows: int, shape: tuple[int, int]) -> dict[str
     block_k = 256 // block_m
     factor, addend, divisor, halves = computed(params.code)
     return {
-        "BITS": params.bits, "STATE_BITS": params.state_bits, "TILE_GROUPS": params.tile_rows // GROUP,
+        "TWICE_BITS": int(2 * params.bits), "STATE_BITS": params.state_bits, "TILE_GROUPS": params.tile_rows // GROUP,
         "FACTOR": factor, "ADDEND": addend, "DIVISOR": divisor, "HALVES": halves, "ROW_SCALES": params.row_scales,
         "GROUPS": GROUP, "BLOCK_M": block_m, "BLOCK_K": block_k, "WARPS": WARPS,
         "MASKED": shape[1] % (WARPS * block_k) != 0,
@@ -77,7 +79,7 @@ def decode_constants(params: Params) -> dict[str, Any]:
     factor, addend, divisor, halves = computed(params.code)
     ratio = Fraction(str(divisor))
     return {
-        "BITS": params.bits, "STATE_BITS": params.state_bits, "TILE_GROUPS": params.tile_rows // GROUP,
+        "TWICE_BITS": int(2 * params.bits), "STATE_BITS": params.state_bits, "TILE_GROUPS": params.tile_rows // GROUP,
         "FACTOR": factor, "ADDEND": addend, "HALVES": halves, "NUMERATOR": ratio.denominator,
         "DENOMINATOR": ratio.numerator, "ROW_SCALES": params.row_scales, "BLOCK": DECODED,
     }  # fmt: skip
@@ -89,7 +91,9 @@ class _TrellisOnGpu(GpuProduct):
         constants = configuration(params, rows, self.shape)
         block_m, step = constants["BLOCK_M"], WARPS * constants["BLOCK_K"]
         groups = trellis_format.padded_rows(params, outputs) // GROUP
-        grid = Grid(-(-groups // GROUP), -(-inputs // step), GROUP * GROUP * block_m, OCCUPANCY[block_m])
+        kinds = len(trellis_format.step_bits(params.bits))  # of groups, by where in a word they begin
+        tiles = kinds * -(-groups // (kinds * GROUP))
+        grid = Grid(tiles, -(-inputs // step), GROUP * GROUP * block_m, OCCUPANCY[block_m])
         products.launch(
             multiply, (x, *self._pointers(x)), out, (rows, inputs, outputs, groups), grid,
             USE_ASM=COMPILED, num_warps=WARPS, **constants,
@@ -118,11 +122,24 @@ PAIR = tl.constexpr("prmt.b32 $0, $2, $2, 0x1010; prmt.b32 $1, $2, $2, 0x3232;")
 
 
 @triton.constexpr_function
-def row_text(bits: int, state_bits: int, row: int, factor: int, addend: int, halves: bool, summed: bool) -> str:
-    """PTX for row `row` of a group: $2, $3 are the words before and at its last bit, each of two neighbouring columns,
-    the first in the low half; $0 and $1 become the halves of the values of the two or, if `summed`, $0 their sums.
+def bits_to(row: int, twice_bits: int, start: int) -> int:
+    """Bits of a group up to a row and with it, counted from the first word, of which `start` are another group's."""
+    return start + (row + 1) * twice_bits // 2
+
+
+@triton.constexpr_function
+def rows_to(word: int, twice_bits: int, start: int) -> int:
+    """Rows of a group whose bits end before a word."""
+    return sum(start + (row + 1) * twice_bits // 2 <= 16 * word for row in range(16))
+
+
+@triton.constexpr_function
+def row_text(end: int, state_bits: int, factor: int, addend: int, halves: bool, summed: bool) -> str:
+    """PTX for a row of a group whose bits end at `end`: $2, $3 are the words before and at its last bit, each of two
+    neighbouring columns, the first in the low half; $0 and $1 become the halves of the values of the two or, if
+    `summed`, $0 their sums.
     """
-    shift = -(row + 1) * bits % 16  # bits of the word below the window
+    shift = -end % 16  # bits of the word below the window
     text = "{ .reg .b32 t, u, v; "
     if halves:
         text += "mov.b32 u, 0x8FFF8FFF; mov.b32 v, 0x3B603B60; "
@@ -147,11 +164,11 @@ def row_text(bits: int, state_bits: int, row: int, factor: int, addend: int, hal
 
 
 @triton.jit
-def _values(before, word, ROW: tl.constexpr, BITS: tl.constexpr, STATE_BITS: tl.constexpr, FACTOR: tl.constexpr,
-            ADDEND: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
-    """float32 values of row ROW of each group: the sum of the two halves that `row_text` makes of each column."""
+def _values(before, word, END: tl.constexpr, STATE_BITS: tl.constexpr, FACTOR: tl.constexpr, ADDEND: tl.constexpr,
+            HALVES: tl.constexpr):  # fmt: skip
+    """float32 values of a row of each group, whose bits end at END: sums of the halves that `row_text` makes."""
     both = ((before.to(tl.uint32) & 0xFFFF) << 16) | (word.to(tl.uint32) & 0xFFFF)
-    shift: tl.constexpr = (16 - (ROW + 1) * BITS % 16) % 16
+    shift: tl.constexpr = (16 - END % 16) % 16
     state = (both >> shift) & ((1 << STATE_BITS) - 1)
     random = state * tl.full((1, 1), FACTOR, tl.uint32) + tl.full((1, 1), ADDEND, tl.uint32)
     if HALVES:
@@ -165,16 +182,16 @@ def _values(before, word, ROW: tl.constexpr, BITS: tl.constexpr, STATE_BITS: tl.
 
 
 @triton.jit
-def _add(acc, before, word, columns, ROW: tl.constexpr, BITS: tl.constexpr, STATE_BITS: tl.constexpr,
-         FACTOR: tl.constexpr, ADDEND: tl.constexpr, HALVES: tl.constexpr, USE_ASM: tl.constexpr):  # fmt: skip
-    """acc [w, groups, m] + the values of row ROW [w, groups, k] times the columns [w, k, m]."""
+def _add(acc, before, word, columns, END: tl.constexpr, STATE_BITS: tl.constexpr, FACTOR: tl.constexpr,
+         ADDEND: tl.constexpr, HALVES: tl.constexpr, USE_ASM: tl.constexpr):  # fmt: skip
+    """acc [w, groups, m] + the values of a row [w, groups, k], whose bits end at END, times the columns [w, k, m]."""
     if USE_ASM:
-        text: tl.constexpr = row_text(BITS, STATE_BITS, ROW, FACTOR, ADDEND, HALVES, False)
+        text: tl.constexpr = row_text(END, STATE_BITS, FACTOR, ADDEND, HALVES, False)
         dtype: tl.constexpr = (tl.float16, tl.float16)
         first, second = tl.inline_asm_elementwise(text, "=r,=r,r,r", [before, word], dtype, is_pure=True, pack=2)
         return tl.dot(second, columns[1], tl.dot(first, columns[0], acc))
     else:
-        return tl.dot(_values(before, word, ROW, BITS, STATE_BITS, FACTOR, ADDEND, HALVES), columns, acc)
+        return tl.dot(_values(before, word, END, STATE_BITS, FACTOR, ADDEND, HALVES), columns, acc)
 
 
 @triton.jit
@@ -214,10 +231,36 @@ def _rows(acc):
     return tl.reshape(tl.permute(tl.reshape(total, (groups, block_m, 16)), (1, 0, 2)), (block_m, groups * 16))
 
 
+@triton.jit
+def _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, START: tl.constexpr,
+          TWICE_BITS: tl.constexpr, STATE_BITS: tl.constexpr, FACTOR: tl.constexpr, ADDEND: tl.constexpr,
+          HALVES: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+          WARPS: tl.constexpr, MASKED: tl.constexpr, USE_ASM: tl.constexpr):  # fmt: skip
+    """16 accumulators [w, groups, m], one for each row of a group; START: bits of the first word of another group."""
+    zero = tl.zeros((WARPS, GROUPS, BLOCK_M), tl.float32)
+    acc = (zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
+    for _ in range(start, stop):
+        mask = (k < in_features)[:, None, :] if MASKED else None
+        columns = _columns(x, k, m, up, rows, in_features, MASKED, USE_ASM)
+        word = tl.load(before_at, mask=mask, eviction_policy="evict_first")
+        new = ()
+        for i in tl.static_range((TWICE_BITS + 1) // 2):
+            before = word
+            word = tl.load(words_at + i * in_features, mask=mask, eviction_policy="evict_first")
+            for row in tl.static_range(rows_to(i, TWICE_BITS, START), rows_to(i + 1, TWICE_BITS, START)):
+                new = new + (_add(acc[row], before, word, columns, bits_to(row, TWICE_BITS, START), STATE_BITS, FACTOR,
+                                  ADDEND, HALVES, USE_ASM),)  # fmt: skip
+        acc = new
+        before_at += WARPS * BLOCK_K
+        words_at += WARPS * BLOCK_K
+        k += WARPS * BLOCK_K
+    return acc
+
+
 @triton.jit(do_not_specialize=["rows", "groups", "steps", "parts"])
 def multiply(x, words, scale, row_scales, out, partials, counters,
              rows, in_features, out_features, groups, steps, parts,
-             BITS: tl.constexpr, STATE_BITS: tl.constexpr, TILE_GROUPS: tl.constexpr,
+             TWICE_BITS: tl.constexpr, STATE_BITS: tl.constexpr, TILE_GROUPS: tl.constexpr,
              FACTOR: tl.constexpr, ADDEND: tl.constexpr, HALVES: tl.constexpr, DIVISOR: tl.constexpr,
              GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
              MASKED: tl.constexpr, SPLIT: tl.constexpr, ROW_SCALES: tl.constexpr, USE_ASM: tl.constexpr):  # fmt: skip
@@ -226,68 +269,61 @@ def multiply(x, words, scale, row_scales, out, partials, counters,
     x and out have one type. Warp w takes columns w * BLOCK_K .. of each step of WARPS * BLOCK_K columns; MASKED: they
     do not fill the last step. With SPLIT, `parts` programs share the steps.
     """
+    KINDS: tl.constexpr = 2 if TWICE_BITS % 2 else 1  # of groups: those that begin with a word, or amid one
     block, part = tl.program_id(0), tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
     k = (tl.arange(0, WARPS) * BLOCK_K)[:, None] + tl.arange(0, BLOCK_K)[None, :]
     start, stop = steps * part // parts, steps * (part + 1) // parts
     up, down = row_powers(x, start * WARPS * BLOCK_K, stop * WARPS * BLOCK_K, m, rows, in_features)
-    group = tl.minimum(block * GROUPS + tl.arange(0, GROUPS), groups - 1).to(tl.int64)
+    some = block // KINDS * GROUPS + tl.arange(0, GROUPS)
+    group = (tl.minimum(some, groups // KINDS - 1) * KINDS + block % KINDS).to(tl.int64)
     k += start * WARPS * BLOCK_K
-    end = tl.where(group % TILE_GROUPS == 0, group + TILE_GROUPS, group) * BITS  # the stream is a circle
+    end = tl.where(group % TILE_GROUPS == 0, group + TILE_GROUPS, group) * TWICE_BITS // 2  # the stream is a circle
     before_at = words + (end - 1)[None, :, None] * in_features + k[:, None, :]
-    words_at = words + (group * BITS)[None, :, None] * in_features + k[:, None, :]
-    zero = tl.zeros((WARPS, GROUPS, BLOCK_M), tl.float32)
-    acc = (zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
-    for _ in range(start, stop):
-        mask = (k < in_features)[:, None, :] if MASKED else None
-        columns = _columns(x, k, m, up, rows, in_features, MASKED, USE_ASM)
-        word = tl.load(before_at, mask=mask, eviction_policy="evict_first")
-        new = ()
-        for i in tl.static_range(BITS):
-            before = word
-            word = tl.load(words_at + i * in_features, mask=mask, eviction_policy="evict_first")
-            for row in tl.static_range(16 * i // BITS, 16 * (i + 1) // BITS):
-                new = new + (_add(acc[row], before, word, columns, row, BITS, STATE_BITS, FACTOR, ADDEND, HALVES,
-                                  USE_ASM),)  # fmt: skip
-        acc = new
-        before_at += WARPS * BLOCK_K
-        words_at += WARPS * BLOCK_K
-        k += WARPS * BLOCK_K
+    words_at = words + (group * TWICE_BITS // 2)[None, :, None] * in_features + k[:, None, :]
+    if KINDS == 1:
+        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 0, TWICE_BITS, STATE_BITS, FACTOR,
+                    ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
+    elif block % KINDS == 0:
+        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 0, TWICE_BITS, STATE_BITS, FACTOR,
+                    ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
+    else:
+        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 8, TWICE_BITS, STATE_BITS, FACTOR,
+                    ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
     total = _rows(acc) * down[:, None]
-    n = block * GROUPS * 16 + tl.arange(0, GROUPS * 16)
+    row = tl.arange(0, GROUPS * 16)
+    n = ((block // KINDS * GROUPS + row // 16) * KINDS + block % KINDS) * 16 + row % 16
     finish(total, tl.load(scale) / DIVISOR, row_scales, out, partials, counters, block, part, parts, n, m, rows,
            out_features, ROW_SCALES, SPLIT)  # fmt: skip
 
 
 @triton.jit
-def _number(before, word, ROW: tl.constexpr, BITS: tl.constexpr, STATE_BITS: tl.constexpr, FACTOR: tl.constexpr,
-            ADDEND: tl.constexpr, HALVES: tl.constexpr, USE_ASM: tl.constexpr):  # fmt: skip
-    """The value of row ROW, float16, before its division: exact for bytes, rounded as in the format for halves."""
+def _number(before, word, END: tl.constexpr, STATE_BITS: tl.constexpr, FACTOR: tl.constexpr, ADDEND: tl.constexpr,
+            HALVES: tl.constexpr, USE_ASM: tl.constexpr):  # fmt: skip
+    """The value of a row whose bits end at END, float16, before its division: exact for bytes; of halves, as the
+    format rounds it."""
     if USE_ASM:
-        text: tl.constexpr = row_text(BITS, STATE_BITS, ROW, FACTOR, ADDEND, HALVES, True)
+        text: tl.constexpr = row_text(END, STATE_BITS, FACTOR, ADDEND, HALVES, True)
         dtype: tl.constexpr = (tl.float16, tl.float16)
         return tl.inline_asm_elementwise(text, "=r,=r,r,r", [before, word], dtype, is_pure=True, pack=2)[0]
     else:
-        return _values(before, word, ROW, BITS, STATE_BITS, FACTOR, ADDEND, HALVES).to(tl.float16)
+        return _values(before, word, END, STATE_BITS, FACTOR, ADDEND, HALVES).to(tl.float16)
 
 
 @triton.jit
-def decode(words, scale, row_scales, out, in_features, out_features, BITS: tl.constexpr, STATE_BITS: tl.constexpr,
-           TILE_GROUPS: tl.constexpr, FACTOR: tl.constexpr, ADDEND: tl.constexpr, HALVES: tl.constexpr,
-           NUMERATOR: tl.constexpr, DENOMINATOR: tl.constexpr, ROW_SCALES: tl.constexpr, BLOCK: tl.constexpr,
+def _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, START: tl.constexpr,
+           TWICE_BITS: tl.constexpr, STATE_BITS: tl.constexpr, FACTOR: tl.constexpr, ADDEND: tl.constexpr,
+           HALVES: tl.constexpr, NUMERATOR: tl.constexpr, DENOMINATOR: tl.constexpr, ROW_SCALES: tl.constexpr,
            USE_ASM: tl.constexpr):  # fmt: skip
-    """out [out_features, in_features]; program (BLOCK columns, group of 16 rows)."""
-    group = tl.program_id(1).to(tl.int64)
-    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    """Write some columns of a group of rows; START: bits of its first word of another group."""
     known = k < in_features
-    factor = tl.load(scale)
-    end = tl.where(group % TILE_GROUPS == 0, group + TILE_GROUPS, group) * BITS  # the stream is a circle
-    word = tl.load(words + (end - 1) * in_features + k, mask=known, other=0)
-    for i in tl.static_range(BITS):
+    word = tl.load(before_at + k, mask=known, other=0)
+    for i in tl.static_range((TWICE_BITS + 1) // 2):
         before = word
-        word = tl.load(words + (group * BITS + i) * in_features + k, mask=known, other=0)
-        for row in tl.static_range(16 * i // BITS, 16 * (i + 1) // BITS):
-            value = _number(before, word, row, BITS, STATE_BITS, FACTOR, ADDEND, HALVES, USE_ASM).to(tl.float32)
+        word = tl.load(words + (group * TWICE_BITS // 2 + i) * in_features + k, mask=known, other=0)
+        for row in tl.static_range(rows_to(i, TWICE_BITS, START), rows_to(i + 1, TWICE_BITS, START)):
+            value = _number(before, word, bits_to(row, TWICE_BITS, START), STATE_BITS, FACTOR, ADDEND, HALVES, USE_ASM)
+            value = value.to(tl.float32)
             if not HALVES:
                 value = divided(value * NUMERATOR, DENOMINATOR, USE_ASM)
             n = group * 16 + row
@@ -295,3 +331,25 @@ def decode(words, scale, row_scales, out, in_features, out_features, BITS: tl.co
             if ROW_SCALES:
                 value *= tl.load(row_scales + n).to(tl.float32)
             tl.store(out + n * in_features + k, value.to(out.dtype.element_ty), mask=known & (n < out_features))
+
+
+@triton.jit
+def decode(words, scale, row_scales, out, in_features, out_features, TWICE_BITS: tl.constexpr,
+           STATE_BITS: tl.constexpr, TILE_GROUPS: tl.constexpr, FACTOR: tl.constexpr, ADDEND: tl.constexpr,
+           HALVES: tl.constexpr, NUMERATOR: tl.constexpr, DENOMINATOR: tl.constexpr, ROW_SCALES: tl.constexpr,
+           BLOCK: tl.constexpr, USE_ASM: tl.constexpr):  # fmt: skip
+    """out [out_features, in_features]; program (BLOCK columns, group of 16 rows)."""
+    group = tl.program_id(1).to(tl.int64)
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    factor = tl.load(scale)
+    end = tl.where(group % TILE_GROUPS == 0, group + TILE_GROUPS, group) * TWICE_BITS // 2  # the stream is a circle
+    before_at = words + (end - 1) * in_features
+    if TWICE_BITS % 2 == 0:
+        _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 0, TWICE_BITS,
+               STATE_BITS, FACTOR, ADDEND, HALVES, NUMERATOR, DENOMINATOR, ROW_SCALES, USE_ASM)  # fmt: skip
+    elif group % 2 == 0:
+        _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 0, TWICE_BITS,
+               STATE_BITS, FACTOR, ADDEND, HALVES, NUMERATOR, DENOMINATOR, ROW_SCALES, USE_ASM)  # fmt: skip
+    else:
+        _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 8, TWICE_BITS,
+               STATE_BITS, FACTOR, ADDEND, HALVES, NUMERATOR, DENOMINATOR, ROW_SCALES, USE_ASM)  # fmt: skip

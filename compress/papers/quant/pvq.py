@@ -13,13 +13,15 @@ the Euclidean search), and so are the numbering of the points (compress/papers/f
 
 Not in the core: at 2.982 bits a weight it has KL 0.0069, where `trellis` has 0.0048 at 3.006 (docs/low_bit.md).
 
+With an output metric all of that is done for groups of rows behind each other (compress/quant/two_sided.py).
+
 Not done: quantized activations. Without incoherence the gains of vectors with large weights are clipped at the largest
 level.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -28,7 +30,7 @@ from torch import Tensor
 from compress import formats
 from compress.errors import needs
 from compress.papers.formats import pvq as pvq_format
-from compress.quant import descent, feedback
+from compress.quant import descent, feedback, two_sided
 from compress.quant.feedback import Layer
 from compress.quant.settings import check, check_damp
 from compress.types import PackedWeight, Quantized, Stats, Stored
@@ -36,6 +38,7 @@ from compress.types import PackedWeight, Quantized, Stats, Stored
 FORMAT = "pvq"
 NEEDS = frozenset({"hessian"})
 INCOHERENCE = True
+TWO_SIDED = True
 
 CHUNK = 1 << 16  # weights searched at a time: temporaries stay in the cache
 SAMPLES = 2048  # Gaussian vectors that tell the mean cosine of vectors and their codes
@@ -106,12 +109,19 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     levels = gain_levels(params, len(target)).to(target.device)
     scales, dtype = _row_scales(target, params.vector_dim)
     params = pvq_format.Params(params.vector_dim, params.pulses, params.gain_bits, dtype)
-    rounder = _PyramidRounder(len(target), scales, levels, params)
-    values = target - feedback.run(target, layer.factor, rounder).residual
-    if config.sweeps:
-        values = descent.improve_blocks(layer, values, rounder, config.sweeps)
-    scales = _refit_scales(layer, values, scales, getattr(torch, dtype))
-    points, gains = rounder.codes[..., :-1].transpose(0, 1), rounder.codes[..., -1].T  # row, vector, (coordinate)
+
+    def quantize_group(rows: slice, target: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        own, before = replace(layer, weight=target), scales[rows]
+        rounder = _PyramidRounder(len(target), before, levels, params)
+        values = target - feedback.run(target, layer.factor, rounder).residual
+        if config.sweeps:
+            values = descent.improve_blocks(own, values, rounder, config.sweeps)
+        after = _refit_scales(own, values, before, getattr(torch, dtype))
+        return (rounder.codes, after), values * torch.where(before > 0, after / before, 1.0)
+
+    made = two_sided.by_tiles(target, stats.output, quantize_group)
+    codes, scales = torch.cat([codes for codes, _ in made], 1), torch.cat([after for _, after in made])
+    points, gains = codes[..., :-1].transpose(0, 1), codes[..., -1].T  # row, vector, (coordinate)
     packed = pvq_format.pack(points, gains, scales, levels, params)
     return Quantized(PackedWeight(Stored(FORMAT, params), packed, shape), tuple(layer.notes))
 

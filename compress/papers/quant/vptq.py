@@ -15,12 +15,15 @@ Differences from the paper and its code, and why:
   a vector lies in one column.
 - Least-squares refits replace the first part of the layer-wise training.
 
+With an output metric rows are rounded again, and entries refitted, in the two-sided metric (compress/quant/refit.py).
+
 Not done: a second, residual codebook, scales and biases of columns, several groups of columns (older checkpoints may
 have them, and are read); training of centroids against block outputs (a tuning pass over the packed weight).
 """
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -28,14 +31,15 @@ import torch
 from torch import Tensor
 
 from compress.formats import codebook
-from compress.quant import codebooks, feedback
+from compress.quant import codebooks, feedback, two_sided
 from compress.quant.feedback import Objective
-from compress.quant.refit import EntryLayout, alternate, refit
+from compress.quant.refit import EntryLayout, alternate, alternate_two_sided, refit
 from compress.quant.settings import check
 from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "codebook"
 NEEDS = frozenset({"hessian"})
+TWO_SIDED = True
 INCOHERENCE = True  # output error -6%, KL 0.0318 against 0.0343 at equal bytes: a column cannot trade bits with another
 OUTLIER_BITS = 4  # outlier columns get integers of so many beside their codes
 OUTLIER_RATIOS = tuple(1 - 0.05 * i for i in range(12))  # scales that are tried: these times the min-max scale
@@ -98,6 +102,9 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     entries = codebooks.learn(grouped, 2 ** params.bits[0], config.iterations, torch.Generator().manual_seed(seed))
     rounder = _RowVectorRounder(target, entries, params)
     alternate(layer, rounder, config.sweeps)
+    if stats.output is not None:
+        output = two_sided.pad_rows(stats.output, shape[0])
+        alternate_two_sided(layer, rounder, config.sweeps, output, config.vector_dim)
     return Quantized(_pack(rounder, order, params, shape), tuple(layer.notes))
 
 
@@ -147,6 +154,12 @@ class _RowVectorRounder(feedback.Rounder):
             coded[: self.params.outliers] -= self._outlier_parts()
         entries = refit(replace(layer, weight=coded), self.layout(), self.books.entries[0])
         self.books = codebooks.round_entries(entries[None])
+
+    def part(self, rows: slice) -> _RowVectorRounder:
+        """Return a rounder of the vectors of some rows; the scales of outliers stay as they are."""
+        part = copy(self)
+        part.codes = torch.zeros_like(self.codes[:, rows.start // self.unit_rows : -(-rows.stop // self.unit_rows)])
+        return part
 
     def _outlier_parts(self) -> Tensor:
         """Return the integer parts of the outlier columns, [outliers, out]."""

@@ -76,16 +76,17 @@ class Paths(Units):
     def changed_share(self) -> float:
         """Return the share of codes that moved: of the steps of all paths, those with other new bits."""
         params = self.packed.params
-        moved = 0
+        moved, steps = 0, trellis_format.step_bits(params.symbol_bits)
+        masks = torch.tensor([(1 << bits) - 1 for bits in steps], device=self.codes[0].device)[:, None]
         for now, first in zip(self._tiles(self.codes[0]), self._tiles(self.first[0]), strict=True):
             different = trellis_format.unpack(now, params) ^ trellis_format.unpack(first, params)
-            moved += int((different & ((1 << params.symbol_bits) - 1) != 0).sum())
+            moved += int((different.unflatten(0, (-1, len(masks))) & masks != 0).sum())
         return moved * params.symbol_bits / (16 * self.codes[0].numel())
 
     def _tiles(self, words: Tensor) -> Tensor:
         """Return stored words as [tiles, words of a path, in]."""
         params = self.packed.params
-        return words.view(-1, params.tile_rows * params.bits // 16, words.shape[1])
+        return words.view(-1, params.tile_words, words.shape[1])
 
     def units(self, matrix: Tensor) -> Tensor:
         """Return the paths [tiles * in, rows of a tile] of a matrix [out, in], tile by tile, zeros behind its end."""

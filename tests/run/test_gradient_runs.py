@@ -1,0 +1,157 @@
+"""Runs that need the loss's gradients at outputs: taken once, read by others, planned and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compress import api
+from compress.calib import gradient_pass
+from compress.errors import RecipeError
+from compress.run import loss_gradients, prepare, quantize_linear, sizes
+from compress.run.job import Job
+from helpers.pico import save_pico
+from helpers.runs import Setup, cli, command, contents, job
+
+SMALL = ("calibration.num_samples=8", "calibration.seq_len=32", "calibration.gradient_tokens=100", "state_bits=6")
+SENSITIVE = Setup("vq2bit", (*SMALL, "tile_rows=32", "out_scales=sensitivity"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_pico("llama", tmp_path / "model")
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Gets the shape of the tokens of each pass."""
+    shapes: list[tuple[int, ...]] = []
+    real = gradient_pass._GradientPass
+
+    def noted(skeleton: Any, tokens: torch.Tensor, *given: Any) -> Any:
+        shapes.append(tuple(tokens.shape))
+        return real(skeleton, tokens, *given)
+
+    monkeypatch.setattr(gradient_pass, "_GradientPass", noted)
+    return shapes
+
+
+def folders(where: Path) -> list[Path]:
+    return sorted(where.glob("*gradients*"))
+
+
+def test_recipes_of_one_model_and_text_share_a_pass(
+    model: Path, tmp_path: Path, passes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = list[Any]()
+    real = quantize_linear.quantize
+
+    def note(task: quantize_linear.LinearTask, seed: int) -> Any:
+        tasks.append(task)
+        return real(task, seed)
+
+    monkeypatch.setattr(quantize_linear, "quantize", note)
+    api.quantize(job(model, SENSITIVE, tmp_path / "one"))
+    assert passes == [(4, 32)]  # the fewest samples of at least 100 tokens
+    (folder,) = folders(tmp_path)
+    assert folder.name.startswith("model-") and folder.name.endswith(".gradients")
+    inner = [task for task in tasks if task.layer.spec.block >= 0]
+    assert all(task.output_gradients.width == task.layer.spec.shape[0] for task in inner)
+    assert all(task.output_gradients.count == 128 for task in inner)
+    api.quantize(job(model, SENSITIVE.set("bits=3", "calibration.num_samples=6"), tmp_path / "two"))
+    assert len(passes) == 1
+    api.quantize(job(model, SENSITIVE, tmp_path / "again"))
+    assert len(passes) == 1 and contents(tmp_path / "again") == contents(tmp_path / "one")
+    api.quantize(job(model, SENSITIVE.set("calibration.gradient_tokens=200"), tmp_path / "more"))
+    assert passes[1:] == [(7, 32)] and len(folders(tmp_path)) == 2
+
+
+def test_only_schemes_that_need_gradients_take_them(model: Path, tmp_path: Path, passes: list[tuple[int, ...]]) -> None:
+    api.quantize(job(model, SENSITIVE.set("out_scales=none"), tmp_path / "plain"))
+    assert not passes and not folders(tmp_path)
+
+
+def test_a_folder_of_measurements_keeps_them(model: Path, tmp_path: Path, passes: list[tuple[int, ...]]) -> None:
+    kept = tmp_path / "kept"
+    for name in ("one", "two"):
+        asked = Job(
+            str(model),
+            SENSITIVE.load(),
+            tmp_path / name,
+            calib=job(model, SENSITIVE, tmp_path).calib,
+            measurements=kept,
+        )
+        api.quantize(asked)
+    assert len(passes) == 1 and not folders(tmp_path) and len(folders(kept)) == 1
+
+
+@pytest.mark.parametrize("transform", ["smooth", "awq"])
+def test_transforms_that_change_outputs_later_are_refused(transform: str, model: Path, tmp_path: Path) -> None:
+    setup = SENSITIVE.set(f"transform=[{{method: {transform}}}]")
+    with pytest.raises(RecipeError, match=f"gradients at outputs that {transform} changes later; set two_sided: false"):
+        prepare.prepare(job(model, setup, tmp_path / "out"))
+
+
+def test_of_a_rotated_model_gradients_are_in_its_basis(model: Path, tmp_path: Path) -> None:
+    """Writers to the stream give Q y in place of y, and so their gradients are Q g."""
+    stores = []
+    for name, extra in (("plain", ()), ("rotated", ("transform=[{method: rotate, values: false}]",))):
+        asked = job(model, SENSITIVE.set(*extra), tmp_path / name)
+        prepared = prepare.prepare(asked)
+        tokens = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(0))
+        skeleton = prepared.skeleton
+        stores.append(loss_gradients.output_gradients(asked, skeleton, tokens, None, lambda text: None))
+    assert stores[0].folder != stores[1].folder
+    basis = skeleton.edits.basis  # type: ignore[union-attr]
+    for name, is_turned in (("mlp.up_proj", False), ("mlp.down_proj", True), ("self_attn.o_proj", True)):
+        plain, turned = (store.read(1).of(f"model.layers.1.{name}") for store in stores)
+        change = basis.forward if is_turned else (lambda rows: rows)
+        wanted = plain.in_basis(change).block(slice(None), 0.0)
+        assert (turned.metric(slice(None), damp=0.0) - wanted).norm() < 0.02 * wanted.norm(), name
+
+
+def test_memory_and_disk_are_planned(model: Path, tmp_path: Path) -> None:
+    asked = job(model, SENSITIVE, tmp_path / "out")
+    prepared = prepare.prepare(asked)
+    skeleton = prepared.skeleton
+    assert any("output gradients are taken on 128 tokens first" in line for line in prepared.messages)
+    need = sizes.output_gradient_sizes(skeleton, 4, 32, 4)
+    blocks, hidden = len(skeleton.blocks), skeleton.config.hidden_size
+    assert need.states == 4 * 32 * hidden * (blocks + 1) * 4
+    api.quantize(asked)
+    (folder,) = folders(tmp_path)
+    files = [path.stat().st_size for path in folder.glob("0*.safetensors")]
+    assert sum(files) <= need.stored + 4096 * blocks
+    assert sum(files) >= 0.8 * (need.stored - 4 * 32 * hidden * 4)
+
+
+def test_a_run_that_is_killed_while_it_quantizes_does_not_take_them_again(model: Path, tmp_path: Path) -> None:
+    from helpers.runs import interrupt
+
+    words = command(model, SENSITIVE, tmp_path / "out")
+    assert cli(*words, prepare=interrupt("compress.run.quantize_linear", "quantize", 9)).code == -9
+    (folder,) = folders(tmp_path)
+    stamps = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    result = cli(*words)
+    assert result.code == 0, result.err
+    assert stamps == {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert cli(*command(model, SENSITIVE, tmp_path / "whole")).code == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_damaged_block_is_one_line(model: Path, tmp_path: Path) -> None:
+    words = command(model, SENSITIVE, tmp_path / "out")
+    assert cli(*words).code == 0
+    (folder,) = folders(tmp_path)
+    file = folder / "00001.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-3] ^= 1
+    file.write_bytes(raw)
+    words = command(model, SENSITIVE, tmp_path / "two")
+    result = cli(*words)
+    assert result.code == 1 and "00001.safetensors was damaged or gone; run the same command again" in result.err
+    assert cli(*words).code == 0
+    assert contents(tmp_path / "two") == contents(tmp_path / "out")
