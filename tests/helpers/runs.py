@@ -55,7 +55,7 @@ class Setup:
 KEEP_TABLES = ("embeddings={keep: true}", "head={keep: true}")
 RTN = Setup("int8", KEEP_TABLES)  # 8 bits, one scale for a row, no data; linears of the blocks alone
 SMALL = ("calibration.num_samples=8", "calibration.seq_len=32", "calibration.importance=none")
-GPTQ = Setup("int4", (*KEEP_TABLES, *SMALL, "group_size=32"))
+GPTQ = Setup("int4", (*KEEP_TABLES, *SMALL, "group_size=32", "two_sided=false"))  # no gradients are taken
 
 
 def job(model: Path, setup: Setup, out: Path) -> Job:

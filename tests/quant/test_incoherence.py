@@ -154,9 +154,9 @@ def test_methods_get_the_rotated_problem(
         given.append((weight.clone(), Stats(stats.hessian.clone(), stats.count)))
         return real_prepare(weight, stats, config)
 
-    def measure(layer: Any, weight: Tensor, packed: Any, stats: Stats, notes: Any) -> Any:
+    def measure(layer: Any, weight: Tensor, packed: Any, stats: Stats, notes: Any, metric: Any) -> Any:
         measured[layer.spec.name] = (weight.clone(), Stats(stats.hessian.clone(), stats.count))
-        return real_measure(layer, weight, packed, stats, notes)
+        return real_measure(layer, weight, packed, stats, notes, metric)
 
     def rotate(*words: Any) -> Tensor:
         rotations.append(words)
