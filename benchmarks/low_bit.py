@@ -123,7 +123,7 @@ def write_hessian(columns: int, out: Path) -> None:
 def round_layer(entry: str, shape: tuple[int, int], hessian_file: Path) -> Row:
     """Quantize one random weight [out, in] as the pipeline does, its turn into the rotated basis included."""
     import torch
-    from peers import peak_rss
+    from peer_tools.common import peak_rss
     from safetensors.torch import load_file
 
     from compress import formats, plugins

@@ -117,7 +117,7 @@ def load_checkpoint(directory: Path) -> Row:
     """
     import random_llama
     import torch
-    from peers import peak_rss
+    from peer_tools.common import peak_rss
 
     import compress
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -30,10 +31,11 @@ from compress.calib.output_gradients import GradientRows, OutputGradients
 from compress.errors import CheckpointError
 from compress.storage import files
 from compress.storage.checkpoint import StoredTensor, read_header, read_json, sha256, write_shard, write_text
-from compress.storage.workdir import check_owner, writing
+from compress.storage.workdir import check_owner, check_space, writing
 
 OPTION = "--measurements"
 VERSION = 1
+LOCK = "lock"
 
 
 class GradientStore:
@@ -50,19 +52,34 @@ class GradientStore:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Make the folder, and wait until no other run is making what is in it."""
+        """Make the folder, and wait until no other run is making what is in it; an empty one is removed at the end."""
         with ExitStack() as opened:
             with writing(self.folder, OPTION):
-                self.folder.parent.mkdir(parents=True, exist_ok=True)
-                files.make_folder(self.folder)
-                check_owner(self.folder, OPTION)
-                lock = opened.enter_context(files.open_lock(self.folder / "lock"))
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._take_lock(opened)
                 kept = self._hashes()
                 for left in [*self.folder.glob("*.part"), *self.folder.glob("behind-*")]:  # by a killed run
                     if left.name not in kept:
-                        left.unlink()
-            yield
+                        left.unlink(missing_ok=True)
+            try:
+                yield
+            finally:
+                if not self.index.exists():
+                    with suppress(OSError):
+                        (self.folder / LOCK).unlink()
+                        self.folder.rmdir()
+
+    def _take_lock(self, opened: ExitStack) -> None:
+        """Lock the folder until `opened` is closed."""
+        while True:  # a run that ends may remove the folder between any two steps
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            files.make_folder(self.folder)
+            with suppress(FileNotFoundError), ExitStack() as attempt:
+                check_owner(self.folder, OPTION)
+                lock = attempt.enter_context(files.open_lock(self.folder / LOCK))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if os.path.samestat(os.fstat(lock.fileno()), (self.folder / LOCK).stat()):
+                    opened.push(attempt.pop_all())
+                    return
 
     def known_failure(self) -> str | None:
         """Return why an earlier run could not make them, None if it could, or if there was none."""
@@ -84,6 +101,11 @@ class GradientStore:
             return remaining
         behind = self._behind(remaining)
         return remaining if self._is_intact(behind, hashes) else blocks
+
+    def check_space(self, nbytes: int) -> None:
+        """Raise OutputError if the disk has no room for what is still to be written; nbytes: of all blocks."""
+        if remaining := self.remaining():
+            check_space(self.folder, nbytes * remaining // len(self.linears))
 
     def resume_point(self, remaining: int, samples: slice) -> Begun | None:
         """Return where a pass goes on that has so many blocks to do, for these samples; None if it is at its start."""

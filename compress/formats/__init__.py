@@ -10,6 +10,8 @@ A format file has
   decodes to a weight, there is nothing to check;
 - `decode_rows(tensors, params, shape, rows, dtype) -> Tensor [n, in_features]` and `join_rows(parts) -> tensors`, only
   where rows lie apart: a table of embeddings needs them;
+- `ROW_FACTORS`, names of stored tensors, only where the weight is a product with them: of one number, or of one for
+  each row, and one or more behind the last;
 - `cut(tensors, params, shape, rows, columns) -> (Params, tensors)`, for tensor parallelism: exactly what decoding and
   slicing would give. rows and columns are ranges of a weight [out, in], of step 1 and not empty. What is returned may
   have other parameters than the whole. ValueError says why a cut is not possible: what is stored may be shared by

@@ -302,26 +302,11 @@ def rotate(weight: Tensor, transforms: WeightTransforms, tensors: Mapping[str, T
 
 def rotate_hessian(hessian: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return In H In^T, the Hessian [in, in] of the rotated inputs; symmetric to the bit, a new tensor."""
-    return _change_both_sides(hessian, lambda x: _forward(x, "in", transforms.input, tensors))
 
+    def forward(x: Tensor) -> Tensor:
+        return _forward(x, "in", transforms.input, tensors)
 
-def rotate_output_hessian(hessian: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return Out^T G Out of the second moment G [out, out] of gradients at the layer's outputs.
-
-    It is that of the gradients at the products with the stored matrix, for `gradients_of_products` turns each of them;
-    symmetric to the bit, a new tensor.
-    """
-    return _change_both_sides(hessian, lambda x: _transpose(x, "out", transforms.output, tensors))
-
-
-def gradients_of_products(gradients: Tensor, transforms: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return Out^T g, the gradients at products with the stored matrix, of those at outputs, g [..., out]."""
-    return _transpose(gradients, "out", transforms.output, tensors)
-
-
-def _change_both_sides(matrix: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return T M T^T of a symmetric M [n, n], symmetric to the bit; change: x -> T x."""
-    rotated = _around(matrix, change, change)
+    rotated = _around(hessian, forward, forward)
     step = max(1, CHUNK // rotated.shape[0])
     for start in range(0, rotated.shape[0], step):  # a panel of rows and the same columns, from the diagonal on
         rows, columns = rotated[start : start + step, start:], rotated[start:, start : start + step]

@@ -44,6 +44,7 @@ BYTE_SUMS = {"mul1": (0x83DCD12D, 0, 147.7), "1mad": (34038481, 76625530, 147.80
 BYTE_SUM_CENTRE = 510  # half of the largest sum of four bytes
 HALVES = {"3inst": (89226354, 64248484), "mcg": (0xCBAC1FED, 0)}  # factor, addend
 CODES = (*BYTE_SUMS, *HALVES, "hyb")
+ROW_FACTORS = ("scale", "row_scales")
 
 
 @dataclass(frozen=True)

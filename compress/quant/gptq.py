@@ -16,6 +16,8 @@ Differences from the paper and its code, and why:
 - A dead input (diag(H) = 0) keeps its weights, rounded to nearest; the released code sets them to zero.
 - An input that no token reached is rounded to nearest, and the report says so.
 
+With an output metric all of that is done for groups of 64 rows behind each other (compress/quant/two_sided.py).
+
 Not done here: targets from full-precision inputs (GPTAQ, Qronos: compress/quant/target_correction.py); several
 candidates per column.
 """

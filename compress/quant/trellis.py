@@ -14,9 +14,11 @@ Differences, and why:
   closed form for these codes (-0.5% at 2 bits).
 - Coordinate-descent sweeps (`sweeps`) choose whole paths anew, tile by tile, only where that lowers the loss.
 
+With an output metric (compress/quant/two_sided.py) paths of the same rows are groups, columns are rounded one at a
+time, the last factor on the scale is that of the two-sided metric, and there are no sweeps.
+
 `hyb` stores its table of 1024 float16 values with every weight: 0.004 bits a weight at 2048 x 2048, but 0.25 at 256 x
-256. With `row_scales` the search weighs all rows alike. Not done: tuning of the table, output-side Hessians (YAQA),
-several scales over the columns.
+256. With `row_scales` the search weighs all rows alike. Not done: tuning of the table, several scales over the columns.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ TWO_SIDED = True
 # bits lie between their neighbours.
 RATIOS = {1: 1.15, 1.5: 1.13, 2: 1.11, 2.5: 1.12, 3: 1.14, 3.5: 1.17, 4: 1.2}
 LAST_RATIO = 1.3
+NO_SWEEPS = "two-sided rounding of paths has no sweeps: none were done"
 BATCH = 16  # tiles that fill the search
 CORRECTION_ROWS = 1024  # rows that the last factor on the scale is fitted to, or up to twice as many
 
@@ -167,7 +170,8 @@ def prepare(weight: Tensor, stats: Stats | None, config: Config) -> Rounding:
     search = Search(levels, params.state_bits, params.symbol_bits)
     scale = _scale(search, target[:, :rows], params.bits)
     layer = feedback.factor_layer(target, hessian, config.damp, notes, order)
-    return Rounding(config, params, shape, search, scale, table, row_scales, layer, tuple(layer.notes), stats.output)
+    notes = [*layer.notes, *([NO_SWEEPS] if config.sweeps and stats.output is not None else [])]
+    return Rounding(config, params, shape, search, scale, table, row_scales, layer, tuple(notes), stats.output)
 
 
 def quantize_rows(rounding: Rounding, rows: slice) -> Tile:

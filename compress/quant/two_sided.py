@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isqrt
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -35,7 +36,6 @@ from compress.types import OutputMetric
 PADDING = 256  # rows that a method may add to those of a weight, at most
 GROUP = 64  # rows that are rounded together by methods whose rows need no others
 COLUMNS = 16  # columns that a group of the wavefront is behind the one before it, at most
-FULL_STEPS = 16  # steps in which all groups have columns for each in which some have none, about
 
 Made = TypeVar("Made")
 
@@ -63,9 +63,9 @@ def workspace(shape: tuple[int, int]) -> int:
     Of the rows of a tile these are G, three copies and two of the factor; of the whole weight G, where entries are
     fitted, and targets, errors, what is fed back, and codes.
     """
-    rows, columns = shape
-    tile = feedback.row_tiles(shape)[0].stop + PADDING
-    return squares(tile, 2) + 4 * 4 * tile**2 + 4 * rows * tile + 4 * 4 * (rows + PADDING) * columns
+    rows, columns = shape[0] + PADDING, shape[1]
+    tile = feedback.row_tiles((rows, columns))[0].stop
+    return squares(tile, 2) + 4 * 4 * tile**2 + 4 * rows * tile + 4 * 4 * rows * columns
 
 
 def pad_rows(output: OutputMetric, outputs: int) -> OutputMetric:
@@ -193,7 +193,7 @@ def wavefront(
     rows = slice(0, target.shape[1])
     shifts, columns = Shifts(metric, _groups(rows, size, rows.stop)), target.shape[0]
     count = len(shifts.groups)
-    step = _columns_behind(columns, count, width)
+    step = _columns_behind(columns, width)
     leaves = columns // step
     backwards = torch.stack([factor[x : x + step, x : x + step] for x in range(columns - step, -1, -step)])
     weight = target.view(columns, count, size).transpose(0, 1).contiguous()
@@ -215,9 +215,13 @@ def wavefront(
     return target - errors
 
 
-def _columns_behind(columns: int, groups: int, width: int) -> int:
-    """Return how many columns a group is behind the one before it: few where many steps would have few groups."""
-    most = max(width, min(COLUMNS, columns // (FULL_STEPS * max(1, groups - 1))))
+def _columns_behind(columns: int, width: int) -> int:
+    """Return how many columns a group is behind the one before it.
+
+    With fewer, fewer steps have not all groups, and there are more products of several columns; the square root of
+    `columns` evens out what both take.
+    """
+    most = max(width, min(COLUMNS, isqrt(columns) // 3))
     return max(d for d in range(width, most + 1, width) if columns % d == 0)
 
 

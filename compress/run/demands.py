@@ -38,7 +38,7 @@ def arrange(job: Job, skeleton: Skeleton, plans: Sequence[Plan], tables: Sequenc
     demands = dataclasses.replace(demands, all_statistics=every, tables=tuple(tables))
     arrangement = memory_plan.arrange(plans[0], skeleton, samples, seq_len, job.max_memory, demands)
     begun = _prefix(job, skeleton.checkpoint.directory, samples)
-    return Prepared(skeleton, plans[0], arrangement, samples, seq_len, begun)
+    return Prepared(skeleton, plans[0], arrangement, samples, seq_len, begun, demands.output_gradients)
 
 
 def _count_samples(job: Job, skeleton: Skeleton, plans: Sequence[Plan], every: bool) -> tuple[int, int]:
@@ -77,7 +77,7 @@ def _memory_demands(
         block_tuning=_tuning_workspace(job, "block"),
         model_tuning=_tuning_workspace(job, "model"),
         tuning_gradients=_is_tuned_by_gradients(job),
-        output_gradients=output_gradients(job, skeleton, plans, samples, seq_len),
+        output_gradients=_output_gradients(job, skeleton, plans, samples, seq_len),
     )
 
 
@@ -113,7 +113,7 @@ def _is_tuned_by_gradients(job: Job) -> bool:
     return is_needed
 
 
-def output_gradients(
+def _output_gradients(
     job: Job, skeleton: Skeleton, plans: Sequence[Plan], samples: int, seq_len: int
 ) -> sizes.GradientSizes | None:
     """Return the bytes of the gradients at outputs of linears, None if no linear needs them."""

@@ -20,6 +20,7 @@ from compress.recipe import Recipe
 from compress.recipe import fingerprint as recipe_fingerprint
 from compress.run import expert_pruning
 from compress.run.memory_plan import Arrangement
+from compress.run.sizes import GradientSizes
 from compress.run.verify import ProbeStart
 from compress.storage import manifest, paths
 from compress.storage.checkpoint import MANIFEST, Checkpoint, write_text
@@ -73,12 +74,14 @@ class Prepared:
     samples: int  # calibration samples asked for; 0: the recipe needs no data
     seq_len: int  # tokens of each
     prefix: Prefix = prefix.NONE  # what each sample begins with
+    gradients: GradientSizes | None = None  # of taking those at outputs of linears; None: none are needed
 
     @property
     def messages(self) -> tuple[str, ...]:
         """What is to be known of the plan, and of a transform of the whole model, before anything is done."""
         edits = self.skeleton.edits
-        begun = (self.prefix.sentence,) if self.prefix.sentence else ()
+        begun: tuple[str, ...] = (self.prefix.sentence,) if self.prefix.sentence else ()
+        begun += (self.gradients.sentence,) if self.gradients is not None else ()
         one_sided = (self.plan.one_sided,) if self.plan.one_sided else ()
         return (*self.plan.messages, *one_sided, *(edits.says if edits is not None else ()), *begun)
 

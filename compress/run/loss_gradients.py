@@ -34,7 +34,6 @@ from compress.recipe.schema import fingerprint as recipe_fingerprint
 from compress.recipe.schema import plain_step
 from compress.run import sizes
 from compress.run.job import Job
-from compress.storage.workdir import check_space
 from compress.types import Fisher, LayerPlan
 
 MAX_NAME_CHARACTERS = 150  # the model's name in that of a folder
@@ -69,11 +68,9 @@ def output_gradients(
     used = tokens[: samples(job.recipe.calibration.gradient_tokens, *tokens.shape)]
     identity = _identity(job, skeleton, tokens, used)
     store = GradientStore(folder_of(job, identity), identity, linear_widths(skeleton))
-
-    if ranks.current().is_main and store.known_failure() is None and (remaining := store.remaining()):
+    if ranks.current().is_main and store.known_failure() is None:
         item = gradient_pass.computed_dtype(skeleton, job.device).itemsize
-        need = sizes.output_gradient_sizes(skeleton, len(used), used.shape[1], item)
-        check_space(store.folder, need.stored * remaining // len(store.linears))
+        store.check_space(sizes.output_gradient_sizes(skeleton, len(used), used.shape[1], item).stored)
 
     def report(text: str) -> None:
         say(text)

@@ -11,14 +11,14 @@ from torch import nn
 from compress import plugins
 from compress.model import blockwise
 from compress.progress import Progress, silent
-from compress.run import demands, loss_gradients, prepare, sizes
+from compress.run import demands, prepare, sizes
 from compress.run.checkpoint_blocks import CheckpointBlocks
 from compress.run.job import Job, Prepared, RunState
 from compress.run.loop import BlockLoop, LinearOptions
 from compress.storage.workdir import Output
 from compress.tune.trained import DiskSizes
 
-GRADIENT_PASSES = 2  # times the calibration passes of as many tokens that taking gradients at outputs costs
+GRADIENT_PASSES = 4  # times the calibration passes of as many tokens that taking gradients at outputs costs
 
 
 class TimedBlocks(CheckpointBlocks):
@@ -61,18 +61,15 @@ def predict_seconds(job: Job, prepared: Prepared) -> float:
     loop = BlockLoop(job, trial, one_option_each(trial), tokens, output.work, silent)
     blocks = TimedBlocks(RunState(job, trial), output, loop.stream)
     seconds = loop.predict_seconds(blocks, -(-prepared.samples // batch) if batch else 0)
-    seconds += _gradient_seconds(job, prepared, loop.stream.seconds / (batch * prepared.seq_len)) if batch else 0.0
+    seconds += _gradient_seconds(prepared, loop.stream.seconds / (batch * prepared.seq_len)) if batch else 0.0
     inner, outer = (sum(layer.spec.numel for layer in x) for x in (prepared.plan.layers, prepared.plan.tables))
     return (seconds * (1 + outer / inner) if inner else seconds) + _tuning_seconds(job, prepared, blocks.token_seconds)
 
 
-def _gradient_seconds(job: Job, prepared: Prepared, token: float) -> float:
+def _gradient_seconds(prepared: Prepared, token: float) -> float:
     """Return the time of taking gradients at outputs of linears, as if none were kept; token: seconds in a block."""
-    blocks = len(prepared.skeleton.blocks)
-    if not any(map(sizes.needs_output_gradients, prepared.plan.layers)):
-        return 0.0
-    samples = loss_gradients.samples(job.recipe.calibration.gradient_tokens, prepared.samples, prepared.seq_len)
-    return GRADIENT_PASSES * samples * prepared.seq_len * blocks * token
+    tokens = prepared.gradients.tokens if prepared.gradients is not None else 0
+    return GRADIENT_PASSES * tokens * len(prepared.skeleton.blocks) * token
 
 
 def _tuning_seconds(job: Job, prepared: Prepared, token: float) -> float:
@@ -100,8 +97,7 @@ def disk_nbytes(job: Job, prepared: Prepared) -> int:
     hidden = skeleton.config.get_text_config().hidden_size
     sides = 2 if job.is_paired else 1
     stream = sides * samples * seq_len * hidden * skeleton.dtype.itemsize if prepared.arrangement.spill else 0
-    need = demands.output_gradients(job, skeleton, [prepared.plan], samples, seq_len)
-    gradients = need.states if need is not None and prepared.arrangement.spill else 0
+    gradients = prepared.gradients.states if prepared.gradients is not None and prepared.arrangement.spill else 0
     tuning = 0
     if (step := job.recipe.tuning("model")) is not None and job.pack:
         trained = sum(map(sizes.stored_floats, prepared.plan.layers))

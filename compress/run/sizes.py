@@ -140,10 +140,19 @@ def gradient_nbytes(layers: Sequence[LayerPlan], item: int, every: bool) -> int:
 class GradientSizes(NamedTuple):
     """Bytes of a pass that takes the gradients at the outputs of all linears, and of using them."""
 
+    tokens: int  # that the pass takes: not bytes
     states: int  # hidden states in front of all blocks, in memory or in a file
     work: int  # memory that the pass takes beside them
     stored: int  # files in the folder of the gradients
     reading: int  # those of a linear while it is quantized, changed to the basis that it is stored in
+
+    @property
+    def sentence(self) -> str:
+        """What is to be known of the pass before anything is done."""
+        return (
+            f"output gradients are taken on {self.tokens} tokens first, unless an earlier run has kept them: "
+            f"{-(-self.stored // (1 << 20))} MiB beside the output, or in the folder of --measurements"
+        )
 
 
 def output_gradient_sizes(skeleton: Skeleton, samples: int, seq_len: int, item: int) -> GradientSizes:
@@ -154,7 +163,7 @@ def output_gradient_sizes(skeleton: Skeleton, samples: int, seq_len: int, item: 
     """
     config, tokens, specs = skeleton.config.get_text_config(), samples * seq_len, skeleton.linears(is_needed=False)[0]
     if not tokens:
-        return GradientSizes(0, 0, 0, 0)
+        return GradientSizes(0, 0, 0, 0, 0)
     work = stored = reading = 0
     for index, block in enumerate(skeleton.blocks):
         own = [spec for spec in specs if spec.block == index]
@@ -172,7 +181,7 @@ def output_gradient_sizes(skeleton: Skeleton, samples: int, seq_len: int, item: 
         changed = [BASIS_CHANGE_COPIES * 4 * width * min(count, width) for count, width in rows.values()]
         reading = max(reading, *changed, 0)
     states = tokens * config.hidden_size * (len(skeleton.blocks) + 1) * item
-    return GradientSizes(states, work, stored + tokens * config.hidden_size * item, reading)
+    return GradientSizes(tokens, states, work, stored + tokens * config.hidden_size * item, reading)
 
 
 def paired_columns(layers: Sequence[LayerPlan]) -> int:

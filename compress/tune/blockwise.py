@@ -3,10 +3,11 @@
 BRECQ (Li et al. 2021, arXiv 2102.05426) fits a block's rounding to the block's own output. QuIP# (Tseng et al. 2024,
 arXiv 2402.04396) tunes the weights that are still to be quantized, so that they make up for those that are: linears are
 taken in the groups that read one input (q, k, v; o; gate, up; down), and behind each the rest is trained, with norms
-and biases. At the end, with all linears quantized, what is stored is trained, with norms and biases. How a packed
-weight is trained is a file of compress/tune/codes: its codes stay and the numbers beside them move (`fixed`, every
-format), or its codes are learned, too: `straight_through`, `signs` and `clips` those of the format `int`, `pv` those of
-codebooks, E8P and trellises, `proximal` those of codebooks. A format that these do not serve keeps its codes.
+and biases and the scales of channels that are stored around those that are quantized. At the end, with all linears
+quantized, what is stored is trained, with norms and biases. How a packed weight is trained is a file of
+compress/tune/codes: its codes stay and the numbers beside them move (`fixed`, every format), or its codes are learned,
+too: `straight_through`, `signs` and `clips` those of the format `int`, `pv` those of codebooks, E8P and trellises,
+`proximal` those of codebooks. A format that these do not serve keeps its codes.
 
 The loss is the relative squared error of the block's output for what the quantized prefix gives, against what the
 full-precision model gives behind the block, so that the errors of earlier blocks are made up for, too. Each token's
@@ -21,8 +22,9 @@ int2, all with `codes_rate` 2. Numbers behind codes that start in the middle of 
 Weights that are not yet quantized take the error behind q, k and v of int2 to 95%, 87% and 80% at weights_rate 0.002,
 0.0075 and 0.02.
 
-Differences: QuIP# learns its signs as real vectors, too. A step takes about `tokens` tokens, fewer than a batch of a
-forward pass. Inputs that are quantized at run time are quantized here, too, from when their linear is.
+Differences: QuIP# always learns its signs as real vectors, here where a recipe stores such. A step takes about `tokens`
+tokens, fewer than a batch of a forward pass. Inputs that are quantized at run time are quantized here, too, from when
+their linear is.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from torch import Tensor, nn
 
 from compress import formats, plugins
 from compress.tune.adamw8bit import States, saved_nbytes
+from compress.tune.codes import fixed
 from compress.tune.descend import check_codes_rate, check_held_out, check_rate, descend, is_checked
 from compress.tune.held_block import MAX_HELD_OUT_BATCHES, Batches, BlockSizes, HeldBlock, relative
 from compress.tune.trained import Rates, Trained, TrainedWeight
@@ -124,15 +127,37 @@ class BlockTuning(HeldBlock):
 
     @torch.no_grad()
     def between(self) -> None:
-        """Train the weights that are still to be quantized, norms and biases; called before each group of linears."""
+        """Train the weights that are still to be quantized, norms and biases; called before each group of linears.
+
+        Scales of channels around those that are quantized are trained along.
+        """
         if self.packed and self.left and self.config.between:
             share = self.config.weights_rate / self.config.rate
             weights = {f"{name}.weight": share for name in self.left}
             shares = {**weights, **dict.fromkeys(self._vectors(), 1.0)}
             trained = {name: Trained(self.model.get_parameter(name), by) for name, by in shares.items()}
-            self._train(trained, {}, self.config.between, lambda: {n: each.value() for n, each in trained.items()})
+            scaled = self._take_scaled()
+
+            def parameters() -> dict[str, Tensor]:
+                tensors = {name: each.value() for name, each in trained.items()}
+                return {**tensors, **{f"{name}.weight": each.weight() for name, each in scaled.items()}}
+
+            self._train(trained, scaled, self.config.between, parameters)
             for name, each in trained.items():
                 self.model.get_parameter(name).copy_(each.value())
+            for name, weight in scaled.items():
+                self.packed[name] = weight.pack()
+                dense = formats.decode(self.packed[name], torch.float32)
+                self.model.get_parameter(f"{name}.weight").copy_(dense)
+
+    def _take_scaled(self) -> dict[str, TrainedWeight]:
+        """Return the quantized weights whose scales of channels can be trained, with nothing decoded in a step.
+
+        Those with inputs that are quantized at run time are not among them: their scales decide what is rounded.
+        """
+        free = {name: packed for name, packed in self.packed.items() if packed.stored.activations is None}
+        scaled = {name: fixed.Codes(packed, torch.empty(0)) for name, packed in free.items()}
+        return {name: each for name, each in scaled.items() if each.has_scales}
 
     @torch.no_grad()
     def finish(self) -> tuple[dict[str, PackedWeight], dict[str, Tensor], str]:
@@ -208,8 +233,8 @@ class BlockTuning(HeldBlock):
         parts: list[Trained | TrainedWeight] = [*vectors.values(), *weights.values()]
         best = first = self.error(parameters())
         stream = self.portions.endless()
-        checks = CHECKS if weights else 1
-        is_held = weights and self.config.preserve  # weights that are not yet quantized are free
+        checks = 1 if self.left else CHECKS
+        is_held = not self.left and self.config.preserve  # weights that are not yet quantized are free
         preserved = Preserved(self.block, list(weights), self.fisher) if is_held else None
 
         def loss(step: int) -> float:

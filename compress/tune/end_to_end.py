@@ -37,7 +37,7 @@ from compress.tune.trained import DiskSizes, Trained, TuningResult, TuningWork, 
 SCOPE = "model"
 CHECKS = 5  # times that the held-out divergence is measured behind the start
 MASTERS = 32  # bytes of a trained number: where it began, how far it is, its gradient, two moments, best, as stored
-STATES = 4  # bytes of a number that linears read or write; what they share makes up for gradients
+STATES = 12  # bytes of a number that linears read or write: as it is, as codes give it, and turned
 LOGITS = 6  # times the float32 logits that are made at a time: themselves, logarithms, gradients
 DECODING = 4  # float32 numbers of the largest linear that decoding it with gradients takes
 

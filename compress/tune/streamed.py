@@ -4,7 +4,8 @@ Gradient checkpointing over blocks that are loaded anew: a batch goes forward wi
 states in front of each block. The head gives the loss and its gradient behind the last block. Then each block is
 decoded again, the last first, and its pass repeated with gradients, which go on to the block before it. So memory holds
 one decoded block with the gradient of its weights, its activations for some samples, and the hidden states of one batch
-in front of all blocks. The gradient of a weight goes through its format's own decoding, one linear at a time.
+in front of all blocks. Packed linears are computed around their stored matrices (compress/tune/stored_linear.py); the
+gradient of a matrix goes through its format's own decoding, one linear at a time.
 
 All is computed in float32 from what is stored, also where the model has 16 bits. Inputs that are quantized at run time
 are not.
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from compress import formats
 from compress.calib import reference_logprobs
 from compress.calib.reference_logprobs import ReferenceLogprobs
 from compress.model import blockwise, lm_head
@@ -31,6 +31,7 @@ from compress.numerics import kl
 from compress.runtime.embedding import PackedEmbedding
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
+from compress.tune.stored_linear import StoredLinear
 from compress.types import IN_SCALE, PackedWeight
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -64,7 +65,7 @@ class TrainingText(NamedTuple):
 class _StreamedBlock(NamedTuple):
     """A block as it is stored."""
 
-    module: nn.Module  # without weights, every linear a plain one
+    module: nn.Module  # without weights
     packed: dict[str, PackedWeight]  # by paths in the block
     plain: dict[str, Tensor]  # other parameters, by paths in the block
     inner: dict[str, dict[str, str]]  # path of a packed linear -> tensor -> name on disk, of those that are trained
@@ -151,7 +152,8 @@ class StreamedModel:
     ) -> list[Tensor]:
         """Return what a block gives for the hidden states of these batches."""
         block = self._block(index)
-        weights, made = _weights(block, numbers), []
+        states = list(states)
+        weights, made = _weights(block, numbers, states), []
         for hidden, samples in zip(states, batches, strict=True):
             made.append(_run(block.module, weights, text.call(index, samples), hidden))
         return made
@@ -180,21 +182,21 @@ class StreamedModel:
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return the gradients in front of a block from those behind it, and those by its trained numbers."""
         block = self._block(index)
-        weights = _weights(block, numbers)
-        trained = [*(f"{path}.weight" for path in block.inner), *block.vectors]
-        weights.update({path: weights[path].requires_grad_() for path in trained})
+        weights = _weights(block, numbers, front)
+        read, made = _leaves(block)
+        weights.update({path: weights[path].detach().requires_grad_() for path in (*read, *made)})
         before = []
         for hidden, call, gradient in zip(front, calls, behind, strict=True):
             with torch.enable_grad():
                 _run(block.module, weights, call, hidden.requires_grad_()).backward(gradient)
             before.append(cast(Tensor, hidden.grad))
         gradients = {}
-        for path, name in block.vectors.items():
-            if (by_vector := weights[path].grad) is not None:
-                gradients[name] = by_vector
-        for path, names in block.inner.items():
-            if (by_weight := weights.pop(f"{path}.weight").grad) is not None:  # else an expert that no token went to
-                gradients.update(_through(block.packed[path], names, numbers, by_weight))
+        for path, name in read.items():
+            if (slope := weights[path].grad) is not None:
+                gradients[name] = slope
+        for path, linear in made.items():
+            if (by_matrix := weights.pop(path).grad) is not None:  # else an expert that no token went to
+                gradients.update(_through(block, path.removesuffix(".weight"), linear, numbers, by_matrix))
         return before, gradients
 
     def _block(self, index: int) -> _StreamedBlock:
@@ -202,16 +204,15 @@ class StreamedModel:
             return held
         loaded, prefix = self.skeleton.load_block(index, self.device), self.skeleton.block_prefix(index)
         packed = {path: module.packed() for path, module in loaded.named_modules() if isinstance(module, PackedLinear)}
-        if index not in self.modules:
-            self.modules[index] = _without_weights(loaded)
         owned = {f"{path}.{key}" for path, weight in packed.items() for key in weight.tensors}
         plain = {path: tensor.detach() for path, tensor in loaded.named_parameters() if path not in owned}
         inner = {path: self._train_packed(prefix, path, weight) for path, weight in packed.items()}
         vectors = {path: name for path in plain if (name := self._vector(prefix + path, plain[path])) is not None}
+        if index not in self.modules:
+            self.modules[index] = _without_weights(loaded, inner)
         self.skeleton.free()
-        block = _StreamedBlock(
-            self.modules[index], packed, plain, {p: names for p, names in inner.items() if names}, vectors
-        )
+        inner = {path: names for path, names in inner.items() if names}
+        block = _StreamedBlock(self.modules[index], packed, plain, inner, vectors)
         if self.is_held:
             self.held[index] = block
         return block
@@ -255,27 +256,54 @@ class StreamedModel:
             self.outside.model.get_parameter(path).data.copy_(numbers[name])
 
 
-def _without_weights(block: nn.Module) -> nn.Module:
-    """Return a copy of a block without weights, packed linears as plain ones; configurations stay shared."""
+def _without_weights(block: nn.Module, inner: Mapping[str, Iterable[str]]) -> nn.Module:
+    """Return a copy of a block without weights; configurations stay shared.
+
+    inner: path of a packed linear -> its tensors that are trained.
+    """
     memo: dict[int, object] = {id(p): nn.Parameter(p.detach().to("meta"), False) for p in block.parameters()}
-    for module in block.modules():
+    for path, module in block.named_modules():
         config = getattr(module, "config", None)
         memo[id(config)] = config
         if isinstance(module, PackedLinear):
-            bias = module.bias is not None
-            memo[id(module)] = nn.Linear(module.in_features, module.out_features, bias, device="meta")
+            memo[id(module)] = StoredLinear(module.stored, module.shape, module.bias is not None, inner.get(path, ()))
     return copy.deepcopy(block, memo)
 
 
-def _weights(block: _StreamedBlock, numbers: Numbers) -> dict[str, Tensor]:
-    """Return all parameters of a block, decoded, float32; none that is trained shares memory with what is held."""
+def _weights(block: _StreamedBlock, numbers: Numbers, states: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return all that a block reads for hidden states [samples, seq_len, hidden], float32, as `functional_call` has it.
+
+    What is trained shares memory with `numbers`.
+    """
+    tokens = sum(hidden.shape[:-1].numel() for hidden in states)
     weights = {path: tensor for path, tensor in block.plain.items() if path not in block.vectors}
-    weights.update({path: numbers[name].clone() for path, name in block.vectors.items()})
-    for path, packed in block.packed.items():
-        trained = {key: numbers[name] for key, name in block.inner.get(path, {}).items()}
-        moved = PackedWeight(packed.stored, {**packed.tensors, **trained}, packed.shape)
-        weights[f"{path}.weight"] = formats.decode(moved, torch.float32)
+    weights.update({path: numbers[name] for path, name in block.vectors.items()})
+    for path in block.packed:
+        of_linear = _linear(block, path).numbers(_replace_trained(block, path, numbers), tokens)
+        weights.update({f"{path}.{key}": tensor for key, tensor in of_linear.items()})
     return weights
+
+
+def _linear(block: _StreamedBlock, path: str) -> StoredLinear:
+    return cast(StoredLinear, block.module.get_submodule(path))
+
+
+def _replace_trained(block: _StreamedBlock, path: str, numbers: Numbers) -> PackedWeight:
+    """Return a packed weight with its trained tensors as they are in `numbers`."""
+    packed = block.packed[path]
+    trained = {key: numbers[name] for key, name in block.inner.get(path, {}).items()}
+    return PackedWeight(packed.stored, {**packed.tensors, **trained}, packed.shape)
+
+
+def _leaves(block: _StreamedBlock) -> tuple[dict[str, str], dict[str, StoredLinear]]:
+    """Return what gradients are taken by, by paths in the block: what is trained -> name on disk, other matrices."""
+    read, made = dict(block.vectors), dict[str, StoredLinear]()
+    for path, names in block.inner.items():
+        linear = _linear(block, path)
+        read.update({f"{path}.{key}": names[key] for key in linear.direct})
+        if not set(names) <= set(linear.direct):
+            made[f"{path}.weight"] = linear
+    return read, made
 
 
 def _run(module: nn.Module, weights: Mapping[str, Tensor], call: BlockArgs, hidden: Tensor) -> Tensor:
@@ -287,11 +315,14 @@ def _run(module: nn.Module, weights: Mapping[str, Tensor], call: BlockArgs, hidd
     return blockwise.call_block(run, call, hidden)[0]
 
 
-def _through(packed: PackedWeight, names: Mapping[str, str], numbers: Numbers, gradient: Tensor) -> dict[str, Tensor]:
-    """Return the gradients by stored numbers, by names on disk, from that by the decoded weight [out, in]."""
+def _through(
+    block: _StreamedBlock, path: str, linear: StoredLinear, numbers: Numbers, gradient: Tensor
+) -> dict[str, Tensor]:
+    """Return the gradients by stored numbers, by names on disk, from that by what activations are multiplied by."""
+    names = {key: name for key, name in block.inner[path].items() if key not in linear.direct}
     leaves = {key: numbers[name].detach().requires_grad_() for key, name in names.items()}
+    packed = block.packed[path]
     with torch.enable_grad():
-        moved = PackedWeight(packed.stored, {**packed.tensors, **leaves}, packed.shape)
-        weight = formats.decode(moved, torch.float32)
-    slopes = torch.autograd.grad(weight, list(leaves.values()), gradient, allow_unused=True)
+        matrix = linear.matrix(PackedWeight(packed.stored, {**packed.tensors, **leaves}, packed.shape))
+    slopes = torch.autograd.grad(matrix, list(leaves.values()), gradient, allow_unused=True)
     return {name: each for name, each in zip(names.values(), slopes, strict=True) if each is not None}

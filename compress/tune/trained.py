@@ -5,27 +5,21 @@ Describe what tuning of a whole packed model is given, and what it returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from compress import formats
 from compress.formats import lowrank, transforms
-from compress.kernels.cpu import hadamard
 from compress.storage.checkpoint import Checkpoint
-from compress.types import IN_SCALE, PackedWeight, WeightTransforms
+from compress.tune.stored_linear import turned_effective
+from compress.types import IN_SCALE, PackedWeight
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-HADAMARD_TRANSFORMS = {
-    "hadamard": False,
-    "hadamard_transposed": True,
-}  # name -> whether it is the transpose of `hadamard.transform`
-FAST_TRANSFORMS = (*transforms.DIAGONAL, *HADAMARD_TRANSFORMS)  # those that `turned_effective` has a fast way for
 
 
 class Trained:
@@ -147,68 +141,6 @@ def decode_with(packed: PackedWeight, changed: Mapping[str, Tensor]) -> Tensor:
     tensors = {**packed.tensors, **changed}
     matrix = formats.decode_stored(PackedWeight(packed.stored, tensors, packed.shape), torch.float32)
     return add_surroundings(matrix, packed, tensors)
-
-
-def turned_effective(matrix: Tensor, ops: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return what `transforms.effective` does, float32 [out, in], of a matrix of the same type and size.
-
-    Gradients reach the matrix, and diagonals that are stored in floating point.
-    """
-    inner, around = _split_outermost(ops, tensors)
-    own = {name: tensors[name] for name in transforms.specs(inner, (matrix.shape[0], matrix.shape[1]))}
-    is_fast = {*inner.input, *inner.output} <= set(FAST_TRANSFORMS) and not any(t.requires_grad for t in own.values())
-    if matrix.device.type != "cpu" or matrix.dtype != torch.float32 or not is_fast:
-        return transforms.effective(matrix, ops, tensors)
-    turned: Tensor = _Turned.apply(matrix, inner, own) if inner else matrix
-    if around["in"] is not None:
-        turned = turned * around["in"].float()
-    return turned if around["out"] is None else turned * around["out"].float()[:, None]
-
-
-def _split_outermost(
-    ops: WeightTransforms, tensors: Mapping[str, Tensor]
-) -> tuple[WeightTransforms, dict[str, Tensor | None]]:
-    """Return the transforms inside of diagonals that are trained and come first and last, and these, None for none."""
-    inner, around = {"in": list(ops.input), "out": list(ops.output)}, dict[str, Tensor | None]()
-    for side, place in (("in", 0), ("out", -1)):
-        name = inner[side][place] if inner[side] else ""
-        stored = tensors[f"{side}_{name}"] if name in transforms.FLOATING else None
-        around[side] = stored if stored is not None and stored.requires_grad else None
-        if around[side] is not None:
-            del inner[side][place]
-    return WeightTransforms(tuple(inner["in"]), tuple(inner["out"])), around
-
-
-class _Turned(torch.autograd.Function):
-    """M -> Out M In; its gradient G -> Out^T G In^T.
-
-    In every step of tuning the dense weight Out M In is made of the stored matrix M, and its gradient is taken back to
-    M. Transforms with nothing to train need nothing kept for that. On a CPU the Hadamard transforms are
-    those of compress/kernels/cpu/hadamard.py: PyTorch's own products of small matrices are several times as slow, most
-    of all where the columns of a matrix are transformed (1536 x 576, one thread: 2 ms in place of 8).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor, ops: WeightTransforms, tensors: Mapping[str, Tensor]) -> Tensor:
-        ctx.ops, ctx.tensors = ops, tensors
-        rows = _turn(matrix, "in", ops.input, tensors, is_transposed=True)  # a row r becomes r In
-        return _turn(rows.T, "out", ops.output, tensors, is_transposed=False).T
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        rows = _turn(gradient, "in", ctx.ops.input, ctx.tensors, is_transposed=False)
-        return _turn(rows.T, "out", ctx.ops.output, ctx.tensors, is_transposed=True).T, None, None
-
-
-def _turn(x: Tensor, side: str, names: Sequence[str], tensors: Mapping[str, Tensor], *, is_transposed: bool) -> Tensor:
-    """Apply transforms to each row of x [rows, n], or their transposes in the other order."""
-    for name in reversed(names) if is_transposed else names:
-        if name in transforms.DIAGONAL:
-            x = x * transforms.Diagonal(name, tensors[f"{side}_{name}"]).values(x.shape[-1], x.dtype)
-        else:
-            x = hadamard.transform(x, is_transposed=HADAMARD_TRANSFORMS[name] != is_transposed)
-    return x
 
 
 class TuningWork(NamedTuple):

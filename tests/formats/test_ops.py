@@ -87,12 +87,12 @@ def test_the_loss_is_the_same_in_either_basis(around: WeightTransforms) -> None:
     turned = transforms.rotate(residual, around, tensors)
     assert turned.dtype == torch.float64
     gradients = inputs(70, 24).double()
-    of_products = transforms.gradients_of_products(gradients, around, tensors)
-    metric = transforms.rotate_output_hessian((gradients.T @ gradients).float(), around, tensors)
-    assert torch.equal(metric, metric.T)
-    assert torch.allclose(metric.double(), of_products.T @ of_products, atol=1e-5 * float(metric.abs().max()))
-    there = (turned @ rotated.double() * (metric.double() @ turned)).sum()  # tr(E H E^T G)
-    here = (residual @ hessian.double() * (gradients.T @ gradients @ residual)).sum()
+    of_products = transforms.transpose_output(gradients, around, tensors)
+    moment = gradients.T @ gradients
+    metric = transforms.transpose_output(transforms.transpose_output(moment, around, tensors).T, around, tensors)
+    assert torch.allclose(metric, of_products.T @ of_products, rtol=0, atol=1e-12 * float(metric.abs().max()))
+    there = (turned @ rotated.double() * (metric @ turned)).sum()  # tr(E H E^T G)
+    here = (residual @ hessian.double() * (moment @ residual)).sum()
     assert abs(there / here - 1) < 1e-5
     product = inputs(9, 24, seed=3).double()  # g^T (Out u) = (Out^T g)^T u
     there = (of_products[:9] * product).sum(1)

@@ -45,11 +45,13 @@ def test_the_transpose_is_that_of_the_package(size: int) -> None:
 def test_diagonals_before_and_after(size: int, name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 3, size, generator=generator)
+    assert x[0].numel() // size < hadamard.MANY_ROWS <= x.numel() // size
     before, after = (Diagonal(name, pack_diagonal(name, torch.randn(size, generator=generator))) for _ in range(2))
     exact = reference.transform(x.double() * before.values(size, torch.float64))
     both = exact * after.values(size, torch.float64)
     torch.testing.assert_close(hadamard.transform(x, before).double(), exact, rtol=0, atol=5e-6)
     torch.testing.assert_close(hadamard.transform(x, before, after).double(), both, rtol=0, atol=1e-5)
+    assert torch.equal(hadamard.transform(x[0], before, after), hadamard.transform(x, before, after)[0])
     half = hadamard.transform(x.bfloat16(), before, after).double()
     exact = reference.transform(x.bfloat16().double() * before.values(size, torch.float64))
     torch.testing.assert_close(half, exact * after.values(size, torch.float64), rtol=2**-8, atol=1e-5)

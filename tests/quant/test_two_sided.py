@@ -11,12 +11,14 @@ from torch import Tensor
 
 from compress import plugins
 from compress.quant import feedback, gptq, trellis, two_sided
-from compress.types import OutputMetric, PackedWeight, Stats
+from compress.run import sizes
+from compress.types import LayerPlan, LinearSpec, OutputMetric, PackedWeight, Scheme, Stats, Stored
 from helpers import problems
 
 METHODS = [name for name in plugins.names("quant") if getattr(plugins.load("quant", name), "TWO_SIDED", False)]
 IN_TILES = [name for name in METHODS if hasattr(plugins.load("quant", name), "quantize_rows")]
-ROWS, COLUMNS = 192, 256  # a weight for all methods; paths of the trellis have 96 rows
+ROWS, COLUMNS = 192, 256  # a weight for all methods
+SETTINGS: dict[str, dict[str, Any]] = {"trellis": {"state_bits": 8, "tile_rows": 48}, "e8p": {"sweeps": 1}}  # faster
 
 
 def output_hessian(rows: int, seed: int = 5) -> Tensor:
@@ -191,6 +193,19 @@ def test_the_objective_is_the_loss_of_all_tiles(monkeypatch: pytest.MonkeyPatch)
     assert both.loss(values) == pytest.approx(both_losses(problem.weight.T, values.T, problem.hessian, apart), rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["gptq", "gptvq"])
+def test_the_plan_adds_what_the_metric_takes(name: str) -> None:
+    """Its factor in float64 and G for a tile of 4096 rows, however many there are."""
+    shape, method = (8192, 2048), plugins.load("quant", name)
+    config = method.Config()
+    stored = Stored(method.FORMAT, method.plan_params(config, shape))
+    spec = LinearSpec("model.layers.0.up", shape, torch.bfloat16, 0, "model.layers.0.in")
+    schemes = [Scheme(name, config, two_sided=is_two_sided) for is_two_sided in (False, True)]
+    needs = [sizes.layer_workspace(LayerPlan(spec, scheme, stored, 0)) for scheme in schemes]
+    assert needs[1] == needs[0] + two_sided.workspace(shape)
+    assert two_sided.workspace(shape) > 8 * 2 * 4096**2 + 4 * 4096**2 + 3 * 4 * shape[0] * shape[1]
+
+
 # Methods.
 
 
@@ -201,7 +216,7 @@ def loss_of(packed: PackedWeight, hessian: Tensor, moments: Tensor) -> float:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_loses_less(name: str) -> None:
     method = plugins.load("quant", name)
-    (weight, stats), moments, config = layer(), output_hessian(ROWS), method.Config()
+    (weight, stats), moments, config = layer(), output_hessian(ROWS), method.Config(**SETTINGS.get(name, {}))
     output = as_metric(moments)
     one, two = (method.quantize(weight, Stats(stats.hessian, stats.count, None, x), config) for x in (None, output))
     assert two.weight.stored.format == one.weight.stored.format and two.weight.nbytes == one.weight.nbytes
@@ -216,7 +231,7 @@ def test_rows_of_different_tiles_know_nothing_of_each_other(name: str, monkeypat
     """No method asks for more of the metric than a tile has, and what lies between tiles is never read."""
     monkeypatch.setattr(feedback, "ROWS_PER_TILE", 96)
     method, (weight, stats), moments = plugins.load("quant", name), layer(), output_hessian(ROWS)
-    config = method.Config()
+    config = method.Config(**SETTINGS.get(name, {}))
     tiles = feedback.row_tiles((ROWS, COLUMNS), method.row_unit(config, weight.shape) if name in IN_TILES else 1)
     assert len(tiles) == 2
 
@@ -260,6 +275,14 @@ def test_trellis_with_the_identity_takes_the_same_paths() -> None:
     assert problems.loss(weight, two, stats.hessian) == pytest.approx(
         problems.loss(weight, one, stats.hessian), rel=0.01
     )
+
+
+def test_sweeps_that_are_not_done_are_reported() -> None:
+    weight, stats = layer(32, 16)
+    config = trellis.Config(state_bits=8, sweeps=1)
+    given = Stats(stats.hessian, stats.count, None, as_metric(torch.eye(32)))
+    assert trellis.quantize(weight, given, config).notes == (trellis.NO_SWEEPS,)
+    assert trellis.quantize(weight, stats, config).notes == ()
 
 
 @pytest.mark.parametrize(("name", "settings"), [("e8p", {}), ("e8p", {"row_scales": True}), ("trellis", {})])

@@ -208,7 +208,9 @@ def test_of_a_rotated_model_gradients_are_in_its_basis(model: Path, tmp_path: Pa
 
 def test_memory_and_disk_are_planned(model: Path, tmp_path: Path) -> None:
     asked = job(model, SENSITIVE, tmp_path / "out")
-    skeleton = prepare.prepare(asked).skeleton
+    prepared = prepare.prepare(asked)
+    skeleton = prepared.skeleton
+    assert any("output gradients are taken on 128 tokens first" in line for line in prepared.messages)
     need = sizes.output_gradient_sizes(skeleton, 4, 32, 4)
     blocks, hidden = len(skeleton.blocks), skeleton.config.hidden_size
     assert need.states == 4 * 32 * hidden * (blocks + 1) * 4

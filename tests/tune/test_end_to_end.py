@@ -30,10 +30,13 @@ from helpers.runs import GPTQ, Setup, contents, job, report_of, stored_tensors
 
 TOKENS = torch.randint(256, (6, 24), generator=torch.Generator().manual_seed(1))
 SMALL = ("calibration.num_samples=8", "calibration.seq_len=32")
+SCALED = Setup("vq2bit", (*SMALL, "state_bits=6", "out_scales=ones", "in_vector=true"))
 CPU = torch.device("cpu")
 MADE: dict[str, tuple[str, Setup]] = {  # family and recipe
     "integers, a packed tied table": ("llama_tied", Setup("int3", (*SMALL, "group_size=32"))),
     "a trellis, biases, a plain head": ("qwen2", Setup("vq2bit", (*SMALL, "state_bits=6", "head={keep: true}"))),
+    "a trellis, scales of channels": ("llama", SCALED),
+    "a trellis, scales of channels and rows": ("llama", SCALED.set("row_scales=true")),
     "codebooks, layer norms": ("gpt_neox", Setup("gptvq2bit", SMALL)),
     "experts": ("mixtral", GPTQ.set("bits=3")),
     "low rank, positions": ("opt", GPTQ.set("bits=2", "lowrank={rank: 4}")),

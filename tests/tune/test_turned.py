@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import transforms
-from compress.tune import trained
+from compress.tune import stored_linear
 from compress.types import WeightTransforms
 
 HADAMARD = WeightTransforms(("signs", "hadamard"), ("hadamard_transposed", "signs"))
@@ -44,7 +44,7 @@ def test_values_and_gradients(around: str, shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(2)
     matrix, slope = (torch.randn(shape, generator=generator) for _ in range(2))
     found: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
-    for dtype, make in ((torch.float32, trained.turned_effective), (torch.float64, transforms.effective)):
+    for dtype, make in ((torch.float32, stored_linear.turned_effective), (torch.float64, transforms.effective)):
         leaf = matrix.to(dtype).requires_grad_()
         made = make(leaf, ops, own)
         found[dtype] = made.detach(), torch.autograd.grad(made, leaf, slope.to(dtype))[0]
@@ -66,7 +66,7 @@ def test_gradients_reach_what_transforms_store(ops: WeightTransforms, is_trained
     generator = torch.Generator().manual_seed(3)
     matrix, slope = (torch.randn(32, 64, generator=generator) for _ in range(2))
     found = []
-    for dtype, make in ((torch.float32, trained.turned_effective), (torch.float64, transforms.effective)):
+    for dtype, make in ((torch.float32, stored_linear.turned_effective), (torch.float64, transforms.effective)):
         around = own | dict(zip(names, leaves, strict=True))
         leaf = matrix.to(dtype).requires_grad_(is_trained)
         loss = (make(leaf, ops, around) * slope).sum()

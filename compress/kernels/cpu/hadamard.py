@@ -46,7 +46,7 @@ def transform(
     out = torch.empty_like(x)
     names = [None if diagonal is None else diagonal.name for diagonal in (before, after)]
     rows = x.numel() // n
-    is_many = rows >= MANY_ROWS
+    is_many = rows >= MANY_ROWS and not SCALES.keys().isdisjoint(names)
     run, table = _function_and_table(n, x.dtype, *names, is_many, is_transposed)
     diagonals = [0 if diagonal is None else diagonal.stored.data_ptr() for diagonal in (before, after)]
     source, target, step = x.data_ptr(), out.data_ptr(), n * x.element_size()
@@ -99,7 +99,7 @@ class _Transform(Writer):
         n = K << power
         self.factor = self.floats(n**-0.5)
         self.before, self.after = (
-            self._decoded(name, stored, place * n // LANES) if is_many and name in SCALES else (name, stored)
+            self._decode(name, stored, place * n // LANES) if is_many and name in SCALES else (name, stored)
             for place, (name, stored) in enumerate(zip(names, (before, after), strict=True), 1)
         )
         with self.loop(rows) as row:
@@ -203,7 +203,7 @@ class _Transform(Writer):
             return self._byte_scales(self.load(stored, first, self.byte, LANES))
         return self.load_floats(stored, first, SCALES[name], LANES)
 
-    def _decoded(self, name: str, stored: Any, first: int) -> tuple[str, Any]:
+    def _decode(self, name: str, stored: Any, first: int) -> tuple[str, Any]:
         """Write scales to the space, from a vector of this number on; return what `_times` reads there."""
         with self.loop(self.i64(self.K * self.vectors)) as i:
             self._keep(self._scales(name, stored, i), self.b.add(i, self.i64(first)))
