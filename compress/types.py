@@ -235,7 +235,7 @@ class PackedWeight:
         return 8 * self.nbytes / (self.shape[0] * self.shape[1])
 
 
-OutScales = Literal["none", "ones", "rms", "sensitivity"]
+OutScales = Literal["none", "ones", "rms", "sensitivity", "auto"]
 VectorBits = Literal[16, 8]
 
 
@@ -251,7 +251,8 @@ class Scheme:
     lowrank: Correction | None = None  # add a low-rank part: keys of recipe/lowrank; null: none
     two_sided: bool = False  # feed errors back between outputs, too, by the loss's gradients there
     out_scales: OutScales = "none"  # stored scales of the outputs, by which the weight is divided before it is rotated:
-    # none; ones, to be trained; rms, of each output's weights; sensitivity, by the loss's gradients, too
+    # none; ones, to be trained; rms, of each output's weights; sensitivity, by the loss's gradients, too; auto: rms for
+    # linears with 512 inputs or more
     in_vector: bool = False  # store real numbers in place of the signs of the inputs, to be trained; at first the signs
     vector_bits: VectorBits = 16  # [bits] of a stored scale or number, its sign included: 16 or 8
 

@@ -55,7 +55,11 @@ def _modifier(args: argparse.Namespace) -> Any:
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     kind = GPTQModifier if args.method == "gptq" else QuantizationModifier
     rounding = kind(config_groups=groups, ignore=["lm_head"])
-    return [AWQModifier(), rounding] if args.method == "awq" else rounding
+    if args.method != "awq":
+        return rounding
+    if not torch.accelerator.is_available():  # AWQ pins what it keeps for a GPU, and fails where there is none
+        torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor
+    return [AWQModifier(), rounding]
 
 
 def restore(packed: Path, _: Path) -> dict[str, Tensor]:

@@ -99,7 +99,8 @@ def _scale_by_bytes(x: Tensor, codes: Tensor | None) -> Tensor:
     return _scale(x, _byte_scales(codes.device).index_select(0, codes.int()))
 
 
-SCALE8_SHIFT, SCALE8_BIAS = 19, 123 << 23  # of a code's magnitude: its float32 is (code << shift) + bias
+# A code's magnitude m is the float32 with the bits (m << SCALE8_SHIFT) + SCALE8_BIAS.
+SCALE8_SHIFT, SCALE8_BIAS = 19, 123 << 23
 
 
 @lru_cache(maxsize=16)

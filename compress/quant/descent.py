@@ -98,7 +98,7 @@ def _improve_chunk(layer: Objective, values: Tensor, pull: Tensor, rounder: Revi
     return changed
 
 
-class _Step(NamedTuple):
+class _NewtonStep(NamedTuple):
     """Where a block of columns wants to go, in the metric of its part of the Hessian."""
 
     factor: Tensor  # [width, width], upper
@@ -106,7 +106,7 @@ class _Step(NamedTuple):
     is_sound: Tensor | None = None  # whether there is a factor, where that is not known yet
 
 
-def _newton_step(block: Tensor, damping: float, pull: Tensor) -> _Step | None:
+def _newton_step(block: Tensor, damping: float, pull: Tensor) -> _NewtonStep | None:
     """Return the upper factor of the damped block of the Hessian, and its inverse times pull [width, out].
 
     None if the block is singular in float32, as with columns that are nearly equal and no damping. A GPU is not waited
@@ -114,17 +114,17 @@ def _newton_step(block: Tensor, damping: float, pull: Tensor) -> _Step | None:
     """
     if len(block) == 1:
         curvature = block + damping
-        return _Step(curvature.sqrt(), pull / curvature)
+        return _NewtonStep(curvature.sqrt(), pull / curvature)
     damped = block + damping * torch.eye(len(block), dtype=block.dtype, device=block.device)
     lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
     if block.is_cuda:
         is_sound = info == 0
         lower = torch.where(is_sound, lower, torch.eye(len(block), dtype=block.dtype, device=block.device))
         change = torch.cholesky_solve(pull.flip(0), lower).flip(0)
-        return _Step(lower.flip(0, 1), torch.where(is_sound, change, 0.0), is_sound)
+        return _NewtonStep(lower.flip(0, 1), torch.where(is_sound, change, 0.0), is_sound)
     if info:
         return None
-    return _Step(lower.flip(0, 1), torch.cholesky_solve(pull.flip(0), lower).flip(0))
+    return _NewtonStep(lower.flip(0, 1), torch.cholesky_solve(pull.flip(0), lower).flip(0))
 
 
 def _errors(error: Tensor, metric: Tensor) -> Tensor:

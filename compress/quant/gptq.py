@@ -135,7 +135,7 @@ def prepare(weight: Tensor, stats: Stats | None, config: Config) -> Rounding:
 def quantize_rows(rounding: Rounding, rows: slice) -> tuple[Tensor, grid.Grid]:
     """Return codes [in, rows] uint8 and grids of a tile."""
     target = rounding.target[:, rows].contiguous()
-    return _joined(two_sided.by_groups(target, rounding.output, rows, partial(_quantize_group, rounding)))
+    return _join_tiles(two_sided.by_groups(target, rounding.output, rows, partial(_quantize_group, rounding)))
 
 
 def _quantize_group(rounding: Rounding, _: slice, target: Tensor) -> tuple[tuple[Tensor, grid.Grid], Tensor]:
@@ -157,11 +157,11 @@ def _quantize_target(rounding: Rounding, target: Tensor) -> tuple[Tensor, grid.G
 
 def join(rounding: Rounding, tiles: Sequence[tuple[Tensor, grid.Grid]]) -> Quantized:
     """Return the weight, from all its tiles in order."""
-    codes, fitted = _joined(tiles)
+    codes, fitted = _join_tiles(tiles)
     return Quantized(grid.pack(codes, fitted, rounding.params, (codes.shape[1], codes.shape[0])), rounding.notes)
 
 
-def _joined(tiles: Sequence[tuple[Tensor, grid.Grid]]) -> tuple[Tensor, grid.Grid]:
+def _join_tiles(tiles: Sequence[tuple[Tensor, grid.Grid]]) -> tuple[Tensor, grid.Grid]:
     """Return the codes and grids of all rows, from those of some."""
     if len(tiles) == 1:
         return tiles[0]

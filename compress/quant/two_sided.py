@@ -140,7 +140,7 @@ def by_tiles(
 
 
 @dataclass(frozen=True)
-class Objective(feedback.Objective):
+class TwoSidedObjective(feedback.Objective):
     """The loss tr(R^T H R G), without what rows of different tiles have in common."""
 
     blocks: Sequence[tuple[slice, Tensor]]  # rows of each tile, and their part of G
@@ -153,11 +153,11 @@ class Objective(feedback.Objective):
         return pulled
 
 
-def objective(layer: feedback.Objective, output: OutputMetric, unit: int = 1) -> Objective:
+def objective(layer: feedback.Objective, output: OutputMetric, unit: int = 1) -> TwoSidedObjective:
     """Return the loss with an output metric of a layer; unit as of `by_tiles`."""
     tiles = feedback.row_tiles((layer.weight.shape[1], len(layer.weight)), unit)
     blocks = [(rows, output.block(rows)) for rows in tiles]
-    return Objective(layer.weight, layer.hessian, layer.damping, blocks)
+    return TwoSidedObjective(layer.weight, layer.hessian, layer.damping, blocks)
 
 
 class Front(NamedTuple):

@@ -58,7 +58,7 @@ NARROW_COSTS = _Costs(torch.int32, 15, 15, 16)
 WIDE_COSTS = _Costs(torch.int64, 20, 0, 60)
 
 
-class _Step(NamedTuple):
+class _TrellisStep(NamedTuple):
     """A step of a path, and tables for the way back.
 
     A node is what of a state is left without the symbol that the next step shifts out; its place is new symbol * rest +
@@ -128,14 +128,14 @@ class Search:
         levels, index = scaled.round().long().unique(dim=0, return_inverse=True)
         self.levels, self.index = levels.to(self.table.device, self.costs.dtype), index.to(self.table.device)
 
-    def _step(self, number: int, device: torch.device) -> _Step:
+    def _step(self, number: int, device: torch.device) -> _TrellisStep:
         """Make the tables of every step of a path with this number, or with this parity."""
         bits, next_bits = self.step_bits[number], self.step_bits[(number + 1) % len(self.step_bits)]
         symbols, oldest = 1 << bits, 1 << next_bits  # as many as the next step shifts in leave the state behind
         place = torch.arange(symbols * self.rest, device=device)
         new, low = place // self.rest, place % self.rest
         before = torch.arange(oldest, device=device)[:, None] * self.rest + low  # [oldest symbol, place]
-        return _Step(
+        return _TrellisStep(
             symbols,
             torch.arange(oldest * self.rest, device=device, dtype=self.costs.dtype) // self.rest,
             self.index.view(-1, symbols).T.flatten(),

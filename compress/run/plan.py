@@ -92,6 +92,7 @@ def _source_tensors(skeleton: Skeleton) -> dict[str, Readable]:
 
 def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: WeightTransforms) -> LayerPlan:
     """Plan one linear. online: operations that a transform leaves to run time; a random rotated basis replaces them."""
+    scheme = incoherence.with_chosen_scales(scheme, spec.shape)
     around = incoherence.operations(scheme) if scheme.incoherence else online
     lowrank = scheme.lowrank.stored if scheme.lowrank is not None else None
     if around and scheme.lowrank is not None and scheme.lowrank.metric == "fisher":

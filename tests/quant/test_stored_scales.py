@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from compress.model.skeleton import Skeleton
 from compress.quant import incoherence
 from compress.run import plan, prepare, quantize_linear
 from compress.storage.checkpoint import open_checkpoint
-from compress.types import LayerPlan, Stats, WeightTransforms
+from compress.types import LayerPlan, Scheme, Stats, WeightTransforms
 from helpers.problems import inputs, random
 from helpers.runs import GPTQ, TEXT, cli, job, report_of, stored_tensors
 
@@ -196,3 +197,12 @@ def test_sensitivity_without_gradients_is_noted(pico_dir: Callable[..., Path]) -
         notes[known is None] = [note for note in made.notes if "no gradients" in note]
         assert made.weight.nbytes == layer.nbytes
     assert len(notes[True]) == 1 and not notes[False]
+
+
+def test_auto_stores_scales_where_a_linear_has_many_inputs() -> None:
+    scheme = Scheme("trellis", None, incoherence=True, out_scales="auto")
+    chosen = [incoherence.with_chosen_scales(scheme, (64, inputs)).out_scales for inputs in (511, 512)]
+    assert chosen == ["none", "rms"]
+    assert (
+        incoherence.with_chosen_scales(dataclasses.replace(scheme, out_scales="ones"), (64, 512)).out_scales == "ones"
+    )

@@ -111,14 +111,14 @@ class Kind(NamedTuple):
         return 1 << self.bits
 
     @property
-    def packed(self) -> int:
+    def decisions_per_byte(self) -> int:
         """Decisions that one byte holds: those of nodes that differ in the newest symbol alone."""
         return min(self.symbols, max(1, 8 // self.oldest_bits))
 
     @property
     def rows(self) -> int:
         """Bytes of the decisions for each of the remaining bits."""
-        return self.symbols // self.packed
+        return self.symbols // self.decisions_per_byte
 
 
 def kinds_of_steps(symbol_bits: float) -> list[Kind]:
@@ -321,7 +321,7 @@ class _SearchEmitter(Emitter):
             least.append(totals[0])
         for i in range(kind.rows):
             place = self._row(self._decision(kind, t, low, self.i64(i)))
-            together = least[i * kind.packed : (i + 1) * kind.packed]
+            together = least[i * kind.decisions_per_byte : (i + 1) * kind.decisions_per_byte]
             self.store(self._in_bytes(together, kind.oldest_bits), self.decisions, place)
 
     def _decision(self, kind: Kind, t: Any, low: Any, part: Any) -> Any:
@@ -394,7 +394,7 @@ class _SearchEmitter(Emitter):
         """Return the oldest symbol of the transition to a node that won."""
         b = self.b
         new, low = b.and_(node, self.i64(kind.symbols - 1)), b.lshr(node, self.i64(kind.bits))
-        row = self._decision(kind, t, low, b.udiv(new, self.i64(kind.packed)))
+        row = self._decision(kind, t, low, b.udiv(new, self.i64(kind.decisions_per_byte)))
         held = b.zext(self.load(self.decisions, b.add(self._row(row), lane), self.byte), self.index)
-        place = b.mul(b.urem(new, self.i64(kind.packed)), self.i64(kind.oldest_bits))
+        place = b.mul(b.urem(new, self.i64(kind.decisions_per_byte)), self.i64(kind.oldest_bits))
         return b.and_(b.lshr(held, place), self.i64((1 << kind.oldest_bits) - 1))

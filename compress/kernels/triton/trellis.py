@@ -269,7 +269,8 @@ def multiply(x, words, scale, row_scales, out, partials, counters,
     x and out have one type. Warp w takes columns w * BLOCK_K .. of each step of WARPS * BLOCK_K columns; MASKED: they
     do not fill the last step. With SPLIT, `parts` programs share the steps.
     """
-    KINDS: tl.constexpr = 2 if TWICE_BITS % 2 else 1  # of groups: those that begin with a word, or amid one
+    # Groups of two kinds take turns at half bits: those that begin with a word, and amid one.
+    KINDS: tl.constexpr = 2 if TWICE_BITS % 2 else 1
     block, part = tl.program_id(0), tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
     k = (tl.arange(0, WARPS) * BLOCK_K)[:, None] + tl.arange(0, BLOCK_K)[None, :]
