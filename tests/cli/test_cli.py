@@ -198,7 +198,7 @@ def test_inspect(packed: Path) -> None:
     assert json.loads(succeeded("inspect", packed, "--json")) == report
     table = succeeded("inspect", packed)
     assert f"{report['nbytes']['total']:,}" in table and f"{report['bpw']:.3f}" in table
-    worst = sorted(report["layers"], key=lambda row: -row["output_error"])[:5]
+    worst = sorted(report["layers"], key=lambda row: -row.get("two_sided_error", row["output_error"]))[:5]
     first_words = [line.split()[0] for line in table.splitlines()]
     shown = [word for word in first_words if word.startswith("model.layers.") and "*" not in word]
     assert shown == [row["name"] for row in worst]
