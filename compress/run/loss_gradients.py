@@ -81,8 +81,9 @@ def output_gradients(
 
 
 def describe(failure: str) -> str:
-    """Return what is to be said where gradients cannot be had, for this reason."""
-    return f"rounding is one-sided: the loss's gradients at outputs of linears cannot be taken ({failure})"
+    """Return what is to be said where gradients cannot be had, for this reason; not what other recipes could do."""
+    why = failure.partition("; ")[0]
+    return f"rounding is one-sided: the loss's gradients at outputs of linears cannot be taken ({why})"
 
 
 class TimedGradients:

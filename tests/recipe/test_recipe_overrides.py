@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from compress import recipe
+from compress.errors import RecipeError
 from compress.recipe import CalibrationConfig, Recipe, Rule
 from helpers.fake_methods import Make, maker, message, settings
 
@@ -97,6 +99,12 @@ def test_a_new_method_of_a_rule(make: Make) -> None:
     loaded = make(BASE, "rules.0.method=beta")
     assert loaded.rules[0].scheme and settings(loaded.rules[0].scheme) == ("beta", {"bits": 8})
     assert settings(loaded.quantize) == ("alpha", {"bits": 5, "damp": 0.5})
+
+
+def test_a_new_method_that_cannot_round_two_sided_goes_without() -> None:
+    assert recipe.load("int4").quantize.two_sided and not recipe.load("int4", ["method=rtn"]).quantize.two_sided
+    with pytest.raises(RecipeError, match="rtn cannot round two-sided"):
+        recipe.load("int4", ["method=rtn", "two_sided=true"])
 
 
 @pytest.mark.parametrize("order", [1, -1])

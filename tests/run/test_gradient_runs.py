@@ -123,10 +123,10 @@ def to_infinity(*given: Any) -> torch.Tensor:
     return BACKWARD_OF_LOSS(*given) * float("inf")
 
 
-NOT_FINITE = r"the gradient at the outputs of model\.layers.* is not finite.*"
+NOT_FINITE = r"the gradient at the outputs of model\.layers.* is not finite"
 FAILURES = {
     "derivative": (BlockOutputs, "pull_back", fail(RuntimeError("no derivative\nof x")), "no derivative"),
-    "code": (BlockOutputs, "pull_back", fail(UnsupportedModelError("blocks differ")), "blocks differ"),
+    "code": (BlockOutputs, "pull_back", fail(UnsupportedModelError("blocks differ; use int4")), "blocks differ"),
     "overflow": (BackwardPass, "_of_loss", to_infinity, NOT_FINITE),
 }
 
@@ -233,7 +233,7 @@ def test_a_run_that_is_killed_while_it_quantizes_does_not_take_them_again(model:
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("call", [2, 5])
+@pytest.mark.parametrize("call", [2, 9])
 def test_a_run_that_is_killed_while_it_takes_them_has_the_same_bytes(call: int, model: Path, tmp_path: Path) -> None:
     words = command(model, TWO_SIDED, tmp_path / "out")
     kill = interrupt("compress.calib.gradient_pass", "as_stored", call)
