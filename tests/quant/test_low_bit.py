@@ -132,7 +132,9 @@ def check(out: Path, original: PreTrainedModel, transformed: bool = False) -> di
     is_rounded = any(weight.stored.activations for weight in packed.values())
     rounding = 0.02 if is_rounded else 1e-4  # inputs between two integers
     assert (found - expected).abs().max() < rounding * float(expected.abs().max())
-    assert all(0 < row["weight_error"] < 0.5 and (row["output_error"] or 0) < 0.1 for row in report["layers"])
+    few = min(row["bpw"] for row in report["layers"]) < 1.9
+    for row in report["layers"]:  # at 1 bit a weight loses a quarter of a Gaussian, and fed-back errors as much again
+        assert 0 < row["weight_error"] < (0.8 if few else 0.5) and (row["output_error"] or 0) < (0.35 if few else 0.1)
     return report
 
 
