@@ -25,7 +25,7 @@ candidates per column.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -134,18 +134,9 @@ def prepare(weight: Tensor, stats: Stats | None, config: Config) -> Rounding:
 
 def quantize_rows(rounding: Rounding, rows: slice) -> tuple[Tensor, grid.Grid]:
     """Return codes [in, rows] uint8 and grids of a tile."""
-    target = rounding.target[:, rows].contiguous()
-    return _join_tiles(two_sided.by_groups(target, rounding.output, rows, partial(_quantize_group, rounding)))
-
-
-def _quantize_group(rounding: Rounding, _: slice, target: Tensor) -> tuple[tuple[Tensor, grid.Grid], Tensor]:
-    """Return codes [in, rows] and grids for a target [in, rows], and the values [in, rows] that they are."""
-    codes, fitted = _quantize_target(rounding, target)
-    return (codes, fitted), fitted.values(codes, rounding.params.group(len(target)))
-
-
-def _quantize_target(rounding: Rounding, target: Tensor) -> tuple[Tensor, grid.Grid]:
-    order = rounding.order
+    target, order = rounding.target[:, rows].contiguous(), rounding.order
+    if rounding.output is not None:
+        return _join_tiles(two_sided.by_groups(target, rounding.output, rows, partial(_quantize_group, rounding)))
     rounder = _GridRounder(target, order, rounding.upper, rounding.config, rounding.params)
     feedback.run(target[order], rounding.upper, rounder)
     codes = torch.empty_like(rounder.codes).index_copy_(0, order, rounder.codes)
@@ -153,6 +144,13 @@ def _quantize_target(rounding: Rounding, target: Tensor) -> tuple[Tensor, grid.G
         return codes, rounder.grid
     layer = feedback.Objective(target, rounding.hessian, rounding.damping)
     return descent.improve_grid(layer, codes, rounder.grid, rounding.params, rounding.config.sweeps)
+
+
+def _quantize_group(rounding: Rounding, _: slice, target: Tensor) -> tuple[tuple[Tensor, grid.Grid], Tensor]:
+    """Return codes [in, rows] and grids for a target [in, rows], and the values [in, rows] that they are."""
+    one_sided = replace(rounding, target=target, output=None)
+    codes, fitted = quantize_rows(one_sided, slice(0, target.shape[1]))
+    return (codes, fitted), fitted.values(codes, rounding.params.group(len(target)))
 
 
 def join(rounding: Rounding, tiles: Sequence[tuple[Tensor, grid.Grid]]) -> Quantized:
