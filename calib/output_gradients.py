@@ -138,7 +138,7 @@ class OutputGradients:
     def metric(
         self, rows: slice, change_rows: Callable[[Tensor], Tensor] = lambda rows: rows, damp: float = REGULARIZATION
     ) -> Tensor:
-        """Return `changed(change_rows).block(rows, damp)`."""
+        """Return `in_basis(change_rows).block(rows, damp)`."""
         return self.in_basis(change_rows).block(rows, damp)
 
 

@@ -5,9 +5,10 @@
 A column is cut into tiles of `tile_rows` rows. The bits of a tile form a circular stream, bits * tile_rows long, and
 the state of a weight is the window of it that ends with the weight's own bits, so that every weight decodes without
 its neighbours and takes exactly `bits` bits (bitshift trellis of QTIP, arXiv 2406.11235, with windows as EXL3 has
-them). At 1.5, 2.5 and 3.5 bits, rows take a bit less and a bit more in turn, as in EXL3; only `mul1` has these. The
-stream runs along the rows, not through a square of 16 x 16 as there: the column loop can then feed back the error of
-every single column, and a kernel meets the same shift for all columns of a row. Codes of a state s:
+them). At 1.5, 2.5 and 3.5 bits, the first row of a tile takes half a bit less, the second half a bit more, and so on in
+turn, as in EXL3; only `mul1` has these. The stream runs along the rows, not through a square of 16 x 16 as there: the
+column loop can then feed back the error of every single column, and a kernel meets the same shift for all columns of a
+row. Codes of a state s:
 
 - `mul1`: the sum of the four bytes of s * 0x83DCD12D mod 2^32, less 510, over 147.7: near Gaussian, integer until the
   division, so that an int8 dot product can sum it;

@@ -88,7 +88,14 @@ def refit(layer: Objective, layout: EntryLayout, entries: Tensor) -> Tensor:
     return entries
 
 
-class Learner(descent.Revisable, Protocol):
+class Divisible(descent.Revisable, Protocol):
+    """A rounder whose fitted state serves some of its rows, too."""
+
+    def part(self, rows: slice) -> Divisible:
+        """Return a rounder of some rows with what is fitted, and codes of its own."""
+
+
+class Learner(Divisible, Protocol):
     """A rounder with codebooks."""
 
     books: StoredEntries
@@ -98,9 +105,6 @@ class Learner(descent.Revisable, Protocol):
 
     def refit(self, layer: Objective) -> None:
         """Fit the entries to the codes and round them to their storage type."""
-
-    def part(self, rows: slice) -> Learner:
-        """Return a rounder of some rows with these codebooks, and codes of its own."""
 
 
 def alternate(layer: Layer, rounder: Learner, sweeps: int) -> None:
@@ -139,6 +143,23 @@ def alternate_two_sided(
     As in `alternate`, the first round that does not lower the loss, here tr(R^T H R G), is taken back. unit, cut: as of
     `two_sided.by_tiles`.
     """
+    both = two_sided.objective(layer, output, unit)
+    least = both.loss(rounder.values())
+    for _ in range(1 + MORE_LOOPS):
+        codes, books = rounder.codes, rounder.books
+        rounder.codes = round_two_sided(layer, rounder, sweeps, output, unit, cut)
+        rounder.refit(both)
+        loss = both.loss(rounder.values())
+        if loss >= least:
+            rounder.codes, rounder.books = codes, books
+            break
+        least = loss
+
+
+def round_two_sided(
+    layer: Layer, rounder: Divisible, sweeps: int, output: OutputMetric, unit: int = 1, cut: int = 0
+) -> Tensor:
+    """Return the codes of groups of rows that are rounded behind each other, by parts of a rounder, with sweeps."""
 
     def quantize_group(rows: slice, target: Tensor) -> tuple[Tensor, Tensor]:
         part = rounder.part(rows)
@@ -147,14 +168,4 @@ def alternate_two_sided(
             values = descent.improve_blocks(replace(layer, weight=target), values, part, sweeps)
         return part.codes, values
 
-    both = two_sided.objective(layer, output, unit)
-    least = both.loss(rounder.values())
-    for _ in range(1 + MORE_LOOPS):
-        codes, books = rounder.codes, rounder.books
-        rounder.codes = torch.cat(two_sided.by_tiles(layer.weight, output, quantize_group, unit, cut), 1)
-        rounder.refit(both)
-        loss = both.loss(rounder.values())
-        if loss >= least:
-            rounder.codes, rounder.books = codes, books
-            break
-        least = loss
+    return torch.cat(two_sided.by_tiles(layer.weight, output, quantize_group, unit, cut), 1)

@@ -34,17 +34,18 @@ mean bits.
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from compress.papers.formats import lattice as lattice_format
-from compress.quant import descent, feedback, two_sided
+from compress.quant import descent, feedback
 from compress.quant.feedback import Layer
+from compress.quant.refit import round_two_sided
 from compress.quant.settings import check, check_damp
-from compress.types import OutputMetric, PackedWeight, Quantized, Stats, Stored
+from compress.types import PackedWeight, Quantized, Stats, Stored
 
 FORMAT = "lattice"
 NEEDS = frozenset({"hessian"})
@@ -110,23 +111,10 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
         if sweep < config.sweeps:
             values = descent.improve_blocks(layer, values, rounder, 1)
     if stats.output is not None:
-        rounder.codes = _round_two_sided(layer, rounder, config.sweeps, stats.output)
+        rounder.codes = round_two_sided(layer, rounder, config.sweeps, stats.output)
     codes = layer.natural(rounder.codes).permute(1, 0, 2).flatten(1)  # row, column
     tensors = lattice_format.pack(codes, rounder.side(layer), params, shape)
     return Quantized(PackedWeight(Stored(FORMAT, params), tensors, shape), tuple(layer.notes))
-
-
-def _round_two_sided(layer: Layer, rounder: LatticeRounder, sweeps: int, output: OutputMetric) -> Tensor:
-    """Return the codes of groups of rows that are rounded behind each other, in the lattices of all rows."""
-
-    def quantize_group(rows: slice, target: Tensor) -> tuple[Tensor, Tensor]:
-        part = rounder.part(rows)
-        values = target - feedback.run(target, layer.factor, part).residual
-        if sweeps:
-            values = descent.improve_blocks(replace(layer, weight=target), values, part, sweeps)
-        return part.codes, values
-
-    return torch.cat(two_sided.by_tiles(layer.weight, output, quantize_group), 1)
 
 
 def group_bits(layer: Layer, config: Config, size: int) -> Tensor:
