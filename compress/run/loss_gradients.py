@@ -2,8 +2,8 @@
 
 Gradients of weights are for low-rank parts and tuning that go by them (compress/calib/fisher.py). Gradients at outputs
 of linears are for two-sided rounding and scales by sensitivity (compress/calib/output_gradients.py). They are kept in a
-folder, beside the output or in that of `--measurements`, and read by every run that needs them of the same model and
-text. That takes the first samples of the text, of `calibration.gradient_tokens` tokens together.
+folder, beside the output, or in that of `--work` or `--measurements`, and read by every run that needs them of the same
+model and text. That takes the first samples of the text, of `calibration.gradient_tokens` tokens together.
 
 A transform of the whole model keeps its function, and may change what linears give. The gradients are then those of the
 transformed model, in a folder of their own. With a transform of blocks, which is chosen while they are quantized, the
@@ -121,12 +121,15 @@ def reader(
 
 
 def folder_of(job: Job, identity: dict[str, Any]) -> Path:
-    """Return the folder of the gradients that are decided by `identity`."""
+    """Return the folder of the gradients that are decided by `identity`.
+
+    It lies beside unfinished work, as the output may be in an object store, where nothing can be renamed.
+    """
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]
     if job.measurements is not None:
         return job.measurements / f"gradients-{digest}"
     name = re.sub(r"[^\w.-]+", "-", Path(job.model.rstrip("/")).name or "model")[:MAX_NAME_CHARACTERS]
-    return job.out.with_name(f"{name}-{digest}.gradients")
+    return (job.work or job.out.parent) / f"{name}-{digest}.gradients"
 
 
 def _identity(job: Job, skeleton: Skeleton, tokens: Tensor, used: Tensor) -> dict[str, Any]:

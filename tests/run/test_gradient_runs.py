@@ -99,6 +99,14 @@ def test_a_folder_of_measurements_keeps_them(model: Path, tmp_path: Path, passes
     assert len(passes) == 1 and not folders(tmp_path) and len(folders(kept)) == 1
 
 
+def test_with_a_folder_for_unfinished_work_they_lie_in_it(model: Path, tmp_path: Path) -> None:
+    """An output in an object store has nothing beside it that can be renamed."""
+    asked = job(model, TWO_SIDED, tmp_path / "store" / "out")
+    api.quantize(dataclasses.replace(asked, work=tmp_path / "work"))
+    assert len(folders(tmp_path / "work")) == 1
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize("transform", ["smooth", "awq"])
 def test_behind_transforms_that_change_outputs_later_rounding_is_one_sided(
     transform: str, model: Path, tmp_path: Path, passes: list[tuple[int, ...]]
