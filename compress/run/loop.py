@@ -232,7 +232,7 @@ class BlockLoop:
                     process_memory.check(self.job.max_memory)
                     self.meter.step()
             del statistics  # before the next ones are made
-        for task, result, seconds in divided.join(self.options):
+        for task, result, seconds in divided.join(self.options, output_gradients):
             consumer.add(task, result, seconds)
         notes += [note] if note else []
 
@@ -301,17 +301,26 @@ class DividedBlock:
         numbers = next(self._numbers(task.layer, p) for p in self.portions[name] if p.rank == self.ranks.rank)
         tiles = quantize_linear.quantize_tiles(task, numbers, self.seed)
         task.statistics.rotated.clear()  # it waits for the others
-        self.waiting[name, task.option] = _PartialLinear(task, tiles)
+        self.waiting[name, task.option] = _PartialLinear(task._replace(output_gradients=None), tiles)
 
-    def join(self, options: Mapping[str, Mapping[str, LayerPlan]]) -> Iterator[tuple[LinearTask, Quantized, float]]:
+    def join(
+        self,
+        options: Mapping[str, Mapping[str, LayerPlan]],
+        output_gradients: loss_gradients.Reader,
+    ) -> Iterator[tuple[LinearTask, Quantized, float]]:
         """Yield the divided linears whose first tiles this process has, and the seconds of all who made them.
 
-        options: linear -> option -> how it is stored at that option.
+        options: linear -> option -> how it is stored at that option. output_gradients: reads those of a linear anew.
         """
         for name, portions in self.portions.items():
             for option in options[name] if len(portions) > 1 else ():
                 linear = self.waiting.pop((name, option), None)
-                if linear is not None and (result := self._join_tiles(linear, portions)) is not None:
+                if linear is None:
+                    continue
+                if portions[0].rank == self.ranks.rank:
+                    known = linear.task._replace(output_gradients=output_gradients(linear.task.layer))
+                    linear = linear._replace(task=known)
+                if (result := self._join_tiles(linear, portions)) is not None:
                     yield linear.task, *result
 
     def _join_tiles(self, linear: _PartialLinear, portions: list[Portion]) -> tuple[Quantized, float] | None:

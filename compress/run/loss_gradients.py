@@ -36,6 +36,8 @@ from compress.run import sizes
 from compress.run.job import Job
 from compress.types import Fisher, LayerPlan
 
+Reader = Callable[[LayerPlan], OutputGradients | None]  # returns what is known at the outputs of a linear
+
 MAX_NAME_CHARACTERS = 150  # the model's name in that of a folder
 
 
@@ -105,7 +107,7 @@ class TimedGradients:
 
 def reader(
     store: GradientStore | TimedGradients | None, index: int, layers: Sequence[LayerPlan], device: torch.device
-) -> Callable[[LayerPlan], OutputGradients | None]:
+) -> Reader:
     """Return what reads the gradients at the outputs of a block's linears.
 
     None for those that need none, and for all if there are none. Raises CheckpointError if they are damaged.
