@@ -105,8 +105,7 @@ class BlockLoop:
         """Pass all blocks to the consumer; those that it has finished are only replayed."""
         notes = {"transform": chosen} if (chosen := self._choose_edits()) else {}
         count, last = len(self.skeleton.blocks), self._last_read()
-        if consumer.finished < count:
-            self._take_gradients()
+        self._take_gradients(consumer.finished < count)
         if self.gradients is not None and self.gradients.failure is not None:
             notes["two_sided"] = [loss_gradients.describe(self.gradients.failure)]
             note(*notes["two_sided"])
@@ -156,19 +155,22 @@ class BlockLoop:
         with self.stream.ranks.main_first():  # which keeps what it has searched for in a file
             return [*plan.messages, *edits.choose(bench)]
 
-    def _take_gradients(self) -> None:
+    def _take_gradients(self, are_used: bool) -> None:
         """Take the loss's gradients by a forward and a backward pass of the whole model, if a linear needs them.
 
-        Those at outputs may have been kept by an earlier run.
+        Those at outputs may have been kept by an earlier run. are_used: False where all blocks are finished.
         """
         every = self.job.pack and sizes.tuning_needs_gradients(self.job.recipe)
         names = {x.spec.name for layers in self.layers for x in layers if every or sizes.needs_gradients(x)}
         file, tokens = self._spill_file("gradients"), self.stream.tokens
-        if names and tokens is not None:
+        if names and tokens is not None and are_used:
             self.meter.say("taking the loss's gradients")
             self.fisher = loss_gradients.fisher_weights(self.skeleton, tokens, names, file, self.device)
         if tokens is not None and any(map(sizes.needs_output_gradients, itertools.chain(*self.layers))):
-            self.gradients = loss_gradients.output_gradients(self.job, self.skeleton, tokens, file, self.meter.say)
+            if are_used:
+                self.gradients = loss_gradients.output_gradients(self.job, self.skeleton, tokens, file, self.meter.say)
+            else:
+                self.gradients = loss_gradients.known_gradients(self.job, self.skeleton, tokens)
 
     def _spill_file(self, name: str) -> Path | None:
         """Return the file that holds what does not fit into memory."""

@@ -67,9 +67,7 @@ def output_gradients(
     Where they cannot be had, the store says why. tokens [samples, seq_len]: the calibration text. file: where hidden
     states may spill.
     """
-    used = tokens[: samples(job.recipe.calibration.gradient_tokens, *tokens.shape)]
-    identity = _identity(job, skeleton, tokens, used)
-    store = GradientStore(folder_of(job, identity), identity, linear_widths(skeleton))
+    store, used = _open(job, skeleton, tokens)
     if ranks.current().is_main and store.known_failure() is None:
         item = gradient_pass.computed_dtype(skeleton, job.device).itemsize
         store.check_space(sizes.output_gradient_sizes(skeleton, len(used), used.shape[1], item).stored)
@@ -80,6 +78,20 @@ def output_gradients(
 
     gradient_pass.make(skeleton, used, store, job.seed, file, job.device, report)
     return store
+
+
+def known_gradients(job: Job, skeleton: Skeleton, tokens: Tensor) -> GradientStore:
+    """Return what `output_gradients` does after a run that has used them: nothing is taken, `failure` is as it was."""
+    store, _ = _open(job, skeleton, tokens)
+    store.failure = ranks.by_main(store.known_failure)
+    return store
+
+
+def _open(job: Job, skeleton: Skeleton, tokens: Tensor) -> tuple[GradientStore, Tensor]:
+    """Return the gradients as they are, and the tokens of which they are."""
+    used = tokens[: samples(job.recipe.calibration.gradient_tokens, *tokens.shape)]
+    identity = _identity(job, skeleton, tokens, used)
+    return GradientStore(folder_of(job, identity), identity, linear_widths(skeleton)), used
 
 
 def describe(failure: str) -> str:

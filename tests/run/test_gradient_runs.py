@@ -18,6 +18,7 @@ from compress.calib.output_gradients import BlockOutputs
 from compress.errors import UnsupportedModelError
 from compress.run import loss_gradients, prepare, quantize_linear, sizes
 from compress.run.job import Job
+from compress.storage.workdir import Output
 from helpers.pico import save_pico
 from helpers.runs import KEEP_TABLES, Setup, cli, command, contents, interrupt, job
 
@@ -120,7 +121,7 @@ def test_behind_transforms_that_change_outputs_later_rounding_is_one_sided(
     assert weights(tmp_path / "out") == weights(tmp_path / "plain")
 
 
-def fail(error: Exception) -> Callable[..., Any]:
+def fail(error: BaseException) -> Callable[..., Any]:
     def stand_in(*given: Any) -> Any:
         raise error
 
@@ -158,6 +159,18 @@ def test_where_gradients_cannot_be_had_rounding_is_one_sided(
     assert weights(tmp_path / "out") == weights(tmp_path / "again") == weights(tmp_path / "plain")
     (folder,) = folders(tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == ["gradients.json", "lock"]
+
+
+def test_a_run_that_goes_on_behind_all_blocks_says_why_they_are_one_sided(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockOutputs, "pull_back", fail(RuntimeError("no derivative")))
+        patch.setattr(Output, "publish", fail(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            api.quantize(job(model, TWO_SIDED, tmp_path / "out"))
+    (said,) = api.quantize(job(model, TWO_SIDED, tmp_path / "out"))["notes"]["two_sided"]
+    assert "no derivative" in said
 
 
 @pytest.mark.parametrize(
