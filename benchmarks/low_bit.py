@@ -121,7 +121,10 @@ def write_hessian(columns: int, out: Path) -> None:
 
 
 def round_layer(entry: str, shape: tuple[int, int], hessian_file: Path) -> Row:
-    """Quantize one random weight [out, in] as the pipeline does, its turn into the rotated basis included."""
+    """Quantize one random weight [out, in] as the pipeline does, its turn into the rotated basis included.
+
+    Rounding is one-sided: no gradients belong to such a weight.
+    """
     import torch
     from peer_tools.common import peak_rss
     from safetensors.torch import load_file
@@ -130,23 +133,24 @@ def round_layer(entry: str, shape: tuple[int, int], hessian_file: Path) -> Row:
     from compress.quant import incoherence
     from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec, Stats, Stored
 
-    chosen = scheme(entry)
+    chosen = incoherence.with_chosen_scales(scheme(entry), shape)
     method = plugins.load("quant", chosen.method)
     spec = LinearSpec("layer", shape, torch.float32, 0, "layer")
-    around = incoherence.OPS if chosen.incoherence else NO_TRANSFORMS
+    ops = incoherence.operations(chosen) if chosen.incoherence else NO_TRANSFORMS
     params = method.plan_params(chosen.config, shape)
-    stored = Stored(method.FORMAT, params, around)
+    stored = Stored(method.FORMAT, params, ops)
     layer = LayerPlan(spec, chosen, stored, formats.nbytes(stored, shape))
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(SEED + 1))
     hessian = load_file(hessian_file)["hessian"].clone()  # the file is mapped
     stats = Stats(hessian, shape[1])
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak to what is resident now
     before, start, cpu = peak_rss(), time.perf_counter(), time.process_time()
-    given = incoherence.rotated_weight(weight, layer, SEED) if around else weight
-    seen = incoherence.rotated_stats(stats, layer, SEED) if around and method.NEEDS else stats
+    around = incoherence.surroundings(layer, SEED, weight) if ops else {}
+    given = incoherence.rotated_weight(weight, layer, around) if ops else weight
+    seen = incoherence.rotated_stats(stats, layer, SEED) if ops and method.NEEDS else stats
     result = method.quantize(given, seen if method.NEEDS else None, chosen.config, SEED)
     wall, cpu, peak = time.perf_counter() - start, time.process_time() - cpu, peak_rss()
-    packed = incoherence.wrap(result.weight, layer, SEED) if around else result.weight
+    packed = incoherence.wrap(result.weight, layer, around) if ops else result.weight
     assert packed.nbytes == layer.nbytes, f"{packed.nbytes} bytes stored, {layer.nbytes} planned"
     del given, seen, result
     start = time.perf_counter()

@@ -96,7 +96,7 @@ COLUMN_SECONDS = 20e-6  # of starting the kernels of one column's step
 
 
 def round_linear(entry: str, shape: Shape) -> Row:
-    """Quantize a random linear as the pipeline does, its turn into the rotated basis included, by one thread."""
+    """Quantize a random linear one-sided, its turn into the rotated basis included, by one thread."""
     import torch
 
     from compress import formats, plugins
@@ -104,13 +104,13 @@ def round_linear(entry: str, shape: Shape) -> Row:
     from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec, Stats, Stored
 
     torch.set_num_threads(1)
-    chosen = scheme(entry)
+    chosen = incoherence.with_chosen_scales(scheme(entry), shape)
     method = plugins.load("quant", chosen.method)
-    around = incoherence.OPS if chosen.incoherence else NO_TRANSFORMS
+    ops = incoherence.operations(chosen) if chosen.incoherence else NO_TRANSFORMS
     generator = torch.Generator().manual_seed(SEED)
 
     def once(out: int, columns: int) -> float:
-        stored = Stored(method.FORMAT, method.plan_params(chosen.config, (out, columns)), around)
+        stored = Stored(method.FORMAT, method.plan_params(chosen.config, (out, columns)), ops)
         spec = LinearSpec("layer", (out, columns), torch.float32, 0, "layer")
         layer = LayerPlan(spec, chosen, stored, formats.nbytes(stored, (out, columns)))
         inputs = torch.randn(512, columns, generator=generator) * torch.randn(columns, generator=generator).exp()
@@ -118,8 +118,9 @@ def round_linear(entry: str, shape: Shape) -> Row:
         hessian.diagonal().add_(0.1 * hessian.diagonal().mean())
         weight = torch.randn(out, columns, generator=generator)
         start, stats = time.process_time(), Stats(hessian, 4096)
-        if around:
-            weight = incoherence.rotated_weight(weight, layer, SEED)
+        if ops:
+            around = incoherence.surroundings(layer, SEED, weight)
+            weight = incoherence.rotated_weight(weight, layer, around)
             stats = incoherence.rotated_stats(stats, layer, SEED)
         method.quantize(weight, stats if method.NEEDS else None, chosen.config, SEED)
         return time.process_time() - start

@@ -49,7 +49,7 @@ def make(
     file: where hidden states may spill. report: is told what is being done, behind each block again. Called by all
     processes of a run. Frees all weights. Where they cannot be had, `store.failure` is why.
     """
-    with store.hold() if ranks.current().is_main else nullcontext():
+    with store.hold(report) if ranks.current().is_main else nullcontext():
         store.failure = ranks.by_main(store.known_failure)
         if store.failure is None and (remaining := ranks.by_main(store.remaining)):
             report("taking output gradients")
@@ -76,9 +76,14 @@ def _advance(blocks: Blocks | None) -> tuple[dict[str, GradientRows], str | None
     except (UnsupportedModelError, NumericalError) as error:
         return {}, str(error)
     except RuntimeError as error:  # of operations of the model's own code that were never taken backward
-        if blockwise.is_out_of_memory(error):
+        if blockwise.is_out_of_memory(error) or _is_of_device(error):
             raise
         return {}, first_line(error)
+
+
+def _is_of_device(error: RuntimeError) -> bool:
+    """Return whether an error is one of a GPU or of its libraries: another run may not have it."""
+    return isinstance(error, torch.AcceleratorError) or str(error).startswith(("CUDA error", "cuDNN error"))
 
 
 class _GradientPass:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,14 @@ class GradientStore:
         self.failure: str | None = None  # why there are none and can be none, where that is known
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Make the folder, and wait until no other run is making what is in it; an empty one is removed at the end."""
+    def hold(self, report: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+        """Make the folder, and wait until no other run is making what is in it; an empty one is removed at the end.
+
+        report: is told if there is something to wait for.
+        """
         with ExitStack() as opened:
             with writing(self.folder, OPTION):
-                self._take_lock(opened)
+                self._take_lock(opened, report)
                 kept = self._hashes()
                 for left in [*self.folder.glob("*.part"), *self.folder.glob("behind-*")]:  # by a killed run
                     if left.name not in kept:
@@ -68,7 +71,7 @@ class GradientStore:
                         (self.folder / LOCK).unlink()
                         self.folder.rmdir()
 
-    def _take_lock(self, opened: ExitStack) -> None:
+    def _take_lock(self, opened: ExitStack, report: Callable[[str], None]) -> None:
         """Lock the folder until `opened` is closed."""
         while True:  # a run that ends may remove the folder between any two steps
             self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +79,11 @@ class GradientStore:
             with suppress(FileNotFoundError), ExitStack() as attempt:
                 check_owner(self.folder, OPTION)
                 lock = attempt.enter_context(files.open_lock(self.folder / LOCK))
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    report(f"waiting for another run, which takes output gradients in {self.folder}")
+                    fcntl.flock(lock, fcntl.LOCK_EX)
                 if os.path.samestat(os.fstat(lock.fileno()), (self.folder / LOCK).stat()):
                     opened.push(attempt.pop_all())
                     return
@@ -105,7 +112,8 @@ class GradientStore:
     def check_space(self, nbytes: int) -> None:
         """Raise OutputError if the disk has no room for what is still to be written; nbytes: of all blocks."""
         if remaining := self.remaining():
-            check_space(self.folder, nbytes * remaining // len(self.linears))
+            advice = f"free some space, give another {OPTION}, or set two_sided: false"
+            check_space(self.folder, nbytes * remaining // len(self.linears), "output gradients need", advice)
 
     def resume_point(self, remaining: int, samples: slice) -> Begun | None:
         """Return where a pass goes on that has so many blocks to do, for these samples; None if it is at its start."""

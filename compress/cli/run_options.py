@@ -92,8 +92,8 @@ class RunOptions:
         Path | None,
         Option(
             metavar="DIR",
-            help="Measured by `compress allocate --measure`; made or reused. Default: beside the output, by model and "
-            "recipe.",
+            help="Measured by `compress allocate --measure`, and gradients of the loss; made or reused. Default: "
+            "beside the output, by model and recipe.",
         ),
     ] = None
     budget: Annotated[

@@ -59,7 +59,8 @@ def _check_output(made: Scheme, at: Node, where: str) -> None:
         able = ", ".join(name for name in plugins.names("quant") if is_two_sided(plugins.load("quant", name)))
         raise error_at(at, f"{where}: {made.method} cannot round two-sided, {able} can; set two_sided: false")
     if not made.incoherence and (made.out_scales != "none" or made.in_vector):
-        raise error_at(at, f"{where}: out_scales and in_vector are those of a rotated basis; set incoherence: true")
+        advice = "set incoherence: true, or out_scales: none and in_vector: false"
+        raise error_at(at, f"{where}: out_scales and in_vector are those of a rotated basis; {advice}")
 
 
 def is_two_sided(method: ModuleType) -> bool:

@@ -105,8 +105,7 @@ class BlockLoop:
         """Pass all blocks to the consumer; those that it has finished are only replayed."""
         notes = {"transform": chosen} if (chosen := self._choose_edits()) else {}
         count, last = len(self.skeleton.blocks), self._last_read()
-        if consumer.finished < count:
-            self._take_gradients()
+        self._take_gradients(consumer.finished < count)
         if self.gradients is not None and self.gradients.failure is not None:
             notes["two_sided"] = [loss_gradients.describe(self.gradients.failure)]
             note(*notes["two_sided"])
@@ -156,19 +155,22 @@ class BlockLoop:
         with self.stream.ranks.main_first():  # which keeps what it has searched for in a file
             return [*plan.messages, *edits.choose(bench)]
 
-    def _take_gradients(self) -> None:
+    def _take_gradients(self, are_used: bool) -> None:
         """Take the loss's gradients by a forward and a backward pass of the whole model, if a linear needs them.
 
-        Those at outputs may have been kept by an earlier run.
+        Those at outputs may have been kept by an earlier run. are_used: False where all blocks are finished.
         """
         every = self.job.pack and sizes.tuning_needs_gradients(self.job.recipe)
         names = {x.spec.name for layers in self.layers for x in layers if every or sizes.needs_gradients(x)}
         file, tokens = self._spill_file("gradients"), self.stream.tokens
-        if names and tokens is not None:
+        if names and tokens is not None and are_used:
             self.meter.say("taking the loss's gradients")
             self.fisher = loss_gradients.fisher_weights(self.skeleton, tokens, names, file, self.device)
         if tokens is not None and any(map(sizes.needs_output_gradients, itertools.chain(*self.layers))):
-            self.gradients = loss_gradients.output_gradients(self.job, self.skeleton, tokens, file, self.meter.say)
+            if are_used:
+                self.gradients = loss_gradients.output_gradients(self.job, self.skeleton, tokens, file, self.meter.say)
+            else:
+                self.gradients = loss_gradients.known_gradients(self.job, self.skeleton, tokens)
 
     def _spill_file(self, name: str) -> Path | None:
         """Return the file that holds what does not fit into memory."""
@@ -232,7 +234,7 @@ class BlockLoop:
                     process_memory.check(self.job.max_memory)
                     self.meter.step()
             del statistics  # before the next ones are made
-        for task, result, seconds in divided.join(self.options):
+        for task, result, seconds in divided.join(self.options, output_gradients):
             consumer.add(task, result, seconds)
         notes += [note] if note else []
 
@@ -301,17 +303,26 @@ class DividedBlock:
         numbers = next(self._numbers(task.layer, p) for p in self.portions[name] if p.rank == self.ranks.rank)
         tiles = quantize_linear.quantize_tiles(task, numbers, self.seed)
         task.statistics.rotated.clear()  # it waits for the others
-        self.waiting[name, task.option] = _PartialLinear(task, tiles)
+        self.waiting[name, task.option] = _PartialLinear(task._replace(output_gradients=None), tiles)
 
-    def join(self, options: Mapping[str, Mapping[str, LayerPlan]]) -> Iterator[tuple[LinearTask, Quantized, float]]:
+    def join(
+        self,
+        options: Mapping[str, Mapping[str, LayerPlan]],
+        output_gradients: loss_gradients.Reader,
+    ) -> Iterator[tuple[LinearTask, Quantized, float]]:
         """Yield the divided linears whose first tiles this process has, and the seconds of all who made them.
 
-        options: linear -> option -> how it is stored at that option.
+        options: linear -> option -> how it is stored at that option. output_gradients: reads those of a linear anew.
         """
         for name, portions in self.portions.items():
             for option in options[name] if len(portions) > 1 else ():
                 linear = self.waiting.pop((name, option), None)
-                if linear is not None and (result := self._join_tiles(linear, portions)) is not None:
+                if linear is None:
+                    continue
+                if portions[0].rank == self.ranks.rank:
+                    known = linear.task._replace(output_gradients=output_gradients(linear.task.layer))
+                    linear = linear._replace(task=known)
+                if (result := self._join_tiles(linear, portions)) is not None:
                     yield linear.task, *result
 
     def _join_tiles(self, linear: _PartialLinear, portions: list[Portion]) -> tuple[Quantized, float] | None:

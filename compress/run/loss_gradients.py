@@ -2,8 +2,8 @@
 
 Gradients of weights are for low-rank parts and tuning that go by them (compress/calib/fisher.py). Gradients at outputs
 of linears are for two-sided rounding and scales by sensitivity (compress/calib/output_gradients.py). They are kept in a
-folder, beside the output or in that of `--measurements`, and read by every run that needs them of the same model and
-text. That takes the first samples of the text, of `calibration.gradient_tokens` tokens together.
+folder, beside the output, or in that of `--work` or `--measurements`, and read by every run that needs them of the same
+model and text. That takes the first samples of the text, of `calibration.gradient_tokens` tokens together.
 
 A transform of the whole model keeps its function, and may change what linears give. The gradients are then those of the
 transformed model, in a folder of their own. With a transform of blocks, which is chosen while they are quantized, the
@@ -36,6 +36,8 @@ from compress.run import sizes
 from compress.run.job import Job
 from compress.types import Fisher, LayerPlan
 
+Reader = Callable[[LayerPlan], OutputGradients | None]  # returns what is known at the outputs of a linear
+
 MAX_NAME_CHARACTERS = 150  # the model's name in that of a folder
 
 
@@ -65,9 +67,7 @@ def output_gradients(
     Where they cannot be had, the store says why. tokens [samples, seq_len]: the calibration text. file: where hidden
     states may spill.
     """
-    used = tokens[: samples(job.recipe.calibration.gradient_tokens, *tokens.shape)]
-    identity = _identity(job, skeleton, tokens, used)
-    store = GradientStore(folder_of(job, identity), identity, linear_widths(skeleton))
+    store, used = _open(job, skeleton, tokens)
     if ranks.current().is_main and store.known_failure() is None:
         item = gradient_pass.computed_dtype(skeleton, job.device).itemsize
         store.check_space(sizes.output_gradient_sizes(skeleton, len(used), used.shape[1], item).stored)
@@ -78,6 +78,20 @@ def output_gradients(
 
     gradient_pass.make(skeleton, used, store, job.seed, file, job.device, report)
     return store
+
+
+def known_gradients(job: Job, skeleton: Skeleton, tokens: Tensor) -> GradientStore:
+    """Return what `output_gradients` does after a run that has used them: nothing is taken, `failure` is as it was."""
+    store, _ = _open(job, skeleton, tokens)
+    store.failure = ranks.by_main(store.known_failure)
+    return store
+
+
+def _open(job: Job, skeleton: Skeleton, tokens: Tensor) -> tuple[GradientStore, Tensor]:
+    """Return the gradients as they are, and the tokens of which they are."""
+    used = tokens[: samples(job.recipe.calibration.gradient_tokens, *tokens.shape)]
+    identity = _identity(job, skeleton, tokens, used)
+    return GradientStore(folder_of(job, identity), identity, linear_widths(skeleton)), used
 
 
 def describe(failure: str) -> str:
@@ -105,7 +119,7 @@ class TimedGradients:
 
 def reader(
     store: GradientStore | TimedGradients | None, index: int, layers: Sequence[LayerPlan], device: torch.device
-) -> Callable[[LayerPlan], OutputGradients | None]:
+) -> Reader:
     """Return what reads the gradients at the outputs of a block's linears.
 
     None for those that need none, and for all if there are none. Raises CheckpointError if they are damaged.
@@ -121,12 +135,15 @@ def reader(
 
 
 def folder_of(job: Job, identity: dict[str, Any]) -> Path:
-    """Return the folder of the gradients that are decided by `identity`."""
+    """Return the folder of the gradients that are decided by `identity`.
+
+    It lies beside unfinished work, as the output may be in an object store, where nothing can be renamed.
+    """
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]
     if job.measurements is not None:
         return job.measurements / f"gradients-{digest}"
     name = re.sub(r"[^\w.-]+", "-", Path(job.model.rstrip("/")).name or "model")[:MAX_NAME_CHARACTERS]
-    return job.out.with_name(f"{name}-{digest}.gradients")
+    return (job.work or job.out.parent) / f"{name}-{digest}.gradients"
 
 
 def _identity(job: Job, skeleton: Skeleton, tokens: Tensor, used: Tensor) -> dict[str, Any]:

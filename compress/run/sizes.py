@@ -153,7 +153,7 @@ class GradientSizes(NamedTuple):
         """What is to be known of the pass before anything is done."""
         return (
             f"output gradients are taken on {self.tokens} tokens first, unless an earlier run has kept them: "
-            f"{-(-self.stored // (1 << 20))} MiB beside the output, or in the folder of --measurements"
+            f"{-(-self.stored // (1 << 20))} MiB beside the output, or in the folder of --work or --measurements"
         )
 
 

@@ -169,5 +169,5 @@ def _mean(chunks: list[_Chunk]) -> report.WeightErrors:
         relative,
         sum(chunk.errors.hessian or 0.0 for chunk in chunks) if outputs else None,
         sum(outputs) / norm if outputs else None,
-        sum(chunk.errors.lost_rows for chunk in chunks) / max(1, len(chunks)),
+        lost_rows=sum(chunk.errors.lost_rows for chunk in chunks) / max(1, len(chunks)),
     )

@@ -304,18 +304,23 @@ def _is_like(stored: dict[str, Any], arrangement: dict[str, Any]) -> bool:
     )
 
 
-def check_space(directory: Path, nbytes: int) -> None:
+def check_space(
+    directory: Path,
+    nbytes: int,
+    needs: str = "the run needs",
+    advice: str = "free some space or give another --out",
+) -> None:
     """Raise OutputError if the disk of `directory` (or its nearest existing parent) has less than nbytes free.
 
-    A mounted store may not know its size, which is then 0.
+    A mounted store may not know its size, which is then 0. needs, advice: words of the error.
     """
     while not directory.exists():
         directory = directory.parent
     total, _, free = shutil.disk_usage(directory)
     if total and free < nbytes + SPARE:
         raise OutputError(
-            f"the disk of {directory} has {process_memory.show(free)} free, the run needs "
-            f"{process_memory.show(nbytes + SPARE)}; free some space or give another --out"
+            f"the disk of {directory} has {process_memory.show(free)} free, {needs} "
+            f"{process_memory.show(nbytes + SPARE)}; {advice}"
         )
 
 

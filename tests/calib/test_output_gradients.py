@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 from functools import partial
@@ -191,6 +192,31 @@ def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputError):
         made(save_pico("llama", tmp_path / "m"), tmp_path / "gradients")
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_run_that_waits_for_another_says_so(tmp_path: Path) -> None:
+    skeleton = Skeleton(open_checkpoint(save_pico("llama", tmp_path / "m")))
+    store, said = store_of(skeleton, tmp_path / "gradients"), list[str]()
+    (tmp_path / "gradients").mkdir()
+    with (tmp_path / "gradients" / "lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        def end_other(text: str) -> None:
+            said.append(text)
+            fcntl.flock(other, fcntl.LOCK_UN)
+
+        with store.hold(end_other):
+            pass
+    with store.hold(said.append):
+        pass
+    assert said == [f"waiting for another run, which takes output gradients in {store.folder}"]
+
+
+def test_too_little_space_is_one_line(tmp_path: Path) -> None:
+    store = store_of(Skeleton(open_checkpoint(save_pico("llama", tmp_path / "m"))), tmp_path / "gradients")
+    line = r"the disk of .* free, output gradients need .*; .* give another --measurements, or set two_sided: false$"
+    with pytest.raises(OutputError, match=line):
+        store.check_space(1 << 60)
 
 
 def gradients_of(tokens: int, width: int) -> tuple[Tensor, OutputGradients]:

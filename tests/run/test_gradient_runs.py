@@ -18,6 +18,7 @@ from compress.calib.output_gradients import BlockOutputs
 from compress.errors import UnsupportedModelError
 from compress.run import loss_gradients, prepare, quantize_linear, sizes
 from compress.run.job import Job
+from compress.storage.workdir import Output
 from helpers.pico import save_pico
 from helpers.runs import KEEP_TABLES, Setup, cli, command, contents, interrupt, job
 
@@ -99,6 +100,14 @@ def test_a_folder_of_measurements_keeps_them(model: Path, tmp_path: Path, passes
     assert len(passes) == 1 and not folders(tmp_path) and len(folders(kept)) == 1
 
 
+def test_with_a_folder_for_unfinished_work_they_lie_in_it(model: Path, tmp_path: Path) -> None:
+    """An output in an object store has nothing beside it that can be renamed."""
+    asked = job(model, TWO_SIDED, tmp_path / "store" / "out")
+    api.quantize(dataclasses.replace(asked, work=tmp_path / "work"))
+    assert len(folders(tmp_path / "work")) == 1
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize("transform", ["smooth", "awq"])
 def test_behind_transforms_that_change_outputs_later_rounding_is_one_sided(
     transform: str, model: Path, tmp_path: Path, passes: list[tuple[int, ...]]
@@ -112,7 +121,7 @@ def test_behind_transforms_that_change_outputs_later_rounding_is_one_sided(
     assert weights(tmp_path / "out") == weights(tmp_path / "plain")
 
 
-def fail(error: Exception) -> Callable[..., Any]:
+def fail(error: BaseException) -> Callable[..., Any]:
     def stand_in(*given: Any) -> Any:
         raise error
 
@@ -152,12 +161,30 @@ def test_where_gradients_cannot_be_had_rounding_is_one_sided(
     assert sorted(path.name for path in folder.iterdir()) == ["gradients.json", "lock"]
 
 
-def test_too_little_memory_is_no_reason_to_round_one_sided(
+def test_a_run_that_goes_on_behind_all_blocks_says_why_they_are_one_sided(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BlockOutputs, "pull_back", fail(torch.OutOfMemoryError("too much")))
-    with pytest.raises(torch.OutOfMemoryError):
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockOutputs, "pull_back", fail(RuntimeError("no derivative")))
+        patch.setattr(Output, "publish", fail(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            api.quantize(job(model, TWO_SIDED, tmp_path / "out"))
+    (said,) = api.quantize(job(model, TWO_SIDED, tmp_path / "out"))["notes"]["two_sided"]
+    assert "no derivative" in said
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("too much"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `x`")],
+    ids=["memory", "device"],
+)
+def test_what_another_run_may_not_have_is_no_reason_to_round_one_sided(
+    error: RuntimeError, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BlockOutputs, "pull_back", fail(error))
+    with pytest.raises(type(error), match=str(error)[:8]):
         api.quantize(job(model, TWO_SIDED, tmp_path / "out"))
+    assert not folders(tmp_path)
 
 
 def test_linears_that_no_gradient_reaches_say_so(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from compress import api
 from compress.errors import RecipeError
 from compress.model import towers as model_tables
 from compress.model.skeleton import Skeleton
-from compress.run import prepare, report, sizes, verify
+from compress.run import prepare, report, sizes, tables, verify
 from compress.runtime.embedding import PackedEmbedding
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
@@ -80,6 +80,14 @@ def test_whole_bits_are_all_bytes_over_all_parameters(pico_dir: Callable[..., Pa
         assert 0.99 < whole["share"] <= 1 if overrides else whole["share"] < 0.9
     result = cli("inspect", str(tmp_path / "0"))
     assert "bits per packed weight, " in result.out and "of parameters packed)" in result.out
+
+
+def test_errors_of_a_table_are_those_of_its_rows(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+    errors = report.WeightErrors(2.0, 0.5, None, None, lost_rows=0.25)
+    chunks = [tables._Chunk(None, errors, norm) for norm in (1.0, 3.0)]  # type: ignore[arg-type]
+    assert tables._mean(chunks) == report.WeightErrors(4.0, 0.5, None, None, lost_rows=0.25)
+    made = api.quantize(job(pico_dir("llama"), RTN.set(HEAD, EMBEDDINGS), tmp_path / "out"))
+    assert all("two_sided_error" not in row for row in made["layers"])
 
 
 @pytest.mark.parametrize(
