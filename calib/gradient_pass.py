@@ -76,7 +76,7 @@ def _advance(blocks: Blocks | None) -> tuple[dict[str, GradientRows], str | None
     except (UnsupportedModelError, NumericalError) as error:
         return {}, str(error)
     except RuntimeError as error:  # of operations of the model's own code that were never taken backward
-        if blockwise.is_out_of_memory(error) or _is_of_device(error):
+        if checks.is_out_of_memory(error) or _is_of_device(error):
             raise
         return {}, first_line(error)
 

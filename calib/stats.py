@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import NumericalError, UnsupportedModelError
-from compress.model.blockwise import InputsSeenError, attached
+from compress.model.blockwise import attached
 from compress.ranks import Ranks
 from compress.runtime.experts import Experts, ExpertTokens
 from compress.types import Stats
@@ -35,6 +35,10 @@ SHORT = 2.0**-9  # norm, as part of the longest column's, below which columns sh
 TINY = 2.0**-60
 CHUNK = 2048  # tokens of a product
 MIN_PANEL = 128  # columns; narrower panels make the products inefficient
+
+
+class InputsSeenError(Exception):
+    """The inputs that a pass through a block was for have been seen: the rest of the pass is not needed."""
 
 
 class Scales:

@@ -195,9 +195,7 @@ class ModelArgs:
 
     def alone(self, index: int, sample: int) -> BlockArgs:
         """Return the call of a block with one sample, without anything of other blocks: UnsupportedModelError."""
-        if self.layout.passed or self.layout.shared:
-            return self[index][1]
-        return self.at(index, sample, 1)
+        return self[index][1] if self.layout.passed or self.layout.shared else self.at(index, sample, 1)
 
     def add(self, start: int, batch: Recorded) -> None:
         """Keep the calls of a batch that begins at sample `start`."""
@@ -335,11 +333,6 @@ def call_block(run: Callable[..., Any], call: BlockArgs, hidden: Tensor) -> tupl
     return states_of(output).movedim(call.batch_dim, 0), tuple(output[1:]) if isinstance(output, (tuple, list)) else ()
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether an error says that there is not enough memory: another run may have it."""
-    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
-
-
 def run_block(block: nn.Module, call: BlockArgs, hidden: Tensor, name: str) -> Tensor:
     """Run a block on hidden states [batch, tokens, hidden]; raise NumericalError if its output is not finite."""
     return run_block_fully(block, call, hidden, name)[0]
@@ -358,7 +351,7 @@ def run_block_fully(
         with products.Widened():
             states, beside = call_block(block, call, hidden)
     except RuntimeError as error:
-        if is_out_of_memory(error):
+        if checks.is_out_of_memory(error):
             raise
         raise UnsupportedModelError(
             f"transformers' {type(block).__name__} ({name}) fails on hidden states {list(hidden.shape)} of "
@@ -405,7 +398,3 @@ def pull_back(
     hidden = hidden.detach().clone().requires_grad_()
     states, _ = call_block(block, call, hidden)
     return torch.autograd.grad(states, (hidden, *weights), gradient, allow_unused=True)
-
-
-class InputsSeenError(Exception):
-    """The inputs that a pass through a block was for have been seen: the rest of the pass is not needed."""

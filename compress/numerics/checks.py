@@ -77,3 +77,8 @@ def distinct(name: str, indices: Tensor, count: int) -> None:
 
 def _type_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether an error says that there is not enough memory: another run may have it."""
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)

@@ -149,7 +149,7 @@ class CalibrationStream:
         for leg in legs:
             hidden = self.states.fetch(samples.start, samples.stop - samples.start, self.device, leg.source)
             call = self.calls.at(index, samples.start, hidden.shape[0], leg.source)
-            with suppress(blockwise.InputsSeenError), leg.watch(samples):
+            with suppress(calib_stats.InputsSeenError), leg.watch(samples):
                 out, beside = blockwise.run_block_fully(block, call, hidden, name)
                 if leg.target is not None:
                     self.states.write(samples.start, out, leg.target)

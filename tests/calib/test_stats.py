@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.calib import stats as module
-from compress.calib.stats import HessianSum, PassEnd, collect, expect, shrink
+from compress.calib.stats import HessianSum, InputsSeenError, PassEnd, collect, expect, shrink
 from compress.errors import NumericalError, UnsupportedModelError
-from compress.model.blockwise import InputsSeenError
 from compress.runtime.expert_layouts import PROJECTIONS
 from compress.runtime.experts import Experts
 from compress.types import Stats

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.calib import stats, token_importance
+from compress.calib.stats import InputsSeenError
 from compress.calib.weighed_pass import WEIGHED, WeighedPass
-from compress.model.blockwise import BlockArgs, InputsSeenError, run_block
+from compress.model.blockwise import BlockArgs, run_block
 from helpers.pico import VOCAB_SIZE, build
 
 SAMPLES, LENGTH, MINIMUM = 6, 64, 0.05
