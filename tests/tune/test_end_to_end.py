@@ -33,7 +33,7 @@ SMALL = ("calibration.num_samples=8", "calibration.seq_len=32")
 SCALED = Setup("vq2bit", (*SMALL, "state_bits=6", "out_scales=ones", "in_vector=true"))
 CPU = torch.device("cpu")
 MADE: dict[str, tuple[str, Setup]] = {  # family and recipe
-    "integers, a packed tied table": ("llama_tied", Setup("int3", (*SMALL, "group_size=32"))),
+    "integers, a packed tied table": ("llama_tied", Setup("int3", (*SMALL, "group_size=32", "two_sided=false"))),
     "a trellis, biases, a plain head": ("qwen2", Setup("vq2bit", (*SMALL, "state_bits=6", "head={keep: true}"))),
     "a trellis, scales of channels": ("llama", SCALED),
     "a trellis, scales of channels and rows": ("llama", SCALED.set("row_scales=true")),

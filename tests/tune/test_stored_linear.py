@@ -214,7 +214,7 @@ def test_all_stages_train_scales_of_channels(tmp_path: Path) -> None:
     """Codes stay; every vector around a linear has moved from the signs that it began with."""
     model = save_pico("llama", tmp_path / "llama", dtype=torch.bfloat16)
     small = ("calibration.num_samples=8", "calibration.seq_len=32", "calibration.target_correction=0", "state_bits=6")
-    setup = Setup("vq2bit", (*small, "out_scales=ones", "in_vector=true"))
+    setup = Setup("vq2bit", (*small, "out_scales=ones", "in_vector=true", "vector_bits=16"))
     tunes = {
         "between": "tune={method: blockwise, steps: 0, between: 6, rate: 0.01}",
         "behind": "tune={method: blockwise, steps: 6, between: 0, rate: 0.01}",
