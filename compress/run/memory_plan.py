@@ -23,7 +23,7 @@ from compress import process_memory, ranks
 from compress.calib import stats
 from compress.errors import BudgetError
 from compress.model.skeleton import Skeleton
-from compress.numerics import products
+from compress.numerics import kl, products
 from compress.run import sizes
 from compress.tune import held_block, low_rank
 from compress.tune.trained import WholeModelSizes
@@ -342,7 +342,7 @@ class _MemoryModel:
         """Return the bytes of taking the gradients at outputs of linears, 0 if none are needed."""
         if (gradients := self.demands.output_gradients) is None:
             return 0
-        rest = 4 * self.rest // self.item + DRAWING_FACTOR * gradients.logits
+        rest = 4 * self.rest // self.item + DRAWING_FACTOR * min(kl.LOGITS_NBYTES, gradients.logits)
         return TRAINING_NBYTES + (0 if spill else gradients.states) + max(gradients.work, rest) + self.converted
 
     def arrangement(self, batch: int, spill: bool, passes: int) -> Arrangement:

@@ -18,7 +18,6 @@ from compress.calib import stats
 from compress.kernels.loops import columns as column_loops
 from compress.lowrank import correct
 from compress.model.skeleton import Skeleton
-from compress.numerics import kl
 from compress.quant import feedback, incoherence, target_correction, two_sided
 from compress.recipe.schema import Recipe
 from compress.storage.checkpoint import CHUNK, StoredTensor
@@ -142,7 +141,7 @@ class GradientSizes(NamedTuple):
     """Bytes of a pass that takes the gradients at the outputs of all linears, and of using them."""
 
     tokens: int  # that the pass takes: not bytes
-    logits: int  # float32 logits that are made at a time
+    logits: int  # float32 logits of a sample
     states: int  # hidden states in front of all blocks, in memory or in a file
     work: int  # memory that the pass takes beside them
     stored: int  # files in the folder of the gradients
@@ -183,7 +182,7 @@ def output_gradient_sizes(skeleton: Skeleton, samples: int, seq_len: int, item: 
         changed = [BASIS_CHANGE_COPIES * 4 * width * min(count, width) for count, width in rows.values()]
         reading = max(reading, *changed, 0)
     states = tokens * config.hidden_size * (len(skeleton.blocks) + 1) * item
-    logits = min(kl.LOGITS_NBYTES, 4 * seq_len * skeleton.vocab_size)
+    logits = 4 * seq_len * skeleton.vocab_size
     return GradientSizes(tokens, logits, states, work, stored + tokens * config.hidden_size * item, reading)
 
 
