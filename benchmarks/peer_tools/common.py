@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import resource
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -98,3 +100,27 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     shifts = torch.arange(32, dtype=torch.int32)
     stream = ((words.unsqueeze(-1) >> shifts) & 1).reshape(words.shape[0], -1)[:, : count * bits]  # one bit an entry
     return (stream.reshape(words.shape[0], count, bits).long() << torch.arange(bits)).sum(-1)
+
+
+def read_others(model: Path) -> dict[str, Tensor]:
+    """Return the tensors of the unquantized model that are no weights of the decoder's linears."""
+    linears = {f"{name}.weight" for name in source_linears(model)}
+    return {name: tensor for name, tensor in read_checkpoint(model).items() if name not in linears}
+
+
+def restore_modules(
+    packed: Path, mark: str, decode: Callable[[Mapping[str, Tensor], Mapping[str, Any]], Tensor]
+) -> dict[str, Tensor]:
+    """Return the plain tensors of a checkpoint, and its linears, each of which stores a tensor that ends in `mark`.
+
+    decode(tensors of a linear, quantization_config of config.json) returns its weight [out, in].
+    """
+    config = json.loads((packed / "config.json").read_text())["quantization_config"]
+    stored = read_checkpoint(packed)
+    plain: dict[str, Tensor] = {}
+    for module in [name.removesuffix(mark) for name in stored if name.endswith(mark)]:
+        parts = take_parts(stored, module)
+        plain[f"{module}.weight"] = decode(parts, config)
+        if "bias" in parts:
+            plain[f"{module}.bias"] = parts["bias"].float()
+    return plain | {name: tensor.float() for name, tensor in stored.items()}

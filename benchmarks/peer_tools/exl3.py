@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .blocks import Hessians, walk
-from .common import Clock, read_checkpoint, source_linears, take_parts
+from .common import Clock, read_checkpoint, read_others, source_linears, take_parts
 
 DISTRIBUTION = ""  # not the tool's
 SETTING = "exl3.json"
@@ -56,8 +56,7 @@ def quantize(args: argparse.Namespace, windows: Tensor, out: Path) -> Clock:
 
     with Clock() as clock:
         walk(model, windows, args.batch_size, replace)
-    linears = {f"{name}.weight" for name in source_linears(args.model)}
-    stored |= {name: tensor for name, tensor in read_checkpoint(args.model).items() if name not in linears}
+    stored |= read_others(args.model)
     save_file(stored, out / "model.safetensors")
     (out / SETTING).write_text(json.dumps({"bits": args.bits, "code": args.code, "hadamard": args.hadamard}))
     return clock

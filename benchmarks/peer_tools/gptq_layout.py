@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,23 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import read_checkpoint, take_parts, unpack_words
+from .common import restore_modules, unpack_words
 
 MARK = ".qweight"
 
 
 def restore(packed: Path, _: Path) -> dict[str, Tensor]:
     """Return the plain tensors, and the linears decoded."""
-    config = json.loads((packed / "config.json").read_text())["quantization_config"]
-    stored = read_checkpoint(packed)
-    modules = [name.removesuffix(MARK) for name in stored if name.endswith(MARK)]
-    plain: dict[str, Tensor] = {}
-    for module in modules:
-        parts = take_parts(stored, module)
-        plain[f"{module}.weight"] = decode(parts, config)
-        if "bias" in parts:
-            plain[f"{module}.bias"] = parts["bias"].float()
-    return plain | {name: tensor.float() for name, tensor in stored.items()}
+    return restore_modules(packed, MARK, decode)
 
 
 def decode(parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:

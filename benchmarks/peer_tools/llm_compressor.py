@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import Clock, read_checkpoint, take_parts, unpack_words
+from .common import Clock, restore_modules, unpack_words
 
 DISTRIBUTION = "llmcompressor"
 METHOD = "compressed-tensors"
@@ -64,16 +63,7 @@ def _modifier(args: argparse.Namespace) -> Any:
 
 def restore(packed: Path, _: Path) -> dict[str, Tensor]:
     """Return the plain tensors, and the linears decoded."""
-    config = json.loads((packed / "config.json").read_text())["quantization_config"]
-    stored = read_checkpoint(packed)
-    modules = [name.removesuffix(MARK) for name in stored if name.endswith(MARK)]
-    plain: dict[str, Tensor] = {}
-    for module in modules:
-        parts = take_parts(stored, module)
-        plain[f"{module}.weight"] = decode(parts, config)
-        if "bias" in parts:
-            plain[f"{module}.bias"] = parts["bias"].float()
-    return plain | {name: tensor.float() for name, tensor in stored.items()}
+    return restore_modules(packed, MARK, decode)
 
 
 def decode(parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .blocks import Hessians, walk
-from .common import Clock, read_checkpoint, source_linears
+from .common import Clock, read_others
 
 DISTRIBUTION = "turbopress"
 DECODED = "decoded"  # folder below what is stored
@@ -55,8 +55,7 @@ def quantize(args: argparse.Namespace, windows: Tensor, out: Path) -> Clock:
 
     with Clock() as clock:
         walk(model, windows, args.batch_size, replace)
-    linears = {f"{name}.weight" for name in source_linears(args.model)}
-    stored |= {name: tensor for name, tensor in read_checkpoint(args.model).items() if name not in linears}
+    stored |= read_others(args.model)
     save_file(stored, out / "model.safetensors")
     (out / DECODED).mkdir()
     save_file(decoded, out / DECODED / "model.safetensors")

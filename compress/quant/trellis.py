@@ -211,8 +211,7 @@ def _quantize_two_sided(rounding: Rounding, layer: Layer, output: OutputMetric, 
 
     values = two_sided.wavefront(layer.weight, layer.factor, metric, encode, tile)
     some = slice(0, min(CORRECTION_ROWS, outputs - rows.start))
-    pulled = torch.addmm(values[:, some], layer.hessian, values[:, some], beta=layer.damping) @ metric[some, some]
-    terms = [(pulled * side[:, some]).sum(dtype=torch.float64).item() for side in (layer.weight, values)]
+    terms = _terms(layer, layer.weight[:, some], values[:, some], None, metric[some, some])
     return Tile(layer.natural(codes.transpose(0, 1).reshape(columns, -1)), *terms)
 
 
@@ -255,14 +254,17 @@ def _scale(search: Search, target: Tensor, bits: float) -> float:
     return rms / search.table.square().mean(dtype=torch.float64).sqrt().item() * RATIOS.get(bits, LAST_RATIO)
 
 
-def _terms(layer: Objective, target: Tensor, values: Tensor, row_scales: Tensor | None) -> tuple[float, float]:
+def _terms(
+    layer: Objective, target: Tensor, values: Tensor, row_scales: Tensor | None, metric: Tensor | None = None
+) -> tuple[float, float]:
     """Return <Q, W> and <Q, Q> in the metric H, whose ratio is the factor on the values that lowers the loss most.
 
     target W and values Q [in, rows]: of some thousand rows at equal distances, which make the factor as good as all do.
+    metric: G of these rows, then without gaps, where the loss is two-sided.
     """
     if row_scales is not None:  # the loss is that of the weight itself
         target, values = target * row_scales, values * row_scales
-    pulled = torch.addmm(values, layer.hessian, values, beta=layer.damping)
+    pulled = layer.pull(values) if metric is None else layer.pull(values) @ metric
     power = (pulled * values).sum(dtype=torch.float64).item()
     return (pulled * target).sum(dtype=torch.float64).item(), power
 
