@@ -26,7 +26,8 @@ from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import emitter, small_matmul
 from compress.kernels.cpu.emitter import LANES, PRODUCT
-from compress.kernels.cpu.small_matmul import Factors, Product, ProductSizes, SpanSums
+from compress.kernels.cpu.small_matmul import Factors, Product, ProductSizes
+from compress.kernels.cpu.span_sums import SpanSums
 
 SPAN = 512  # columns that share the scale of an activation, or a part of them that divides the row
 CHUNK = 2 * LANES  # columns of one vector

@@ -1,7 +1,7 @@
 """Multiply a stored weight with a few rows of activations, prepared once and called many times.
 
-A call is three compiled steps: the activations become int16 (`_Quantize`), the kernel of the format sums, and the
-sums are scaled and rounded to the type of the activations (`_Finish`). What a step needs to know is found once for a
+A call is three compiled steps: the activations become int16 (`Quantize`), the kernel of the format sums, and the
+sums are scaled and rounded to the type of the activations (`Finish`). What a step needs to know is found once for a
 weight: in small layers, each operation of torch and each conversion of an argument costs as much as the product.
 """
 
@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor
 from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Joined, Prepared, Shape
 from compress.kernels.cpu import emitter as rows
-from compress.kernels.cpu.emitter import LANES, LARGEST, PRODUCT, TOKENS, Writer
+from compress.kernels.cpu.activations import Finish, Quantize
+from compress.kernels.cpu.emitter import LANES, PRODUCT, TOKENS
 
 ALIGNED = 64  # bytes
 CALLED = (*PRODUCT.split(), "first", "last")  # arguments that every call of a kernel gives
@@ -198,10 +199,10 @@ class Product(Prepared):
         kernel = self.kernel(tokens)
         ends = list(accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes))
         steps = _Steps(
-            llvm.function(_Quantize, dtype),
+            llvm.function(Quantize, dtype),
             kernel,
             *kernel.signature.around(CALLED, {**self.stored, **self.sizes, "tokens": tokens}),
-            llvm.function(_Finish, dtype, factors.divisor, bool(factors.scale), bool(factors.rows)),
+            llvm.function(Finish, dtype, factors.divisor, bool(factors.scale), bool(factors.rows)),
             [0, *ends[:-1]],
             ends[-1],
             -(-rows.THREAD // (LANES * layout.columns * tokens)),
@@ -254,136 +255,3 @@ def in_rows(write: llvm.Function, values: Mapping[str, int], columns: int, space
         llvm.parallel(work, -(-stop // LANES) - block, -(-WEIGHTS_PER_THREAD // (LANES * columns)))
 
     return decode
-
-
-class SpanSums(Writer):
-    """Sums rows of small integers times activations, span by span: the base of kernels whose weights are sums of bytes.
-
-    `partial[row, token, part]` are the int32 sums of a span, as vectors; a weight is the sum of its parts times their
-    ratios, and each part is too large by `bias`.
-    """
-
-    x_scales: Any
-    x_sums: Any
-    out: Any
-    spans: Any
-    rows: Any
-
-    def allocate(self, together: int, tokens: int, ratios: Sequence[float] = (1.0,), bias: int = 0) -> None:
-        """Take the variables for `together` rows and `tokens` rows of activations."""
-        self.together, self.tokens, self.ratios, self.bias = together, tokens, ratios, bias
-        cells, kind = list(product(range(together), range(tokens))), self.vector(self.float, LANES)
-        self.sums = {cell: self.variable(kind) for cell in cells}
-        int32 = self.vector(self.word, LANES)
-        self.partial = {(*cell, part): self.variable(int32) for cell in cells for part in range(len(ratios))}
-
-    def sum_rows(self, row: Any, add_span: Callable[[Any], None]) -> None:
-        """Write the sums of the rows from `row` on; add_span(u) adds the products of a span to `partial`."""
-        b = self.b
-        for variable in self.sums.values():
-            b.store(self.floats(0.0), variable)
-        with self.loop(self.spans) as u:
-            for variable in self.partial.values():
-                b.store(self.constant(self.word, LANES, 0), variable)
-            add_span(u)
-            for m in range(self.tokens):
-                self._scale_span(u, m)
-        for m in range(self.tokens):
-            bias = self.float(self.bias * sum(self.ratios))
-            bias = b.fmul(self.scaled_sums(self.x_scales, self.x_sums, self.i64(m), self.spans), bias)
-            for i in range(self.together):
-                place = b.add(b.mul(self.rows, self.i64(m)), b.add(row, self.i64(i)))
-                self.store(b.fsub(self.total(b.load(self.sums[i, m])), bias), self.out, place)
-
-    def _scale_span(self, u: Any, m: int) -> None:
-        b, kind = self.b, self.vector(self.float, LANES)
-        scale = self.load(self.x_scales, b.add(b.mul(self.spans, self.i64(m)), u), self.float)
-        for part, ratio in enumerate(self.ratios):
-            factor = self.splat(b.fmul(scale, self.float(ratio)), LANES)
-            for i in range(self.together):
-                integers = b.sitofp(b.load(self.partial[i, m, part]), kind)
-                b.store(self.multiply_add(integers, factor, b.load(self.sums[i, m])), self.sums[i, m])
-
-
-class _Quantize(rows.Emitter):
-    """Writes rows of `inputs` values of one type as integers, with the scale and the sum of each span."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__("quantize", "x x16 scales sums", "rows spans span lanes inputs")
-        self.dtype = dtype
-        self.x, self.x16, self.scales, self.sums = self.pointers
-        self.rows, spans, span, self.lanes, self.inputs = self.integers
-        self.vectors = self.b.udiv(span, self.i64(LANES))
-        self.kind = self.vector(self.float, LANES)
-        self.largest, self.sum = self.variable(self.kind), self.variable(self.vector(self.word, LANES))
-        self.read = self.variable(self.kind)
-        with self.loop(self.rows) as row, self.loop(spans) as u:
-            self._span(row, self.b.add(self.b.mul(row, spans), u), self.b.mul(u, span))
-        self.b.ret_void()
-
-    def _span(self, row: Any, index: Any, column: Any) -> None:
-        b = self.b
-        b.store(self.floats(0.0), self.largest)
-        with self.loop(self.vectors) as i:
-            values = self._values(row, b.add(column, b.mul(i, self.i64(LANES))))
-            size = self.intrinsic(f"llvm.fabs.v{LANES}f32", self.kind, values)
-            largest = self.intrinsic(f"llvm.maximum.v{LANES}f32", self.kind, b.load(self.largest), size)  # NaN stays
-            b.store(largest, self.largest)
-        largest = self.intrinsic(f"llvm.vector.reduce.fmaximum.v{LANES}f32", self.float, b.load(self.largest))
-        usable = b.fcmp_ordered("<", largest, self.float(float("inf")))
-        scale = b.select(usable, b.fmul(largest, self.float(1 / LARGEST)), self.float(float("nan")))
-        positive = b.fcmp_ordered(">", scale, self.float(2.0**-126))  # smaller ones have no reciprocal
-        factor = self.splat(b.select(positive, b.fdiv(self.float(1.0), scale), self.float(0.0)), LANES)
-        b.store(self.constant(self.word, LANES, 0), self.sum)
-        with self.loop(self.vectors) as i:
-            place = b.add(column, b.mul(i, self.i64(LANES)))
-            rounded = self.intrinsic(f"llvm.rint.v{LANES}f32", self.kind, b.fmul(self._values(row, place), factor))
-            words = self.vector(self.word, LANES)
-            integers = self.intrinsic(f"llvm.fptosi.sat.v{LANES}i32.v{LANES}f32", words, rounded)  # 0 for NaN
-            b.store(b.add(b.load(self.sum), integers), self.sum)
-            inside = b.urem(place, self.lanes)
-            vector = b.add(b.mul(b.sub(place, inside), self.rows), b.mul(row, self.lanes))
-            self.store(b.trunc(integers, self.vector(self.short, LANES)), self.x16, b.add(vector, inside))
-        self.store(scale, self.scales, index)
-        self.store(self.total(b.sitofp(b.load(self.sum), self.kind)), self.sums, index)
-
-    def _values(self, row: Any, column: Any) -> Any:
-        """Sixteen activations as float32, 0 past the last."""
-        b, left = self.b, self.b.sub(self.inputs, column)
-        place = b.add(b.mul(row, self.inputs), column)
-        with b.if_else(b.icmp_signed(">=", left, self.i64(LANES))) as (whole, some):
-            with whole:
-                b.store(self.load_floats(self.x, place, self.dtype, LANES), self.read)
-            with some:
-                b.store(self.load_floats(self.x, place, self.dtype, LANES, left), self.read)
-        return b.load(self.read)
-
-
-class _Finish(Writer):
-    """Writes sums float32 [rows, stored rows] as [rows, outputs] of a type, in rows of `width`, times scale / divisor
-    and the scales of the outputs where there are any."""
-
-    def __init__(self, dtype: torch.dtype, divisor: float, scaled: bool, by_row: bool) -> None:
-        super().__init__("finish", "sums scale row_scales out", "rows stored_rows outputs width", dtype)
-        sums, scale, row_scales, out = self.pointers
-        count, stored, outputs, width = self.integers
-        b = self.b
-        factor = None
-        if scaled:
-            factor = b.fmul(self.load(scale, self.i64(0), self.float), self.float(1 / divisor))
-            factor = self.splat(factor, LANES)
-        with self.loop(count) as row, self.loop(b.udiv(stored, self.i64(LANES))) as i:
-            column = b.mul(i, self.i64(LANES))
-            values = self.load(sums, b.add(b.mul(row, stored), column), self.float, LANES)
-            if factor is not None:
-                values = b.fmul(values, factor)
-            if by_row:
-                values = b.fmul(values, self.load_floats(row_scales, column, torch.float16, LANES))
-            left, place = b.sub(outputs, column), b.add(b.mul(row, width), column)
-            rounded = self.rounded(values)
-            with b.if_else(b.icmp_signed(">=", left, self.i64(LANES))) as (whole, some):
-                with whole:
-                    self.store(rounded, out, place)
-                with some:
-                    self.store_some(rounded, out, place, left)
-        b.ret_void()
