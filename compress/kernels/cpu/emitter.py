@@ -194,6 +194,12 @@ class Emitter:
         if lanes == LANES and "avx512bw" in llvm.features():
             ones = self.constant(self.byte, 4 * lanes, 1)
             return self.intrinsic("llvm.x86.avx512.pmaddubs.w.512", shorts, b.bitcast(words, octets), ones)
+        if lanes == LANES and "avx2" in llvm.features():
+            ones, both = self.constant(self.byte, 2 * lanes, 1), b.bitcast(words, octets)
+            parts = [self.shuffled(both, both, range(start, start + 2 * lanes)) for start in (0, 2 * lanes)]
+            half = self.vector(self.short, lanes)
+            low, high = (self.intrinsic("llvm.x86.avx2.pmadd.ub.sw", half, part, ones) for part in parts)
+            return self.shuffled(low, high, range(2 * lanes))
         low = self.constant(self.word, lanes, 0x00FF00FF)
         high = b.and_(b.lshr(words, self.constant(self.word, lanes, 8)), low)
         return b.bitcast(b.add(b.and_(words, low), high), shorts)
