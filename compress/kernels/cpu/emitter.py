@@ -104,6 +104,8 @@ class Emitter:
         for argument in function.args[:count]:
             argument.add_attribute("noalias")
         self.pointers, self.integers = function.args[:count], function.args[count:]
+        names = (*self.signature.pointers, *self.signature.integers)
+        self.named: dict[str, Any] = dict(zip(names, function.args, strict=True))
         self.b = ir.IRBuilder(function.append_basic_block())
         self._entry = self.b.block
 
