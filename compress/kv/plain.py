@@ -110,7 +110,9 @@ def attention(
 def _is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether compiled functions attend to such tensors, and no gradient has to be passed back."""
     tensors = query, key, value
-    if torch.compiler.is_compiling() or not all(each.is_cpu and each.dim() == 4 for each in tensors):
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    if not all(each.is_cpu and each.dim() == 4 for each in tensors):
         return False
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return False

@@ -47,6 +47,7 @@ from compress.formats import stored
 from compress.runtime import embedding, expert_layouts, linears, saving
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear, PackedModule
+from compress.runtime.plain_linear import compile_rest
 from compress.storage import manifest, paths
 from compress.storage.checkpoint import MANIFEST
 from compress.types import Pruning, Stored
@@ -225,9 +226,7 @@ class CompressQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
                 _check_loaded(name, module)
-        from compress.kv import plain
-
-        plain.attach(model)
+        compile_rest(model)
         if self.quantization_config.kv_cache is not None:
             from compress.runtime import kv_config
 

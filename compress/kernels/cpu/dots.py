@@ -21,7 +21,7 @@ HIGH = -1 << 16  # mask of the upper half of a word
 ROWS = 4  # rows of float32 multiplied with a chunk while it is in registers
 ROUNDER = 1.5 * 2.0**23  # added to a float32 below 2^22, it leaves a whole number
 LEAST_POWER = -126.0  # 2^x is 0 below
-FRACTION_BITS, BIAS = 23, 127  # of a float32
+FRACTION_BITS, EXPONENT_BIAS = 23, 127
 # 2^x for |x| <= 1/2: the polynomial with the smallest relative error, 2e-9
 POWERS = (1.0, 0.6931472056, 0.24022646609, 0.05550328997, 0.00961851953, 0.00133998604, 0.000153375768)
 
@@ -123,7 +123,7 @@ class Dots(Writer):
         for factor in POWERS[-2::-1]:
             power = self.multiply_add(power, fraction, constant(factor))
         words = self.vector(self.word, lanes)
-        biased = b.add(b.bitcast(shifted, words), self.constant(self.word, lanes, BIAS))
+        biased = b.add(b.bitcast(shifted, words), self.constant(self.word, lanes, EXPONENT_BIAS))
         scale = b.bitcast(b.shl(biased, self.constant(self.word, lanes, FRACTION_BITS)), kind)
         return b.select(tiny, constant(0.0), b.fmul(power, scale))
 
