@@ -177,7 +177,7 @@ class Spread(Dots):
                     count = None if rest is None else b.sub(rest, self.i64(half * self.lanes))
                     at = b.add(place, self.i64(half * self.lanes))
                     halves.append(self.load_floats(self.x, at, dtype, self.lanes, count))
-                for half, values in enumerate(self.arranged(*halves)):
+                for half, values in enumerate(self.arrange(*halves)):
                     self.store(values, self.out, b.add(b.add(target, first), self.i64(half * self.lanes)))
 
             self.in_chunks(inputs, self.chunk, write)

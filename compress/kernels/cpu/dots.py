@@ -2,7 +2,7 @@
 
 What is stored is read in chunks of two registers. The two halves of a chunk of bfloat16 are its even and its odd
 numbers, because a word holds one of each, and a shift or a mask makes a float32 of it. What the chunks are multiplied
-with lies in memory in the same order: `arranged` makes it, `natural` undoes it.
+with lies in memory in the same order: `arrange` makes it, `natural` undoes it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Dots(Writer):
         odd = b.and_(words, self.constant(self.word, lanes, HIGH))
         return b.bitcast(even, self.floating), b.bitcast(odd, self.floating)
 
-    def arranged(self, low: Any, high: Any) -> tuple[Any, Any]:
+    def arrange(self, low: Any, high: Any) -> tuple[Any, Any]:
         """Return the two halves of a chunk in the order of `read_chunk`."""
         if self.stored != torch.bfloat16:
             return low, high
@@ -85,7 +85,7 @@ class Dots(Writer):
         return self.shuffled(low, high, even), self.shuffled(low, high, odd)
 
     def natural(self, even: Any, odd: Any) -> tuple[Any, Any]:
-        """Undo `arranged`."""
+        """Undo `arrange`."""
         if self.stored != torch.bfloat16:
             return even, odd
         order = [i // 2 + i % 2 * self.lanes for i in range(self.chunk)]
@@ -141,7 +141,7 @@ class _Tree:
     def owners(self, lanes: Sequence[Sequence[int]]) -> list[int]:
         """Return whose sum each lane of the result is."""
         while len(lanes) > 1:
-            lanes = [self._picked(a, b)[2] for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
+            lanes = [self._pick(a, b)[2] for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
         return list(dict.fromkeys(lanes[0]))
 
     def sums(self, vectors: list[Any]) -> Any:
@@ -149,7 +149,7 @@ class _Tree:
         shuffled, add = self.emitter.shuffled, self.emitter.b.fadd
         lanes: list[Sequence[int]] = [[i] * vectors[0].type.count for i in range(len(vectors))]
         while len(vectors) > 1:
-            picked = [self._picked(a, b) for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
+            picked = [self._pick(a, b) for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
             vectors = [
                 add(shuffled(a, b, first), shuffled(a, b, second))
                 for a, b, (first, second, _) in zip(vectors[::2], vectors[1::2], picked, strict=True)
@@ -162,7 +162,7 @@ class _Tree:
             owners = [owners[i] for i in first]
         return total
 
-    def _picked(self, a: Sequence[int], b: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+    def _pick(self, a: Sequence[int], b: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """Return the lanes of two vectors, those of the second behind, that are added up, and whose they are then.
 
         Where the lanes of a sum fit into 128 bits, they stay in them.
