@@ -16,7 +16,7 @@ Take = Callable[[int], int]  # bytes -> the address of memory that lives as long
 class Rows(NamedTuple):
     """Rows of activations of one type that something reads, and where it writes; addresses."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # it hides the function of tuples
     dtype: torch.dtype
     source: int  # [count, inputs], contiguous
     target: int  # [count, outputs] in rows of `width` numbers

@@ -1,1 +1,21 @@
 """Decode one new token a sequence without Python between the layers: blocks read, made one program, and checked."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def speed_up(model: nn.Module) -> None:
+    """Let a model that was loaded run passes of few tokens on a CPU by programs, and by compiled attention."""
+    from compress.kv import plain
+    from compress.runtime.step import decode
+
+    plain.attach(model)
+    decode.install(model)
+
+
+def forget(model: nn.Module) -> None:
+    """Free what programs of a model hold: its modules are about to be replaced."""
+    from compress.runtime.step import decode
+
+    decode.remove(model)

@@ -2,7 +2,7 @@
 
 `install(model)` marks the bodies of a model, the modules that hold its blocks, and lets the forward function of their
 classes ask for the mark. A pass of up to MOST_ROWS sequences with one new token each, a plain cache and no gradient is
-run by a program. The first such pass is an ordinary one that is watched; the program is made from what was seen, and
+run by a program. Before the first such pass an ordinary one is watched; the program is made from what was seen, and
 each block is compared with its own module. Whatever is unusual is left to transformers, in this pass and only in this.
 """
 
@@ -33,9 +33,10 @@ MOST_ROWS = 16
 LEAST_COMPILED = 0.5  # of the linears of a model: with fewer a program gains nothing
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 USED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache"}
+COUNT = "cumulative_length"  # of tokens, in layers that forget some
 FLAGS = ("output_attentions", "output_hidden_states", "output_router_logits")
-READING_FAILURES = (UnreadableBlockError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
-READING_FAILURES += (AttributeError, NotImplementedError)  # type: ignore[assignment]
+# What may be raised where a model is of another shape than what is read.
+FAILURES = (UnreadableBlockError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 _log = logging.getLogger(__name__)
 
@@ -123,15 +124,21 @@ class Step:
         if not unchanged.is_plain:
             self.refused, self._unchanged = "hooks, or tensors that are elsewhere", unchanged
             return original(body, **kwargs)
+        before = [(layer.keys, layer.values, getattr(layer, COUNT, None)) for layer in asked.layers]
         output = watch.run(lambda: original(body, **kwargs))
         try:
             with torch.inference_mode(False), torch.no_grad():
                 self.running[key] = _make(watch.check(), asked, key[1])
-        except READING_FAILURES as error:
+        except FAILURES as error:
             self.refused = f"{type(error).__name__}: {error}"
             _log.info("%s decodes without a program: %s", type(body).__name__, self.refused)
+            self._unchanged = Unchanged(known)
+            return output
         self._unchanged = Unchanged(known)
-        return output
+        for layer, (layer.keys, layer.values, count) in zip(asked.layers, before, strict=True):
+            if count is not None:
+                setattr(layer, COUNT, count)
+        return self._run(self.running[key], asked)  # so that every pass is rounded alike
 
     def _run(self, running: _Running, asked: _Asked) -> Any:
         memory, layers = running.memory, asked.layers
@@ -161,20 +168,8 @@ class Step:
 
 def _asked(body: nn.Module, kwargs: dict[str, Any]) -> _Asked | None:
     """Return what a pass is asked for if a program may run it."""
-    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-    given = ids if embeds is None else embeds
-    if (ids is None) == (embeds is None) or type(given) is not Tensor or not given.is_cpu:
-        return None
-    if given.dim() != (2 if embeds is None else 3) or given.shape[1] != 1 or not 0 < len(given) <= MOST_ROWS:
-        return None
-    if body.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.jit.is_tracing():
-        return None
-    if any(value is not None and value is not False for name, value in kwargs.items() if name not in USED):
-        return None
-    config: Any = body.config
-    if kwargs.get("use_cache") is False or any(getattr(config, flag, False) for flag in FLAGS):
-        return None
-    if not getattr(config, "return_dict", True):
+    given = _given(kwargs)
+    if given is None or not _is_usual(body, kwargs):
         return None
     blocks, cache = blocks_of(body), kwargs.get("past_key_values")
     layers = None if blocks is None else layers_of(cache, len(blocks))
@@ -183,16 +178,35 @@ def _asked(body: nn.Module, kwargs: dict[str, Any]) -> _Asked | None:
     seen, first = layers[0].get_seq_length(), layers[0].keys
     if len(first) != len(given) or first.dtype not in TYPES or not first.is_cpu:
         return None
-    positions = kwargs.get("position_ids")
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if positions is not None and (positions.dim() != 2 or positions.shape[1] != 1):
         return None
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, dict) and all(value is None for value in mask.values()):
-        mask = None
-    pads = None if mask is None else _padding(mask, len(given), seen + 1)
-    if mask is not None and pads is None:
+    if mask is None or (isinstance(mask, dict) and all(value is None for value in mask.values())):
+        return _Asked(given, cache, layers, seen, positions, None)
+    pads = _padding(mask, len(given), seen + 1)
+    return None if pads is None else _Asked(given, cache, layers, seen, positions, pads if bool(pads.any()) else None)
+
+
+def _given(kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the new tokens [rows, 1], or their embeddings, where they are few, and one of each sequence."""
+    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    given = ids if embeds is None else embeds
+    if (ids is None) == (embeds is None) or type(given) is not Tensor or not given.is_cpu:
         return None
-    return _Asked(given, cache, layers, seen, positions, pads if pads is not None and bool(pads.any()) else None)
+    if given.dim() != (2 if embeds is None else 3) or given.shape[1] != 1 or not 0 < len(given) <= MOST_ROWS:
+        return None
+    return given
+
+
+def _is_usual(body: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Return whether a pass has no gradient, and is asked for hidden states and a cache alone."""
+    if body.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.jit.is_tracing():
+        return False
+    if any(value is not None and value is not False for name, value in kwargs.items() if name not in USED):
+        return False
+    config: Any = body.config
+    is_asked_more = kwargs.get("use_cache") is False or any(getattr(config, flag, False) for flag in FLAGS)
+    return not is_asked_more and getattr(config, "return_dict", True)
 
 
 def _padding(mask: Any, rows: int, tokens: int) -> Tensor | None:

@@ -11,14 +11,17 @@ from torch import Tensor, nn
 from compress.formats.transforms import Diagonal
 from compress.kernels import dispatch, llvm
 from compress.kernels.calls import Call, Rows, Take
-from compress.kernels.cpu import hadamard
+from compress.kernels.cpu import dense, hadamard
 from compress.kernels.cpu.copy_rows import CopyRows
 from compress.kernels.cpu.gate import Add
-from compress.runtime.linear import PackedLinear
+from compress.runtime.linear import PackedLinear, is_plain_linear
 
 
 def linear_calls(linears: Sequence[nn.Module], rows: Rows, take: Take) -> list[Call] | None:
     """Return what writes what all linears give for rows, behind each other; None if one has to be called itself."""
+    plain = [each for each in linears if is_plain_linear(each)]
+    if len(plain) == len(linears):
+        return _plain_calls(plain, rows, take)
     packed = [each for each in linears if isinstance(each, PackedLinear)]
     if len(packed) < len(linears) or any(not _is_compiled(each) for each in packed):
         return None
@@ -37,6 +40,14 @@ def linear_calls(linears: Sequence[nn.Module], rows: Rows, take: Take) -> list[C
         calls += own
         rows = rows._replace(target=rows.target + each.out_features * size)
     return calls
+
+
+def _plain_calls(linears: Sequence[nn.Module], rows: Rows, take: Take) -> list[Call] | None:
+    """Return the calls of linears whose weights are not packed; None for types that are not read."""
+    weights = [each.get_parameter("weight") for each in linears]
+    if len({weight.dtype for weight in weights}) > 1 or not all(dense.supports(each, rows.dtype) for each in weights):
+        return None
+    return dense.product_calls(rows, take, weights, [cast(Any, each).bias for each in linears])
 
 
 def _is_compiled(linear: PackedLinear) -> bool:

@@ -71,6 +71,7 @@ class Watch:
         self._last: Tensor | None = None  # the newest hidden states
         self._embedded: Tensor | None = None
         self._normed: Tensor | None = None
+        self._error: UnreadableBlockError | None = None
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Return what the forward pass returns."""
@@ -87,6 +88,12 @@ class Watch:
         return self.reading.output
 
     def _enter(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        try:
+            self._see_call(block, args, kwargs)
+        except UnreadableBlockError as error:  # the pass goes on
+            self._error = self._error or error
+
+    def _see_call(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         named = dict(kwargs)
         states = args[0] if args else named.pop("hidden_states", None)
         if len(args) > 1 or not isinstance(states, Tensor):
@@ -119,6 +126,8 @@ class Watch:
 
     def check(self) -> Reading:
         """Return what was seen; UnreadableBlockError where the pass does more than is read."""
+        if self._error is not None:
+            raise self._error
         reading, output = self.reading, self.reading.output
         if [call.block for call in reading.calls] != list(self.blocks):
             raise UnreadableBlockError("the blocks do not run once each, in order")
