@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels import llvm
+from compress.formats import dense as dense_format
+from compress.kernels import dispatch, llvm
 from compress.kernels.calls import Rows
 from compress.kernels.cpu import dense
 
@@ -57,6 +58,29 @@ def test_rows_and_threads_do_not_matter() -> None:
         torch.set_num_threads(threads)
     single = torch.cat([dense.multiply(row[None], weight) for row in x])
     assert torch.equal(single, whole)
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_format_of_plain_weights_is_multiplied(stored: str, dtype: torch.dtype) -> None:
+    params, shape = dense_format.Params(stored), (200, 192)
+    tensors = dense_format.pack(weights(*shape, torch.float32)[0], params)
+    for rows in (1, 5, 40):
+        x = weights(rows, 192, dtype, seed=1)[0]
+        y = dispatch.product(x, tensors, "dense", params, shape)
+        reference = x.double() @ tensors["values"].double().T
+        assert y.dtype == dtype and relative(y, reference) < 4 * relative(reference.to(dtype), reference) + 1e-6
+
+
+def test_weights_that_read_the_same_are_multiplied_in_one_call() -> None:
+    params = dense_format.Params()
+    kernels = [
+        dense.PlainProduct(dense_format.pack(weights(rows, 192, torch.float32)[0], params), params, (rows, 192))
+        for rows in (100, 7)
+    ]
+    x = weights(3, 192, torch.bfloat16, seed=1)[0]
+    run = kernels[0].fuse(kernels[1:])
+    assert run is not None and torch.equal(run(kernels, x), torch.cat([kernel(x) for kernel in kernels], 1))
 
 
 def test_several_weights_write_beside_each_other() -> None:

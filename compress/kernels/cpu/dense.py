@@ -6,7 +6,7 @@ is read once for all rows: a block of sixteen of its rows stays in the processor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,65 @@ from torch import Tensor
 
 from compress.kernels import calls, llvm
 from compress.kernels.calls import Call, Rows, Take
+from compress.kernels.contract import Decoder, Joined, Prepared, Shape
+from compress.kernels.cpu import emitter
 from compress.kernels.cpu.dots import ROWS, STORED, Dots, register_lanes, stored_rows
 from compress.kernels.cpu.emitter import LANES, THREAD
 
 MOST = 16  # rows of activations up to which this is faster than a product of float32 copies
+
+
+def prepare(tensors: Mapping[str, Tensor], params: Any, shape: Shape) -> Prepared | None:
+    """Return the product with a weight that the format `dense` stores as it is."""
+    return PlainProduct(tensors, params, shape) if emitter.worthwhile(shape) else None
+
+
+class PlainProduct(Prepared):
+    """A weight of one of the types STORED."""
+
+    types = STORED
+
+    @property
+    def weight(self) -> Tensor:
+        return self.tensors["values"]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return multiply(x, self.weight)
+
+    def most_rows(self, dtype: torch.dtype) -> int:
+        return MOST
+
+    def panel_type(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if emitter.widens(dtype) else dtype
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        return self.weight.to(dtype)
+
+    def decoder(self, dtype: torch.dtype) -> Decoder | None:
+        """Return what copies rows of the weight; None: they are multiplied where they are."""
+        weight = self.weight
+        if weight.dtype == dtype:
+            return None
+
+        def copy(out: Tensor, start: int) -> None:
+            out.copy_(weight[start : start + len(out)])
+
+        return copy
+
+    def fuse(self, others: Sequence[Prepared]) -> Joined | None:
+        weights = _weights((self, *others))
+        return None if weights is None else _multiply_all
+
+    def calls(self, rows: Rows, take: Take, others: Sequence[Prepared] = ()) -> list[Call] | None:
+        weights = _weights((self, *others))
+        return None if weights is None else product_calls(rows, take, weights, [None] * len(weights))
+
+
+def _weights(kernels: Sequence[Prepared]) -> list[Tensor] | None:
+    """Return the weights of kernels that read activations alike; None if they do not."""
+    weights = [kernel.weight for kernel in kernels if isinstance(kernel, PlainProduct)]
+    is_alike = len(weights) == len(kernels) and len({weight.dtype for weight in weights}) == 1
+    return weights if is_alike else None
 
 
 def supports(weight: Tensor, x: torch.dtype) -> bool:
@@ -28,8 +83,16 @@ def supports(weight: Tensor, x: torch.dtype) -> bool:
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x [..., in] times weight [out, in], plus bias [out]: [..., out] of the type of x."""
-    x = x.contiguous()
-    out = x.new_empty(*x.shape[:-1], len(weight))
+    return _multiply_each(x.contiguous(), [weight], [bias])
+
+
+def _multiply_all(kernels: Sequence[PlainProduct], x: Tensor) -> Tensor:
+    return _multiply_each(x, [kernel.weight for kernel in kernels], [None] * len(kernels))
+
+
+def _multiply_each(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    width = sum(map(len, weights))
+    out = x.new_empty(*x.shape[:-1], width)
     count = x.numel() // max(1, x.shape[-1])
     memory: list[Tensor] = []
 
@@ -38,8 +101,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return memory[-1].data_ptr()
 
     if count:
-        rows = Rows(count, x.dtype, x.data_ptr(), out.data_ptr(), len(weight))
-        calls.run(iter(product_calls(rows, take, [weight], [bias])))
+        rows = Rows(count, x.dtype, x.data_ptr(), out.data_ptr(), width)
+        calls.run(iter(product_calls(rows, take, weights, biases)))
     return out
 
 
