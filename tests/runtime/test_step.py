@@ -46,7 +46,7 @@ def ready(name: str = "llama") -> PreTrainedModel:
     return model
 
 
-def step_of(model: nn.Module) -> decode.Step:
+def step_of(model: nn.Module) -> decode.StepState:
     (step,) = (vars(each)[decode.MARK] for each in model.modules() if decode.MARK in vars(each))
     return step
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels import calls, llvm
-from compress.kernels.calls import Call, Rows, Take
+from compress.kernels.calls import ActivationRows, CompiledCall, Take
 from compress.kernels.contract import Decoder, Joined, Prepared, Shape
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu.dots import ROWS, STORED, Dots, register_lanes, stored_rows
@@ -63,7 +63,7 @@ class PlainProduct(Prepared):
         weights = _weights((self, *others))
         return None if weights is None else _multiply_all
 
-    def calls(self, rows: Rows, take: Take, others: Sequence[Prepared] = ()) -> list[Call] | None:
+    def calls(self, rows: ActivationRows, take: Take, others: Sequence[Prepared] = ()) -> list[CompiledCall] | None:
         weights = _weights((self, *others))
         return None if weights is None else product_calls(rows, take, weights, [None] * len(weights))
 
@@ -101,12 +101,14 @@ def _multiply_each(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
         return memory[-1].data_ptr()
 
     if count:
-        rows = Rows(count, x.dtype, x.data_ptr(), out.data_ptr(), width)
+        rows = ActivationRows(count, x.dtype, x.data_ptr(), out.data_ptr(), width)
         calls.run(iter(product_calls(rows, take, weights, biases)))
     return out
 
 
-def product_calls(rows: Rows, take: Take, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Call]:
+def product_calls(
+    rows: ActivationRows, take: Take, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> list[CompiledCall]:
     """Return the calls that multiply rows with weights [out, in] of one type, outputs behind each other, plus biases.
 
     They are valid as long as the tensors stay where they are. Any number of rows is right.
@@ -114,7 +116,7 @@ def product_calls(rows: Rows, take: Take, weights: Sequence[Tensor], biases: Seq
     inputs, stored = weights[0].shape[1], weights[0].dtype
     columns = padded_columns(inputs)
     place = take(4 * rows.count * columns)
-    made = [Call(llvm.function(Spread, stored, rows.dtype), (rows.source, place, rows.count, inputs))]
+    made = [CompiledCall(llvm.function(Spread, stored, rows.dtype), (rows.source, place, rows.count, inputs))]
     target = rows.target
     for weight, bias in zip(weights, biases, strict=True):
         outputs = len(weight)
@@ -123,7 +125,7 @@ def product_calls(rows: Rows, take: Take, weights: Sequence[Tensor], biases: Seq
         sizes = (rows.count, inputs, outputs, rows.width)
         total = -(-outputs // LANES)
         arguments = (place, weight.data_ptr(), added, target, 0, total, *sizes)
-        made.append(Call(function, arguments, total, -(-THREAD // (LANES * inputs * rows.count)), first=4))
+        made.append(CompiledCall(function, arguments, total, -(-THREAD // (LANES * inputs * rows.count)), first=4))
         target += outputs * rows.dtype.itemsize
     return made
 

@@ -24,16 +24,18 @@ from compress.runtime.step.assemble import Assembly, Steps, Turns
 from compress.runtime.step.caches import Held, layers_of
 from compress.runtime.step.check import read_block
 from compress.runtime.step.memory import Memory
-from compress.runtime.step.reading import Reading, Turning, Watch
+from compress.runtime.step.reading import ModelReading, PassWatch, Turning
 from compress.runtime.step.structure import UnreadableBlockError
 from compress.runtime.step.unchanged import Unchanged
 
 MARK = "_compress_step"
 MOST_ROWS = 16
-LEAST_COMPILED = 0.5  # of the linears of a model: with fewer a program gains nothing
+# A program with a smaller part of its linears compiled gains nothing.
+LEAST_COMPILED = 0.5
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 USED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache"}
-COUNT = "cumulative_length"  # of tokens, in layers that forget some
+# Layers that forget tokens count them here.
+TOKEN_COUNT = "cumulative_length"
 FLAGS = ("output_attentions", "output_hidden_states", "output_router_logits")
 # What may be raised where a model is of another shape than what is read.
 FAILURES = (UnreadableBlockError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -42,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Asked:
+class _StepRequest:
     """A forward pass of one new token of each sequence."""
 
     given: Tensor  # token ids [rows, 1], or embeddings
@@ -54,7 +56,7 @@ class _Asked:
 
 
 @dataclass
-class _Running:
+class _StepProgram:
     """A program for a number of sequences."""
 
     memory: Memory
@@ -70,7 +72,7 @@ class _Running:
     bound: Any = None  # the buffers that the tables say
 
 
-class Step:
+class StepState:
     """What is known of a body. Copies begin anew."""
 
     def __init__(self) -> None:
@@ -78,11 +80,11 @@ class Step:
         self.forget()
 
     def __reduce__(self) -> Any:
-        return Step, ()
+        return StepState, ()
 
     def forget(self) -> None:
         """Let go of all programs and buffers."""
-        self.running: dict[tuple[int, int], _Running] = {}
+        self.running: dict[tuple[int, int], _StepProgram] = {}
         self.refused = ""  # why there is no program
         self._unchanged: Unchanged | None = None
         self._held: WeakKeyDictionary[Any, Held] = WeakKeyDictionary()
@@ -93,7 +95,7 @@ class Step:
         if not self._lock.acquire(blocking=False):
             return original(body, **kwargs)
         try:
-            asked = _asked(body, kwargs)
+            asked = _request(body, kwargs)
             if asked is None or not self._is_current(body):
                 return original(body, **kwargs)
             key = len(asked.given), torch.get_num_threads()
@@ -112,19 +114,19 @@ class Step:
         return not self.refused
 
     def _read(
-        self, body: nn.Module, original: Callable[..., Any], kwargs: dict[str, Any], asked: _Asked, key: Any
+        self, body: nn.Module, original: Callable[..., Any], kwargs: dict[str, Any], asked: _StepRequest, key: Any
     ) -> Any:
         """Run an ordinary pass, and make a program of what it shows."""
         blocks = blocks_of(body)
         assert blocks is not None
-        watch, self._owner = Watch(body, blocks), id(body)
+        watch, self._owner = PassWatch(body, blocks), id(body)
         beside = [child for child in body.children() if child is not blocks and next(child.children(), None) is None]
         known = [*blocks.modules(), *(each for each in beside if not isinstance(each, nn.Embedding))]
         unchanged = Unchanged(known)
         if not unchanged.is_plain:
             self.refused, self._unchanged = "hooks, or tensors that are elsewhere", unchanged
             return original(body, **kwargs)
-        before = [(layer.keys, layer.values, getattr(layer, COUNT, None)) for layer in asked.layers]
+        before = [(layer.keys, layer.values, getattr(layer, TOKEN_COUNT, None)) for layer in asked.layers]
         output = watch.run(lambda: original(body, **kwargs))
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -135,12 +137,13 @@ class Step:
             self._unchanged = Unchanged(known)
             return output
         self._unchanged = Unchanged(known)
-        for layer, (layer.keys, layer.values, count) in zip(asked.layers, before, strict=True):
+        for layer, (keys, values, count) in zip(asked.layers, before, strict=True):
+            layer.keys, layer.values = keys, values
             if count is not None:
-                setattr(layer, COUNT, count)
+                setattr(layer, TOKEN_COUNT, count)
         return self._run(self.running[key], asked)  # so that every pass is rounded alike
 
-    def _run(self, running: _Running, asked: _Asked) -> Any:
+    def _run(self, running: _StepProgram, asked: _StepRequest) -> Any:
         memory, layers = running.memory, asked.layers
         held = self._held.get(asked.cache)
         is_new = held is None or not held.is_of(layers)
@@ -166,9 +169,9 @@ class Step:
         return running.output(last_hidden_state=final, past_key_values=asked.cache)
 
 
-def _asked(body: nn.Module, kwargs: dict[str, Any]) -> _Asked | None:
+def _request(body: nn.Module, kwargs: dict[str, Any]) -> _StepRequest | None:
     """Return what a pass is asked for if a program may run it."""
-    given = _given(kwargs)
+    given = _new_tokens(kwargs)
     if given is None or not _is_usual(body, kwargs):
         return None
     blocks, cache = blocks_of(body), kwargs.get("past_key_values")
@@ -182,12 +185,16 @@ def _asked(body: nn.Module, kwargs: dict[str, Any]) -> _Asked | None:
     if positions is not None and (positions.dim() != 2 or positions.shape[1] != 1):
         return None
     if mask is None or (isinstance(mask, dict) and all(value is None for value in mask.values())):
-        return _Asked(given, cache, layers, seen, positions, None)
+        return _StepRequest(given, cache, layers, seen, positions, None)
     pads = _padding(mask, len(given), seen + 1)
-    return None if pads is None else _Asked(given, cache, layers, seen, positions, pads if bool(pads.any()) else None)
+    return (
+        None
+        if pads is None
+        else _StepRequest(given, cache, layers, seen, positions, pads if bool(pads.any()) else None)
+    )
 
 
-def _given(kwargs: dict[str, Any]) -> Tensor | None:
+def _new_tokens(kwargs: dict[str, Any]) -> Tensor | None:
     """Return the new tokens [rows, 1], or their embeddings, where they are few, and one of each sequence."""
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     given = ids if embeds is None else embeds
@@ -222,7 +229,7 @@ def _padding(mask: Any, rows: int, tokens: int) -> Tensor | None:
 
 
 @torch.no_grad()
-def _make(reading: Reading, asked: _Asked, threads: int) -> _Running:
+def _make(reading: ModelReading, asked: _StepRequest, threads: int) -> _StepProgram:
     """Return the program of what was read; UnreadableBlockError where there is none."""
     last = reading.output["last_hidden_state"]
     rows, _, hidden = last.shape
@@ -250,7 +257,7 @@ def _make(reading: Reading, asked: _Asked, threads: int) -> _Running:
     output = type(reading.output)
     embed, factor = reading.embed, reading.factor
     steps = assembly.finish()
-    return _Running(memory, steps, assembly.states, final, windows, turns, reading.turnings, embed, factor, output)
+    return _StepProgram(memory, steps, assembly.states, final, windows, turns, reading.turnings, embed, factor, output)
 
 
 def blocks_of(body: nn.Module) -> nn.ModuleList | None:
@@ -278,7 +285,7 @@ def install(model: nn.Module) -> None:
         return
     for body in bodies(model):
         _let_class_ask(type(body))
-        vars(body).setdefault(MARK, Step())
+        vars(body).setdefault(MARK, StepState())
 
 
 def remove(model: nn.Module) -> None:

@@ -39,18 +39,18 @@ class Turning:
     def again(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin of other positions [B, 1]."""
 
-        def replaced(value: Any) -> Any:
+        def replace(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             return states if value.is_floating_point() else positions
 
-        args = [replaced(value) for value in self.args]
-        cos, sin = self.module(*args, **{name: replaced(value) for name, value in self.kwargs.items()})
+        args = [replace(value) for value in self.args]
+        cos, sin = self.module(*args, **{name: replace(value) for name, value in self.kwargs.items()})
         return cos, sin
 
 
 @dataclass
-class Reading:
+class ModelReading:
     """What a forward pass has shown."""
 
     embed: nn.Module | None = None
@@ -61,12 +61,12 @@ class Reading:
     output: Any = None  # of the whole
 
 
-class Watch:
+class PassWatch:
     """Watches a forward pass of a body, the module that holds the blocks."""
 
     def __init__(self, body: nn.Module, blocks: nn.ModuleList) -> None:
         self.body, self.blocks = body, blocks
-        self.reading = Reading()
+        self.reading = ModelReading()
         self._alive: list[Any] = []
         self._last: Tensor | None = None  # the newest hidden states
         self._embedded: Tensor | None = None
@@ -124,7 +124,7 @@ class Watch:
         elif isinstance(output, Tensor) and self._last is not None and args and args[0] is self._last:
             self.reading.norm, self._normed = module, output
 
-    def check(self) -> Reading:
+    def check(self) -> ModelReading:
         """Return what was seen; UnreadableBlockError where the pass does more than is read."""
         if self._error is not None:
             raise self._error

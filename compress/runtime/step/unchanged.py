@@ -18,7 +18,7 @@ IDLE = ("transformers.utils.output_capturing", "compress.kv")
 _values: Any = dict.values
 
 
-def _held(module: nn.Module) -> tuple[dict[str, Any], ...]:
+def _contents(module: nn.Module) -> tuple[dict[str, Any], ...]:
     return module._parameters, module._modules, module._buffers
 
 
@@ -27,7 +27,7 @@ class Unchanged:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         known = list(modules)
-        self._parts: list[dict[str, Any]] = [held for each in known for held in _held(each) if held]
+        self._parts: list[dict[str, Any]] = [held for each in known for held in _contents(each) if held]
         self._hooks = [hooks for each in known for hooks in (each._forward_hooks, each._forward_pre_hooks)]
         self._own = [vars(each) for each in known]
         self._ids, self._is_tensor, self._addresses = self._look(None)
