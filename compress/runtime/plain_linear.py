@@ -36,14 +36,6 @@ def _is_unusual(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, weight, bias))
 
 
-def compile_rest(model: nn.Module) -> None:
-    """Let what is not packed in a model be compiled on a CPU: attention of few tokens, and plain linears."""
-    from compress.kv import plain  # which imports transformers
-
-    plain.attach(model)
-    compile_linears(model)
-
-
 def compile_linears(model: nn.Module) -> None:
     """Let the linears of a model that compute what `nn.Linear` does, and are of no class of their own, be compiled.
 

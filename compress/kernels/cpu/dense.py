@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from compress.kernels import calls, llvm
-from compress.kernels.calls import Call, Rows, Take
+from compress.kernels.calls import ActivationRows, CompiledCall, Take
 from compress.kernels.contract import Decoder, Joined, Prepared, Shape
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu.dots import ROWS, STORED, Dots, register_lanes, stored_rows
 from compress.kernels.cpu.emitter import LANES, THREAD
 
-# Rows of activations up to which this is faster than F.linear, one thread: 8 where the processor multiplies bfloat16 or
+# ActivationRows of activations up to which this is faster than F.linear, one thread: 8 where the processor multiplies bfloat16 or
 # float16 itself, 64 and more of float32 (16 are a guess for other libraries), and any number of types that are slow.
 MOST = 8
 MOST_FLOAT32 = 16
@@ -68,7 +68,7 @@ class PlainProduct(Prepared):
         weights = _weights((self, *others))
         return None if weights is None else _multiply_all
 
-    def calls(self, rows: Rows, take: Take, others: Sequence[Prepared] = ()) -> list[Call] | None:
+    def calls(self, rows: ActivationRows, take: Take, others: Sequence[Prepared] = ()) -> list[CompiledCall] | None:
         weights = _weights((self, *others))
         return None if weights is None else product_calls(rows, take, weights, [None] * len(weights))
 
@@ -119,17 +119,19 @@ def _multiply_each(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
         return memory[-1].data_ptr()
 
     if count:
-        rows = Rows(count, x.dtype, x.data_ptr(), out.data_ptr(), width)
+        rows = ActivationRows(count, x.dtype, x.data_ptr(), out.data_ptr(), width)
         calls.run(iter(product_calls(rows, take, weights, biases)))
     return out
 
 
-def product_calls(rows: Rows, take: Take, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Call]:
+def product_calls(
+    rows: ActivationRows, take: Take, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> list[CompiledCall]:
     """Return the calls that multiply rows with weights [out, in] of one type, outputs behind each other, plus biases.
 
     They are valid as long as the tensors stay where they are. Any number of rows is right.
     """
-    inputs, made = weights[0].shape[1], list[Call]()
+    inputs, made = weights[0].shape[1], list[CompiledCall]()
     place = take(4 * min(rows.count, PIECE) * padded_columns(inputs))
     for first in range(0, rows.count, PIECE):
         piece = rows.part(first, min(first + PIECE, rows.count), inputs)
@@ -137,10 +139,12 @@ def product_calls(rows: Rows, take: Take, weights: Sequence[Tensor], biases: Seq
     return made
 
 
-def _piece_calls(rows: Rows, place: int, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Iterator[Call]:
+def _piece_calls(
+    rows: ActivationRows, place: int, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> Iterator[CompiledCall]:
     """Yield the calls for some rows, which become float32 in memory at `place`."""
     inputs, stored = weights[0].shape[1], weights[0].dtype
-    yield Call(llvm.function(Spread, stored, rows.dtype), (rows.source, place, rows.count, inputs))
+    yield CompiledCall(llvm.function(Spread, stored, rows.dtype), (rows.source, place, rows.count, inputs))
     target = rows.target
     for weight, bias in zip(weights, biases, strict=True):
         outputs = len(weight)
@@ -149,7 +153,7 @@ def _piece_calls(rows: Rows, place: int, weights: Sequence[Tensor], biases: Sequ
         sizes = (rows.count, inputs, outputs, rows.width)
         total = -(-outputs // LANES)
         arguments = (place, weight.data_ptr(), added, target, 0, total, *sizes)
-        yield Call(function, arguments, total, -(-THREAD // (LANES * inputs * rows.count)), first=4)
+        yield CompiledCall(function, arguments, total, -(-THREAD // (LANES * inputs * rows.count)), first=4)
         target += outputs * rows.dtype.itemsize
 
 
