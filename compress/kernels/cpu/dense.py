@@ -19,7 +19,7 @@ from compress.kernels.cpu import emitter
 from compress.kernels.cpu.dots import ROWS, STORED, Dots, register_lanes, stored_rows
 from compress.kernels.cpu.emitter import LANES, THREAD
 
-# ActivationRows of activations up to which this is faster than F.linear, one thread: 8 where the processor multiplies bfloat16 or
+# Rows of activations up to which this is faster than F.linear, one thread: 8 where the processor multiplies bfloat16 or
 # float16 itself, 64 and more of float32 (16 are a guess for other libraries), and any number of types that are slow.
 MOST = 8
 MOST_FLOAT32 = 16
@@ -88,12 +88,18 @@ def most_rows(dtype: torch.dtype) -> int:
     return emitter.EVERY if is_slow else MOST
 
 
+def supports(weight: Tensor, x: torch.dtype) -> bool:
+    """Return whether such a weight [out, in] is multiplied here with activations of a type."""
+    is_plain = weight.dtype in STORED and weight.dim() == 2 and weight.is_contiguous() and weight.is_cpu
+    return is_plain and x in STORED and llvm.available()
+
+
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Return whether x [..., in] is multiplied here with a plain weight [out, in] of its type, without a gradient."""
-    if not (x.is_cpu and weight.is_cpu) or x.dtype != weight.dtype or x.dtype not in STORED or not llvm.available():
+    inputs = weight.shape[-1]
+    if not x.is_cpu or x.dtype != weight.dtype or x.shape[-1] != inputs or not supports(weight, x.dtype):
         return False
-    inputs = weight.shape[1]
-    if x.shape[-1] != inputs or not weight.is_contiguous() or weight.numel() <= SMALL:
+    if weight.numel() <= SMALL:
         return False
     rows = x.numel() // inputs
     return 0 < rows <= MOST or MOST < rows <= most_rows(x.dtype)
