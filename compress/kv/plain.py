@@ -102,7 +102,7 @@ def attention(
     if sight is None:
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         return output, None
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     manner = Manner(scaling, window=sight.window, starts=sight.starts)
     return compiled.attend(query, key[:, :, : sight.stop], value[:, :, : sight.stop], manner), None
 
