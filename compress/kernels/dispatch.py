@@ -31,7 +31,11 @@ from compress.kernels import llvm, measured
 from compress.kernels.contract import PANEL_ROWS, Prepared, Shape
 from compress.types import PackedWeight, Stored, WeightTransforms
 
-FOLDERS = {"cpu": "compress.kernels.cpu", "cuda": "compress.kernels.triton"}
+# Where kernels are, by types of devices: those of published methods behind the frontier lie with these.
+FOLDERS = {
+    "cpu": ("compress.kernels.cpu", "compress.papers.kernels.cpu"),
+    "cuda": ("compress.kernels.triton",),
+}
 LEAST_CAPABILITY = (8, 0)  # products in bfloat16
 PANEL = 1 << 22  # bytes that are decoded at a time: what F.linear reads next is still in the cache of a CPU
 PANELS = {torch.float32: 1 << 20}  # the same for types with a size of their own
@@ -68,8 +72,8 @@ def _module(on: Processor, name: str) -> Any:
     """Return the kernel file of this name for a processor, None if there is none or the processor is too old."""
     if on.type not in FOLDERS or (on.type == "cuda" and not _has_triton(on)):
         return None
-    path = f"{FOLDERS[on.type]}.{name}"
-    return importlib.import_module(path) if importlib.util.find_spec(path) else None
+    paths = [f"{folder}.{name}" for folder in FOLDERS[on.type]]
+    return next((importlib.import_module(path) for path in paths if importlib.util.find_spec(path)), None)
 
 
 @cache
