@@ -106,7 +106,7 @@ class Prepared(ABC):
     def calls(self, rows: Rows, take: Take, others: Sequence[Prepared] = ()) -> Iterable[Call] | None:
         """Return the compiled calls that multiply rows with this weight and then others, outputs behind each other.
 
-        rows: at most `most_rows`, of one of `types`. take: gives memory for them. They are valid as long as the tensors
+        rows: any number, of one of `types`. take: gives memory for them. They are valid as long as the tensors
         of all weights stay where they are. None: there are none.
         """
         return None

@@ -179,6 +179,25 @@ class Emitter:
             vector = self.b.fadd(low, self.shuffled(vector, vector, list(range(lanes, 2 * lanes))))
         return self.b.extract_element(vector, self.word(0))
 
+    def integer_totals(self, vectors: Sequence[Any]) -> Any:
+        """Return the sums of the elements of 2^n vectors of integers, no more than each has, as a vector."""
+        b, vectors, half = self.b, list(vectors), vectors[0].type.count // 2
+        # Each step adds the halves of blocks of lanes; the blocks of two vectors become those of one.
+        while half and len(vectors) > 1:
+            low = [place for place in range(2 * vectors[0].type.count) if place // half % 2 == 0]
+            neighbours = zip(vectors[::2], vectors[1::2], strict=True)
+            vectors = [
+                b.add(*(self.shuffled(*pair, order) for order in (low, [place + half for place in low])))
+                for pair in neighbours
+            ]
+            half //= 2
+        (vector,) = vectors
+        while half:
+            low = [place for place in range(vector.type.count) if place // half % 2 == 0]
+            vector = b.add(*(self.shuffled(vector, vector, order) for order in (low, [place + half for place in low])))
+            half //= 2
+        return vector
+
     def scaled_sums(self, scales: Any, sums: Any, m: Any, spans: Any) -> Any:
         """Return the sum over all spans of scale times sum of the activations of row m, a value."""
         b, total = self.b, self.variable(self.float)
@@ -196,6 +215,12 @@ class Emitter:
         if lanes == LANES and "avx512bw" in llvm.features():
             ones = self.constant(self.byte, 4 * lanes, 1)
             return self.intrinsic("llvm.x86.avx512.pmaddubs.w.512", shorts, b.bitcast(words, octets), ones)
+        if lanes == LANES and "avx2" in llvm.features():
+            ones, both = self.constant(self.byte, 2 * lanes, 1), b.bitcast(words, octets)
+            parts = [self.shuffled(both, both, range(start, start + 2 * lanes)) for start in (0, 2 * lanes)]
+            half = self.vector(self.short, lanes)
+            low, high = (self.intrinsic("llvm.x86.avx2.pmadd.ub.sw", half, part, ones) for part in parts)
+            return self.shuffled(low, high, range(2 * lanes))
         low = self.constant(self.word, lanes, 0x00FF00FF)
         high = b.and_(b.lshr(words, self.constant(self.word, lanes, 8)), low)
         return b.bitcast(b.add(b.and_(words, low), high), shorts)
