@@ -152,6 +152,20 @@ def product(x: Tensor, tensors: Mapping[str, Tensor], format: str, params: Any, 
         return kernel(x.contiguous()) if suits(kernel, x) else decoded_product(kernel, x)
 
 
+def plain_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return F.linear of x [..., in] with a weight [out, in] of its type, by a kernel where torch is slow with it.
+
+    The bias [out] may be of another type.
+    """
+    shape = (weight.shape[0], weight.shape[1])
+    kernel = prepare(x, {"values": weight}, "dense", None, shape) if x.is_cpu else None
+    if kernel is None or x.dtype not in kernel.types or kernel.panel_type(x.dtype) == x.dtype:
+        y = F.linear(x, weight, bias if bias is None or bias.dtype == x.dtype else None)
+        return y if bias is None or bias.dtype == x.dtype else (y + bias).to(x.dtype)
+    y = kernel(x.contiguous()) if suits(kernel, x) else decoded_product(kernel, x)
+    return y if bias is None else (y + bias).to(x.dtype)
+
+
 def decoded_product(kernel: Prepared, x: Tensor, into: Tensor | None = None) -> Tensor:
     """Return F.linear with the decoded weight, written `into` a tensor if it is given.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from compress import formats
 from compress.formats import codebook, kquant
@@ -13,7 +14,7 @@ from compress.kernels import dispatch, llvm
 from compress.kernels.calls import Rows, run
 from compress.kernels.cpu import decoded, emitter
 from compress.kernels.cpu.codebook import AnyCodebook
-from compress.papers.formats import lattice, structured
+from compress.papers.formats import lattice, pvq, structured
 from compress.runtime import linear
 from compress.runtime.linear import PackedLinear
 from compress.types import PackedWeight
@@ -124,3 +125,21 @@ def test_rows_of_activations_are_limited_where_matrices_are_fast(monkeypatch: py
     for widens, most in ((True, decoded.MOST_WHERE_WIDE), (False, decoded.MOST)):
         monkeypatch.setattr(emitter, "widens", lambda dtype, widens=widens: widens)
         assert kernel.most_rows(torch.bfloat16) == most
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_kept_weights_are_multiplied_in_float32_where_bfloat16_is_slow(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a format without a kernel; a bias of another type is added to them."""
+    monkeypatch.setattr(emitter, "widens", lambda dtype: dtype == torch.bfloat16)
+    weight = stored.random_weight("pvq", pvq.Params(8, 6, 3), (40, 128))
+    layer = PackedLinear.from_packed(weight, problems.random(40))
+    x = problems.random(rows, 128).bfloat16()
+    rounded = formats.decode_stored(weight, torch.bfloat16)
+    exact = x.double() @ rounded.double().T + layer.bias
+    y = layer(x)
+    assert y.dtype == torch.bfloat16 and (y - exact).norm() < 4e-3 * exact.norm()
+    plain = F.linear(x, rounded) + layer.bias
+    monkeypatch.setattr(emitter, "widens", lambda dtype: False)
+    assert torch.equal(layer(x), plain.to(x.dtype))

@@ -25,6 +25,8 @@ from compress.numerics.packing import FIELDS
 from compress.papers.formats import lattice
 from compress.papers.formats.lattice import PLANES, Params
 
+MOST = 32  # rows up to which the product beats panels of bfloat16
+
 
 def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Prepared | None:
     """Return the product with a weight without curves, in groups of a power of two."""
@@ -140,6 +142,10 @@ class _LatticeProduct(DecodedProduct):
         space = count * params.dim**2 + params.group_size
         super().__init__(tensors, params, shape, (params,), {"groups": count}, space)
         self.columns = self.read = count * params.group_size
+
+    def most_rows(self, dtype: torch.dtype) -> int:
+        """Return more rows than others take: to decode a lattice costs more than to multiply with it."""
+        return max(MOST, super().most_rows(dtype))
 
     def change(self, x: int, count: int) -> Iterator[Call]:
         """Yield what multiplies blocks of activations by the transposed lattices of their groups."""

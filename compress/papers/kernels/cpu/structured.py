@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from compress.kernels import dispatch
 from compress.kernels.contract import Prepared, Shape
 from compress.papers.formats import structured
 from compress.papers.formats.structured import Params
@@ -30,7 +30,7 @@ class _Part(Prepared):
     def __call__(self, x: Tensor) -> Tensor:
         if "columns" in self.tensors:
             x = x.index_select(-1, self.tensors["columns"])
-        y = F.linear(x, self.tensors["weight"].to(x.dtype))
+        y = dispatch.plain_product(x, self.tensors["weight"].to(x.dtype))
         if "rows" not in self.tensors:
             return y
         return y.new_zeros(*y.shape[:-1], self.shape[0]).index_copy_(-1, self.tensors["rows"].long(), y)
