@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Self, cast
 from weakref import ref
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress import formats
@@ -316,9 +315,7 @@ class PackedLinear(PackedModule):
         if product is not None:
             return _plus(product, bias)
         (weight,) = CACHE.get(self, x.dtype, lambda: (formats.decode_stored(self.packed(), x.dtype),))
-        if bias is not None and bias.dtype != x.dtype:  # which F.linear refuses
-            return _plus(F.linear(x, weight), bias)
-        return F.linear(x, weight, bias)
+        return dispatch.plain_product(x, weight, bias)
 
     @property
     def is_bare(self) -> bool:
