@@ -32,13 +32,14 @@ Each has `supports`, which says what it can read.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from compress.kernels.calls import Call, Rows, Take
 from compress.numerics.packing import FIELDS
 
 Shape = tuple[int, int]  # of a weight, [out, in]
@@ -99,6 +100,14 @@ class Prepared(ABC):
         """Return what multiplies with this weight and then others in one call; None: there is nothing that does.
 
         It is given these kernels in this order, and keeps none of them. It returns outputs behind each other.
+        """
+        return None
+
+    def calls(self, rows: Rows, take: Take, others: Sequence[Prepared] = ()) -> Iterable[Call] | None:
+        """Return the compiled calls that multiply rows with this weight and then others, outputs behind each other.
+
+        rows: any number, of one of `types`. take: gives memory for them. They are valid as long as the tensors
+        of all weights stay where they are. None: there are none.
         """
         return None
 

@@ -27,7 +27,7 @@ from compress.errors import TokenIdError
 from compress.formats import transforms as operations
 from compress.formats.stored import params_from_dict
 from compress.formats.transforms import Diagonal
-from compress.kernels import llvm
+from compress.kernels import llvm, measured
 from compress.kernels.contract import PANEL_ROWS, Prepared, Shape
 from compress.types import PackedWeight, Stored, WeightTransforms
 
@@ -107,6 +107,7 @@ def forget() -> None:
     """Choose anew from now on: what a choice depends on has changed that is not part of `Processor`."""
     for choice in (_supported, _module, _has_triton, _gpu):
         choice.cache_clear()
+    measured.forget()
 
 
 def prepare(x: Tensor, tensors: Mapping[str, Tensor | None], format: str, params: Any, shape: Shape) -> Prepared | None:

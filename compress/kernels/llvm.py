@@ -271,8 +271,8 @@ def load_object(key: bytes) -> bytes | None:
     return code
 
 
-def store_object(key: bytes, code: bytes) -> None:
-    """Keep object code under a key; nothing happens where that cannot be done."""
+def store_object(key: bytes, code: bytes, over: bool = True) -> None:
+    """Keep object code under a key, in place of a file that is there if `over`; nothing happens where it cannot be."""
     with suppress(OSError):
         folder = _folder()
         if folder is None:
@@ -280,7 +280,7 @@ def store_object(key: bytes, code: bytes) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_ours(os.stat(folder)):
             return
-        _write(folder / (key.hex() + SUFFIX), MARK + key + hashlib.sha256(code).digest() + code)
+        _write(folder / (key.hex() + SUFFIX), MARK + key + hashlib.sha256(code).digest() + code, over)
         _shrink(folder)
 
 
@@ -304,17 +304,19 @@ def _is_ours(status: os.stat_result) -> bool:
     return not hasattr(os, "geteuid") or (status.st_uid == os.geteuid() and not status.st_mode & OTHERS)
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Write a file that is there as a whole or not at all."""
+def _write(path: Path, content: bytes, over: bool) -> None:
+    """Write a file that is there as a whole or not at all, in place of another if `over`."""
     handle, name = tempfile.mkstemp(dir=path.parent)  # which nobody else can read or write
     try:
         with open(handle, "wb") as file:
             file.write(content)
-        os.replace(name, path)
-    except OSError:
-        with suppress(OSError):
+        if over:
+            os.replace(name, path)
+        else:
+            os.link(name, path)  # of several processes one comes first
+    finally:
+        with suppress(OSError):  # unless it has become the file
             os.unlink(name)
-        raise
 
 
 def _shrink(folder: Path) -> None:

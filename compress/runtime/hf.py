@@ -225,6 +225,9 @@ class CompressQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
                 _check_loaded(name, module)
+        from compress.kv import plain
+
+        plain.attach(model)
         if self.quantization_config.kv_cache is not None:
             from compress.runtime import kv_config
 

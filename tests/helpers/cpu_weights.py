@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from compress.formats import codebook, e8p, trellis
+from compress.formats import codebook, e8p, kquant, trellis
 from compress.formats import int as int_format
 from compress.kernels import dispatch, llvm
 from compress.kernels.contract import Prepared
@@ -63,6 +63,13 @@ E8P = [
     ((40, 192), 3, True),
     ((33, 72), 4, False),
 ]  # shape, bits, row_scales
+KQUANT: list[tuple[Any, ...]] = [  # shape, type, type of steps
+    ((40, 512), "q4_k", "float16"),
+    ((33, 300), "q2_k", "float16"),
+    ((16, 1000), "q3_k", "bfloat16"),
+    ((50, 40), "q5_k", "float16"),
+    ((5, 256), "q6_k", "bfloat16"),
+]
 
 
 def int_weight(shape: tuple[int, int], bits: int, group: int, symmetric: bool, dtype: str = "float16") -> PackedWeight:
@@ -83,6 +90,10 @@ def e8p_weight(shape: tuple[int, int], bits: int, row_scales: bool) -> PackedWei
     return stored.random_weight("e8p", e8p.Params(bits, row_scales), shape)
 
 
+def kquant_weight(shape: tuple[int, int], *params: Any) -> PackedWeight:
+    return stored.random_weight("kquant", kquant.Params(*params), shape)
+
+
 WEIGHTS = [
     *(pytest.param(int_weight, case, id=f"int{case[1]}-{case[0]}-{case[2]}") for case in INT),
     pytest.param(int_weight, (*INT[0], "bfloat16"), id="int4-bfloat16"),
@@ -96,6 +107,7 @@ WEIGHTS = [
         for case in TRELLIS
     ),
     *(pytest.param(e8p_weight, case, id=f"e8p{case[1]}-{case[0]}") for case in E8P),
+    *(pytest.param(kquant_weight, case, id=f"{case[1]}-{case[0]}") for case in KQUANT),
 ]
 
 

@@ -8,7 +8,7 @@ into registers once; outlier columns are a thin product of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from compress.formats import codebook as codebook_format
 from compress.formats.codebook import ROW_MULTIPLE, Params
 from compress.kernels import llvm
+from compress.kernels.calls import Call, Rows
 from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import codebook_decode, emitter, small_matmul
 from compress.kernels.cpu.codebook_decode import GROUPS, word_names
@@ -99,25 +100,24 @@ class _CodebookProduct(Product):
         llvm.parallel(work, x.numel() // inputs, -(-small_matmul.WEIGHTS_PER_THREAD // inputs))
         return out
 
-    def gather(self, source: int, target: int, tokens: int, dtype: torch.dtype) -> None:
+    def gather(self, rows: Rows) -> Iterator[Call]:
         order = self.tensors["order"] if self.params.permuted else None
         layout, bits = self.layout, 8 * order.element_size() if order is not None else 0
-        kernel = llvm.function(_Gather, dtype.itemsize, self.params.width, bits)
-        address = source if order is None else order.data_ptr()
-        kernel(source, address, target, tokens, layout.inputs, layout.spans, layout.span // self.params.width)
+        kernel = llvm.function(_Gather, rows.dtype.itemsize, self.params.width, bits)
+        address = rows.source if order is None else order.data_ptr()
+        sizes = rows.count, layout.inputs, layout.spans, layout.span // self.params.width
+        yield Call(kernel, (rows.source, address, rows.target, *sizes))
 
-    def add(self, source: int, sums: int, tokens: int, dtype: torch.dtype) -> None:
+    def add(self, rows: Rows, sums: int) -> Iterator[Call]:
         if not self.params.outliers:
             return
-        kernel = llvm.function(_Outliers, self.params.outlier_bits, dtype)
+        kernel = llvm.function(_Outliers, self.params.outlier_bits, rows.dtype)
         layout, count = self.layout, self.params.outliers
         names = ("outliers", "outlier_scale", "outlier_index")
         stored = [self.tensors[name].data_ptr() for name in names]
-
-        def work(first: int, last: int) -> None:
-            kernel(*stored, source, sums, first, last, count, layout.rows, tokens, layout.inputs)
-
-        llvm.parallel(work, layout.rows // ROW_MULTIPLE, -(-emitter.THREAD // (ROW_MULTIPLE * count * tokens)))
+        blocks, least = layout.rows // ROW_MULTIPLE, -(-emitter.THREAD // (ROW_MULTIPLE * count * rows.count))
+        sizes = count, layout.rows, rows.count, layout.inputs
+        yield Call(kernel, (*stored, rows.source, sums, 0, blocks, *sizes), blocks, least, len(stored) + 2)
 
 
 class _Gather(emitter.Emitter):

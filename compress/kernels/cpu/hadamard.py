@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compress.formats.transforms import SCALE8_BIAS, SCALE8_SHIFT, Diagonal
 from compress.kernels import llvm
+from compress.kernels.calls import Call, Rows, Take
 from compress.kernels.cpu.emitter import LANES, Writer
 from compress.numerics import hadamard
 
@@ -44,30 +45,58 @@ def transform(
         return y if after is None else after.times(y)
     x = x.contiguous()
     out = torch.empty_like(x)
-    names = [None if diagonal is None else diagonal.name for diagonal in (before, after)]
-    rows = x.numel() // n
-    is_many = rows >= MANY_ROWS and not SCALES.keys().isdisjoint(names)
-    run, table = _function_and_table(n, x.dtype, *names, is_many, is_transposed)
-    diagonals = [0 if diagonal is None else diagonal.stored.data_ptr() for diagonal in (before, after)]
-    source, target, step = x.data_ptr(), out.data_ptr(), n * x.element_size()
+    rows = Rows(x.numel() // n, x.dtype, x.data_ptr(), out.data_ptr(), n)
+    call = _prepare(n, x.dtype, before, after, is_transposed, _is_many(rows.count, before, after))
 
     def work(first: int, last: int) -> None:
-        space = torch.empty(3 * n if is_many else n, dtype=torch.float32, device="cpu")
-        run(source + first * step, *diagonals, table, space.data_ptr(), target + first * step, last - first)
+        space = torch.empty(3 * n, dtype=torch.float32, device="cpu")
+        call(rows.part(first, last, n), space.data_ptr()).run()
 
-    llvm.parallel(work, rows, -(-THREAD // n))
+    llvm.parallel(work, rows.count, -(-THREAD // n))
     return out
+
+
+def transform_call(
+    n: int, rows: Rows, take: Take, before: Diagonal | None = None, after: Diagonal | None = None
+) -> Call | None:
+    """Return the call that does what `transform` does with rows of n numbers; None where PyTorch does it.
+
+    It is valid as long as the diagonals stay where they are.
+    """
+    if not _is_compiled(n, rows.dtype):
+        return None
+    prepared = _prepare(n, rows.dtype, before, after, False, _is_many(rows.count, before, after))
+    return prepared(rows, take(12 * n))
+
+
+def _is_many(rows: int, *diagonals: Diagonal | None) -> bool:
+    """Return whether diagonals are decoded before all rows."""
+    return rows >= MANY_ROWS and any(diagonal is not None and diagonal.name in SCALES for diagonal in diagonals)
+
+
+def _prepare(
+    n: int, dtype: torch.dtype, before: Diagonal | None, after: Diagonal | None, is_transposed: bool, is_many: bool
+) -> Callable[[Rows, int], Call]:
+    """Return what makes the call for some rows and memory for 3 n float32 numbers."""
+    names = [None if diagonal is None else diagonal.name for diagonal in (before, after)]
+    run, table = _function_and_table(n, dtype, *names, is_many, is_transposed)
+    diagonals = [0 if diagonal is None else diagonal.stored.data_ptr() for diagonal in (before, after)]
+    return lambda rows, space: Call(run, (rows.source, *diagonals, table, space, rows.target, rows.count))
 
 
 def supports(x: Tensor) -> bool:
     """Return whether a compiled function transforms x."""
-    return x.dtype in TYPES and llvm.available() and hadamard.order(x.shape[-1]).power >= MIN_POWER_OF_TWO
+    return _is_compiled(x.shape[-1], x.dtype)
+
+
+def _is_compiled(n: int, dtype: torch.dtype) -> bool:
+    return dtype in TYPES and llvm.available() and hadamard.order(n).power >= MIN_POWER_OF_TWO
 
 
 @cache
 def _function_and_table(
     n: int, dtype: torch.dtype, before: str | None, after: str | None, is_many: bool, is_transposed: bool
-) -> tuple[Callable[..., None], int]:
+) -> tuple[llvm.Function, int]:
     """Return what transforms vectors of n numbers, and the address of its table."""
     order = hadamard.order(n)
     run = llvm.function(_Transform, order.K, order.power, dtype, (before, after), is_many)

@@ -8,7 +8,7 @@ weight: in small layers, each operation of torch and each conversion of an argum
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
+from compress.kernels.calls import Call, Rows, Take, run
 from compress.kernels.contract import Decoder, Joined, Prepared, Shape
 from compress.kernels.cpu import emitter as rows
 from compress.kernels.cpu.activations import Finish, Quantize
@@ -66,11 +67,11 @@ NO_FACTORS = Factors()
 class _Steps(NamedTuple):
     """The functions that run for a number of rows and a type of activations."""
 
-    quantize: Callable[..., None]
-    kernel: Callable[..., None]
+    quantize: llvm.Function
+    kernel: llvm.Function
     stored: tuple[int, ...]  # what the kernel takes before and behind CALLED
     sizes: tuple[int, ...]
-    finish: Callable[..., None]
+    finish: llvm.Function
     offsets: list[int]  # of x16, its scales and sums, the outputs, the space of a thread, and gathered activations
     nbytes: int
     least: int  # blocks of sixteen rows for a thread
@@ -135,21 +136,33 @@ class Product(Prepared):
         self.decoder(dtype)(out, 0)
         return out
 
-    def gather(self, source: int, target: int, tokens: int, dtype: torch.dtype) -> None:
-        """Activations in the order of the kernel's columns, [tokens, columns]."""
+    def gather(self, rows: Rows) -> Iterator[Call]:
+        """Yield what writes activations in the order of the kernel's columns, [rows, columns]."""
+        return iter(())
 
-    def add(self, source: int, sums: int, tokens: int, dtype: torch.dtype) -> None:
-        """Add to the sums, float32 [tokens, rows]."""
+    def add(self, rows: Rows, sums: int) -> Iterator[Call]:
+        """Yield what adds to the sums, float32 [rows, rows of the weight], for these activations."""
+        return iter(())
 
     def __call__(self, x: Tensor) -> Tensor:
         return multiply(self.layout.outputs, (self,), x)
 
     def fuse(self, others: Sequence[Prepared]) -> Joined | None:
         """Return one call for weights that read activations alike: these become integers once."""
+        parts = self._alike(others)
+        return None if parts is None else partial(multiply, sum(part.layout.outputs for part in parts))
+
+    def calls(self, rows: Rows, take: Take, others: Sequence[Prepared] = ()) -> Iterable[Call] | None:
+        """Return what multiplies rows with this weight and others; None if they do not read activations alike."""
+        parts = self._alike(others)
+        return None if parts is None else product_calls(parts, rows, take)
+
+    def _alike(self, others: Sequence[Prepared]) -> list[Product] | None:
+        """Return this weight and others if they read activations alike, None if they do not."""
         parts = [self, *(other for other in others if isinstance(other, Product))]
         if len(parts) <= len(others) or len({part._activations for part in parts}) > 1:
             return None
-        return partial(multiply, sum(part.layout.outputs for part in parts))
+        return parts
 
     @property
     def _activations(self) -> tuple[Any, ...]:
@@ -157,30 +170,27 @@ class Product(Prepared):
         layout = self.layout
         return layout.inputs, layout.columns, layout.span, layout.lanes, id(self) if self.gathers else 0
 
-    def quantize(self, tokens: int, dtype: torch.dtype, source: int, base: int) -> None:
-        """Write the integers, scales and sums of rows of activations to the memory of a call."""
-        layout, steps = self.layout, self.steps(tokens, dtype)
+    def quantize(self, rows: Rows, base: int) -> Iterator[Call]:
+        """Yield what writes integers, scales and sums of as many activations as the kernel takes at once to `base`."""
+        layout, tokens, steps = self.layout, rows.count, self.steps(rows.count, rows.dtype)
         x16, scales, sums, _, _, gathered = steps.offsets
-        given, columns = source, layout.inputs
+        given, columns = rows.source, layout.inputs
         if self.gathers:
-            self.gather(source, base + gathered, tokens, dtype)
             given, columns = base + gathered, layout.columns
-        spans, span, lanes = layout.spans, layout.span, self.lanes(tokens)
-        steps.quantize(given, base + x16, base + scales, base + sums, tokens, spans, span, lanes, columns)
+            yield from self.gather(Rows(tokens, rows.dtype, rows.source, given, columns))
+        sizes = tokens, layout.spans, layout.span, self.lanes(tokens), columns
+        yield Call(steps.quantize, (given, base + x16, base + scales, base + sums, *sizes))
 
-    def run(self, tokens: int, dtype: torch.dtype, source: int, base: int, target: int, width: int) -> None:
-        """Write the products to `target`, whose rows are `width` long, from the activations in the memory of a call."""
-        layout, steps = self.layout, self.steps(tokens, dtype)
+    def multiply(self, rows: Rows, base: int) -> Iterator[Call]:
+        """Yield what writes the products with activations whose integers are at `base`."""
+        layout, factors, tokens, steps = self.layout, self.factors, rows.count, self.steps(rows.count, rows.dtype)
         x16, scales, sums, out, space, _ = [base + offset for offset in steps.offsets]
-
-        def work(first: int, last: int) -> None:
-            own = torch.empty(layout.space * tokens, dtype=torch.float32, device="cpu") if first else None
-            place = space if own is None else own.data_ptr()
-            steps.kernel(*steps.stored, x16, scales, sums, out, place, first, last, *steps.sizes)
-
-        llvm.parallel(work, layout.rows // LANES, steps.least)
-        self.add(source, out, tokens, dtype)
-        steps.finish(out, self.factors.scale, self.factors.rows, target, tokens, layout.rows, layout.outputs, width)
+        blocks, at = layout.rows // LANES, len(steps.stored)
+        arguments = (*steps.stored, x16, scales, sums, out, space, 0, blocks, *steps.sizes)
+        yield Call(steps.kernel, arguments, blocks, steps.least, at + 5, at + 4, 4 * layout.space * tokens)
+        yield from self.add(rows, out)
+        finish = out, factors.scale, factors.rows, rows.target, tokens, layout.rows, layout.outputs, rows.width
+        yield Call(steps.finish, finish)
 
     def steps(self, tokens: int, dtype: torch.dtype) -> _Steps:
         """Return what runs for a number of rows of activations and their type, prepared once."""
@@ -214,22 +224,31 @@ class Product(Prepared):
 def multiply(width: int, parts: Sequence[Product], x: Tensor) -> Tensor:
     """Return x [..., in] times all parts, [..., width], outputs behind each other; they read activations alike."""
     out = x.new_empty((*x.shape[:-1], width))
-    inputs = parts[0].layout.inputs
-    left, size, dtype = x.numel() // inputs, x.element_size(), x.dtype
-    source, target = x.data_ptr(), out.data_ptr()
-    while left:
-        tokens = 1 if left == 1 else parts[0].together(left)  # most calls have one
-        nbytes = max(part.steps(tokens, dtype).nbytes for part in parts)
-        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # the defaults may be others
-        base, place = memory.data_ptr(), target
-        parts[0].quantize(tokens, dtype, source, base)
-        for part in parts:
-            part.run(tokens, dtype, source, base, place, width)
-            place += part.layout.outputs * size
-        source += tokens * inputs * size
-        target += tokens * width * size
-        left -= tokens
+    rows = Rows(x.numel() // parts[0].layout.inputs, x.dtype, x.data_ptr(), out.data_ptr(), width)
+    memory = []  # the calls have run before it is freed
+
+    def take(nbytes: int) -> int:
+        memory.append(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))  # the defaults may be others
+        return memory[-1].data_ptr()
+
+    if rows.count:
+        run(product_calls(parts, rows, take))
     return out
+
+
+def product_calls(parts: Sequence[Product], rows: Rows, take: Take) -> Iterator[Call]:
+    """Yield what multiplies rows with all parts, outputs behind each other; they read activations alike."""
+    first, inputs, size = 0, parts[0].layout.inputs, rows.dtype.itemsize
+    together = 1 if rows.count == 1 else parts[0].together(rows.count)  # most calls have one
+    base = take(max(part.steps(together, rows.dtype).nbytes for part in parts))
+    while first < rows.count:
+        left = rows.count - first
+        some = rows.part(first, first + (1 if left == 1 else parts[0].together(left)), inputs)
+        yield from parts[0].quantize(some, base)
+        for part in parts:
+            yield from part.multiply(some, base)
+            some = some._replace(target=some.target + part.layout.outputs * size)
+        first += some.count
 
 
 def in_rows(write: llvm.Function, values: Mapping[str, int], columns: int, space: int = 0) -> Decoder:
