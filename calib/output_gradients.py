@@ -208,5 +208,6 @@ class BlockOutputs:
         for name, linear in self.linears.items():
             joined[name] = GradientRows.join(self.parts.pop(name), linear.out_features, linear.weight.device)
             if not (joined[name].scales <= MAX_SCALE).all():
-                raise NumericalError(f"the gradient at the outputs of {name} is not finite, or too large; {self.advice}")
+                said = f"the gradient at the outputs of {name} is not finite, or too large"
+                raise NumericalError(f"{said}; {self.advice}")
         return joined
