@@ -50,7 +50,7 @@ class Program:
         self._loop = llvm.function(_TableLoop, self._size)
         self._published = torch.zeros(1, dtype=torch.int64, device="cpu")  # records that helpers may take shares of
         records = [self._record(call) for call in calls]
-        self.table = torch.tensor(records, dtype=torch.int64, device="cpu").view(len(calls), -1)
+        self.table = torch.tensor(records, dtype=torch.int64, device="cpu").view(-1, len(HEAD) + self._size)
         self._shared = bool((self.table[:, HEAD.index("shares")] > 0).any()) if calls else False
         spaces = max((call.nbytes for call in calls if call.space >= 0), default=0)
         self._spaces = torch.empty(self.threads, max(spaces, 8), dtype=torch.uint8, device="cpu")
