@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from compress.kernels import llvm
 from compress.kernels.calls import ActivationRows, CompiledCall
 from compress.kernels.cpu import attention
-from compress.kernels.cpu.attention_tables import SHARES, Heads
+from compress.kernels.cpu.attention_tables import SHARES, HeadSizes
 from compress.kernels.cpu.gate import Add, Gate
 from compress.kernels.cpu.norm import Norm
 from compress.kernels.cpu.program import Program
@@ -38,7 +38,7 @@ class Assembly:
         self.memory, self.hidden, self.threads = memory, hidden, threads
         self.parts: list[CompiledCall | Callable[[], None]] = []
         self.compiled, self.linears = 0, 0  # linears: those that are compiled, and all
-        self._heads: list[Heads] = []
+        self._heads: list[HeadSizes] = []
         self._spaces: list[tuple[int, int]] = []  # of calls of attention: number in `parts`, argument
         self.states = memory.tensor("states", hidden)
 
@@ -110,7 +110,7 @@ class Assembly:
             turning, step = (turns[0].data_ptr(), turns[1].data_ptr()), turned if turns[0].shape[0] > 1 else 0
         places = (*tables, mixed.data_ptr(), *turning, *weights, q.data_ptr())
         self.parts.append(CompiledCall(llvm.function(SplitHeads, kinds, dtype), (*places, rows, mixed.shape[1], step)))
-        heads = Heads(parts.queries, parts.stored, parts.width, parts.width, parts.scale, parts.softcap)
+        heads = HeadSizes(parts.queries, parts.stored, parts.width, parts.width, parts.scale, parts.softcap)
         if not attention.supports(heads, dtype, dtype):
             raise UnreadableBlockError(f"heads of {parts.width} channels are not attended to here")
         attend, combine = attention.functions(heads, dtype, dtype, dtype)
