@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import io
 import weakref
@@ -17,9 +18,10 @@ from transformers import DynamicCache, PreTrainedModel
 from compress.kernels import llvm
 from compress.runtime.linear import PackedLinear
 from compress.runtime.step import decode
-from compress.types import PackedWeight
-from helpers.cpu_weights import int_weight
+from compress.types import PackedWeight, WeightTransforms
+from helpers.cpu_weights import int_weight, trellis_weight
 from helpers.pico import PICO, build
+from helpers.stored import random_parts
 
 pytestmark = pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here")
 READ = ("llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "mixtral", "qwen3_moe")
@@ -287,14 +289,26 @@ def test_copies_begin_anew_and_nothing_is_kept_alive() -> None:
     assert alive() is None
 
 
-def packed(name: str = "llama", dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+def int_codes(shape: tuple[int, int]) -> PackedWeight:
+    return int_weight(shape, 4, 32, False)
+
+
+def turned_trellis(shape: tuple[int, int]) -> PackedWeight:
+    """Return trellis codes between two transforms."""
+    plain = trellis_weight(shape, 4, 12, 32)
+    ops = WeightTransforms(("signs", "hadamard"), ("hadamard", "signs"))
+    stored = dataclasses.replace(plain.stored, ops=ops)
+    return PackedWeight(stored, random_parts(stored, shape), shape)
+
+
+def packed(name: str = "llama", weight_of: Callable[[tuple[int, int]], PackedWeight] = int_codes) -> PreTrainedModel:
     """Return a model whose linears in blocks are packed with random codes."""
-    model: Any = build(name, {"hidden_size": 64, "intermediate_size": 128}).to(dtype)
+    model: Any = build(name, {"hidden_size": 64, "intermediate_size": 128}).bfloat16()
     config: Any = model.generation_config
     config.eos_token_id, config.pad_token_id = None, 0
     for path, linear in list(model.model.layers.named_modules()):
         if isinstance(linear, nn.Linear):
-            weight: PackedWeight = int_weight(tuple(linear.weight.shape), 4, 32, False)
+            weight = weight_of(tuple(linear.weight.shape))
             parent, _, child = path.rpartition(".")
             bias = linear.bias
             layer = PackedLinear.from_packed(weight, bias)
@@ -303,9 +317,10 @@ def packed(name: str = "llama", dtype: torch.dtype = torch.bfloat16) -> PreTrain
 
 
 @pytest.mark.usefixtures("small_weights_too")
+@pytest.mark.parametrize("weight_of", [int_codes, turned_trellis])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma"])
-def test_packed_linears(name: str) -> None:
-    model, ids = packed(name), tokens(3, 9)
+def test_packed_linears(name: str, weight_of: Callable[[tuple[int, int]], PackedWeight]) -> None:
+    model, ids = packed(name, weight_of), tokens(3, 9)
     expected = generated(model, ids)
     decode.install(model)
     got = generated(model, ids)
