@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ ENTRIES = [
     "int4",
     "int3",
     "int2",
+    "w8a8-smooth",
     "gptvq2bit",
     "vptq2bit",
     "e8p2bit",
@@ -79,16 +80,23 @@ def stored_as(entry: str, shape: tuple[int, int]) -> tuple[str, Any]:
 
 def random_layer(entry: str, shape: tuple[int, int], device: str, seed: int = 0) -> Any:
     """A PackedLinear with random codes, without the operations that a recipe puts around it."""
+    from compress import recipe
     from compress.runtime.linear import PackedLinear
     from helpers import stored
 
     format, params = stored_as(entry, shape)
-    return PackedLinear.from_packed(stored.random_weight(format, params, shape, seed)).to(device)
+    weight = stored.random_weight(format, params, shape, seed)
+    activations = recipe.load(entry).quantize.activations
+    if activations is not None:
+        weight = replace(weight, stored=replace(weight.stored, activations=activations))
+    return PackedLinear.from_packed(weight).to(device)
 
 
 def check(entry: str, shape: tuple[int, int], batch: int, device: str) -> float:
     """Relative error of a layer's outputs; SystemExit if it is too large."""
     import torch
+
+    from compress.runtime import activation_quant
 
     layer = random_layer(entry, shape, device, seed=batch)
     x = torch.randn(batch, shape[1], generator=torch.Generator().manual_seed(batch)).bfloat16().to(device)
@@ -96,6 +104,9 @@ def check(entry: str, shape: tuple[int, int], batch: int, device: str) -> float:
     with torch.inference_mode():
         y = product(layer, x)
     torch.use_deterministic_algorithms(False)
+    if layer.activations is not None:  # what the inputs become is part of the recipe
+        x, scale = activation_quant.quantize(x, layer.activations)
+        x = x.double() * scale.double()
     exact = x.double() @ layer.dequantize(torch.float64).T
     error = ((y.double() - exact).norm() / exact.norm()).item()
     if not error < TOLERANCE:
@@ -179,6 +190,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("mode", nargs="?", choices=["run", "show"], default="run")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU")
+    parser.add_argument(
+        "--avx2-only", action="store_true", help="as on a processor without AVX-512 (tests/avx2_only.py)"
+    )
     parser.add_argument("--interpret", action="store_true", help="only check the Triton kernels, on small shapes")
     parser.add_argument("--entries", nargs="+", default=ENTRIES, metavar="RECIPE")
     parser.add_argument("--shapes", nargs="+", type=shape_of, default=[shape_of(s) for s in SHAPES], metavar="OUTxIN")
@@ -191,6 +205,8 @@ def main() -> None:
     args = parse()
     if args.interpret:
         from helpers import interpreter  # noqa: F401  (tests/helpers/interpreter.py: before triton is imported)
+    if args.avx2_only:
+        import avx2_only  # noqa: F401  (before torch is imported)
     if args.mode == "show":
         result_file.show_for_device("kernels", args.json, HEADER, line)
         return
@@ -213,7 +229,12 @@ def main() -> None:
     rows = [
         row for shape in shapes for e in args.entries for row in time_rows(e, shape, args.batch, args.device, copied)
     ]
-    facts = {"threads": args.threads, "torch": torch.__version__, "copy_gb_per_s": copied / 1e9}
+    facts = {
+        "threads": args.threads,
+        "avx2_only": args.avx2_only,
+        "torch": torch.__version__,
+        "copy_gb_per_s": copied / 1e9,
+    }
     result_file.write_for_device("kernels", args.device, args.json, facts, [asdict(row) for row in rows])
 
 

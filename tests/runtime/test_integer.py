@@ -18,7 +18,8 @@ from torch import Tensor
 from compress import formats
 from compress.formats import dense
 from compress.formats import int as int_format
-from compress.kernels import dispatch, llvm
+from compress.kernels import dispatch, llvm, measured
+from compress.kernels.cpu import emitter
 from compress.runtime import activation_quant as inputs
 from compress.runtime import integer
 from compress.runtime.activation_quant import quantize
@@ -31,7 +32,9 @@ BF16 = torch.bfloat16
 INT8, INT4, FP8 = Activations(), Activations(4), Activations(8, dtype="fp8")
 STATIC = Activations(8, "tensor")
 IN_SCALE = {"in_scale": torch.tensor([0.02])}
-needs_bytes = pytest.mark.skipif(not integer._cpu_is_exact(), reason="int8 products are not exact on this CPU")
+needs_bytes = pytest.mark.skipif(
+    bool(integer._missing("int", dispatch.processor("cpu"))), reason="int8 products are not exact, or slow, on this CPU"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -258,6 +261,25 @@ def test_the_real_product_has_a_name() -> None:
         assert integer.describe("int", params, (32, 128), INT4, "cpu") == "int8 x int8 integer matmul"  # a small layer
     kernel = "int8 x int8 integer matmul; few rows by the kernel of packed weights"
     assert integer.describe("int", int_format.Params(4, 128, True, 16), (256, 512), INT4, "cpu") == kernel
+
+
+@pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here")
+@pytest.mark.usefixtures("small_weights_too")
+def test_integers_are_left_to_the_kernel_where_torch_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speed decides, measured, not exactness alone; what comes out is the same to the rounding of inputs of 16 bits."""
+    monkeypatch.setattr(integer, "_cpu_is_exact", lambda: True)
+    monkeypatch.setattr(emitter, "widens", lambda dtype: True)
+    layer, x = layer_of(int_weight((64, 512), 8, -1), INT8), random(40, 512)
+    for fastest, real in (("kernel", False), ("torch", True)):
+        monkeypatch.setattr(measured, "fastest", lambda *_, answer=fastest: answer)
+        integer._obstacle.cache_clear()
+        assert integer.takes_integers(product_of(layer.packed(), INT8), x) == real
+        text = integer.describe("int", layer.params, layer.shape, INT8, "cpu")
+        assert text.startswith("int8 x int8" if real else "fake: int8 products are slower on this CPU")
+        expected = reference(layer, x.to(BF16))
+        if not real:
+            assert (layer(x.to(BF16)).double() - expected).norm() <= 4e-3 * expected.norm()
+    integer._obstacle.cache_clear()
 
 
 PROGRAM = """

@@ -146,7 +146,8 @@ class IntSums(emitter.Emitter):
         self.read = whole_tiles(self, self.planes, bits, tile_words, in_row, self.lanes)
         self.narrow = NarrowTiles(self, self.planes, PLANES[bits], NARROW, in_row, self.whole)
         self.together = TOGETHER
-        self.sums = [[self.variable(self.float) for _ in range(tokens)] for _ in range(self.together)]
+        self.cells = list(pairs(range(self.together), range(tokens)))  # sums of rows and rows of activations
+        self.sums = self.variable(self.vector(self.float, len(self.cells)))
         self.shift = [self.variable(self.floats16) for _ in range(tokens)]
         with self.loop(last, first) as block:
             start = self.b.mul(block, self.i64(SCALE_ROWS))
@@ -165,12 +166,21 @@ class IntSums(emitter.Emitter):
             group = b.udiv(b.mul(u, self.i64(self.span)), self.group)
             scale = self.load_floats(self.scales, b.add(b.mul(group, self.rows), start), self.scale_dtype, SCALE_ROWS)
             zero = self._zero(group, start)
+            scaled = []
             for m in range(self.tokens):
                 cell = b.add(b.mul(self.spans, self.i64(m)), u)
-                both = b.fmul(scale, self.splat(self.load(self.x_scales, cell, self.float), LANES))
-                self.store(both, self.space, b.mul(cell, self.i64(SCALE_ROWS)))
+                scaled.append(b.fmul(scale, self.splat(self.load(self.x_scales, cell, self.float), LANES)))
                 total = self.splat(self.load(self.x_sums, cell, self.float), LANES)
-                b.store(self.multiply_add(b.fmul(both, zero), total, b.load(self.shift[m])), self.shift[m])
+                b.store(self.multiply_add(b.fmul(scaled[m], zero), total, b.load(self.shift[m])), self.shift[m])
+            self.store(self._by_row(scaled), self.space, b.mul(u, self.i64(SCALE_ROWS * self.tokens)))
+
+    def _by_row(self, vectors: list[Any]) -> Any:
+        """The elements of one, two or four vectors of sixteen rows, those of a row beside each other."""
+        while len(vectors) > 1:
+            half, lanes = len(vectors) // 2, vectors[0].type.count
+            order = [i + side for i in range(lanes) for side in (0, lanes)]
+            vectors = [self.shuffled(vectors[i], vectors[i + half], order) for i in range(half)]
+        return vectors[0]
 
     def _zero(self, group: Any, start: Any) -> Any:
         """Zero points of sixteen rows."""
@@ -183,8 +193,7 @@ class IntSums(emitter.Emitter):
     def _row(self, start: Any, row: Any) -> None:
         """The sums of `together` rows of the sixteen, from `row` on."""
         b = self.b
-        for variable in (each for sums in self.sums for each in sums):
-            b.store(self.float(0.0), variable)
+        b.store(self.constant(self.float, len(self.cells), 0.0), self.sums)
         with self.loop(self.tiles) as tile:
             per_tile = self.fields * self.tile_words // self.span
             for part in range(per_tile):
@@ -192,9 +201,10 @@ class IntSums(emitter.Emitter):
         if self.has_tail:
             with self.loop(self.tail) as tile:
                 self._narrow(tile, b.add(start, row), row)
-        for r, m in pairs(range(self.together), range(self.tokens)):
+        sums = b.load(self.sums)
+        for i, (r, m) in enumerate(self.cells):
             line = b.add(self._line(m, start), self.i64(r))
-            self.store(b.load(self.sums[r][m]), self.out, b.add(line, row))
+            self.store(b.extract_element(sums, self.word(i)), self.out, b.add(line, row))
 
     def _span(self, tile: Any, number: Any, part: int, u: Any, row: Any) -> None:
         b = self.b
@@ -224,7 +234,7 @@ class IntSums(emitter.Emitter):
 
     def _no_sums(self) -> dict[tuple[int, int], Any]:
         zeros = self.constant(self.word, self.lanes // 2, 0)
-        return {place: zeros for place in pairs(range(self.together), range(self.tokens))}
+        return {cell: zeros for cell in self.cells}
 
     def _add(self, totals: dict[tuple[int, int], Any], column: Any, number: Any, codes: Callable[[Any], Any]) -> None:
         """Add the products of the columns from `column` on with codes(row), a vector, to the sums of all rows."""
@@ -237,13 +247,10 @@ class IntSums(emitter.Emitter):
     def _scale(self, totals: dict[tuple[int, int], Any], u: Any, row: Any) -> None:
         """Add the sums of span `u` times its scales to those of the rows."""
         b = self.b
-        integers = self.integer_totals(list(totals.values()))
-        for i, (r, m) in enumerate(totals):
-            cell = b.mul(b.add(b.mul(self.spans, self.i64(m)), u), self.i64(SCALE_ROWS))
-            scale = self.load(self.space, b.add(cell, b.add(row, self.i64(r))), self.float)
-            total = b.sitofp(b.extract_element(integers, self.word(i)), self.float)
-            held = self.sums[r][m]
-            b.store(self.intrinsic("llvm.fmuladd.f32", self.float, total, scale, b.load(held)), held)
+        cell = b.add(b.mul(u, self.i64(SCALE_ROWS)), row)
+        scales = self.load(self.space, b.mul(cell, self.i64(self.tokens)), self.float, len(self.cells))
+        sums = b.sitofp(self.integer_totals(list(totals.values())), scales.type)
+        b.store(self.multiply_add(sums, scales, b.load(self.sums)), self.sums)
 
     def _input(self, column: Any, m: int) -> Any:
         offset = self.b.add(self.b.mul(column, self.i64(self.tokens)), self.i64(m * self.lanes))

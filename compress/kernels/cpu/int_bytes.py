@@ -126,10 +126,10 @@ class IntBytes(Emitter):
         octets = self.vector(self.byte, size)
         for number, word, i in self.places:
             for m in range(self.tokens):
-                parts = [
+                low_side, high_side = (
                     self._input(column, field * self.tile_words + word, m, self.count) for field in fields(self.bits)[i]
-                ]
-                x = self.shuffled(*parts, order)
+                )
+                x = self.shuffled(low_side, high_side, order)
                 high = b.ashr(
                     b.add(x, self.constant(self.short, size, LARGEST_BYTE)), self.constant(self.short, size, 8)
                 )
