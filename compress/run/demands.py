@@ -1,29 +1,41 @@
-"""Count the bytes that a job demands, and arrange it to fit into memory."""
+"""Choose the calibration text that a job takes, count the bytes that it demands, and arrange it to fit into memory."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from compress import plugins
 from compress.calib import data as calib_data
-from compress.calib import gradient_pass, prefix
+from compress.calib import enough, gradient_pass, prefix
+from compress.calib.enough import Need
 from compress.calib.prefix import Prefix
 from compress.errors import RecipeError
+from compress.model import architectures
 from compress.model.skeleton import Skeleton
-from compress.run import calibration_size, kv_cache, loss_gradients, memory_plan, sizes
+from compress.run import kv_cache, loss_gradients, memory_plan, sizes
 from compress.run.job import Job, Prepared
 from compress.types import LayerPlan, Plan
 
 READER_NBYTES = 64 << 20  # libraries that read parquet files and data sets
 MAX_DOCUMENT_NBYTES = 8 << 20  # more of a document is not counted
+# Names of a configuration for the experts that a token is sent to.
+EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k")
+
+
+class TextSize(NamedTuple):
+    """The calibration text of a job, without copies that are rolled on."""
+
+    samples: int  # 0: none is needed
+    seq_len: int  # tokens of each
+    sentence: str = ""  # how many were chosen, and why; "" where the recipe says it
 
 
 def arrange(job: Job, skeleton: Skeleton, plans: Sequence[Plan], tables: Sequence[LayerPlan], every: bool) -> Prepared:
@@ -31,7 +43,7 @@ def arrange(job: Job, skeleton: Skeleton, plans: Sequence[Plan], tables: Sequenc
 
     tables: all that one of an allocation's options makes of a table. every: statistics of all inputs are taken.
     """
-    text = calibration_size.choose(job, skeleton, plans, every)
+    text = choose_text(job, skeleton, plans, every)
     samples, seq_len = text.samples * job.recipe.calibration.rolled, text.seq_len
     demands = _memory_demands(job, skeleton, plans, samples, seq_len)
     demands = dataclasses.replace(demands, all_statistics=every, tables=tuple(tables))
@@ -40,18 +52,89 @@ def arrange(job: Job, skeleton: Skeleton, plans: Sequence[Plan], tables: Sequenc
     return Prepared(skeleton, plans[0], arrangement, samples, seq_len, begun, demands.output_gradients, text.sentence)
 
 
+def choose_text(job: Job, skeleton: Skeleton, plans: Sequence[Plan], every: bool) -> TextSize:
+    """Return the calibration text that a job takes for any of the plans.
+
+    every: statistics of all inputs are taken, whether a method needs them or not.
+    """
+    settings = job.recipe.calibration
+    layers = [layer for each in plans for layer in each.packed if every or sizes.needs_text(layer)]
+    is_for_weights = bool(layers) or every or any(_scope(step) == "block" for step in job.recipe.transform)
+    is_for_weights = is_for_weights or (job.pack and bool(job.recipe.tune or job.recipe.pruning))
+    edited = skeleton.edits.samples if skeleton.edits is not None else 0
+    if not (is_for_weights or edited or _calibrates_cache(job)):
+        return TextSize(0, 0)
+    default = enough.SEQ_LEN if job.recipe.kv_cache is None else enough.CACHE_SEQ_LEN
+    asked = default if settings.seq_len == "auto" else settings.seq_len
+    seq_len = min(asked, architectures.most_tokens(skeleton.model) or asked)
+    few = max(edited, kv_cache.samples(seq_len) if _calibrates_cache(job) else 0)
+    if settings.num_samples != "auto":
+        return TextSize(settings.num_samples if is_for_weights else min(few, settings.num_samples), seq_len)
+    if settings.tokens != "auto":
+        samples = -(-settings.tokens // seq_len)
+        return TextSize(samples if is_for_weights else min(few, samples), seq_len)
+    if not is_for_weights:
+        return TextSize(few, seq_len)
+    chosen = enough.choose([*_needs_of_layers(layers, skeleton), *_needs_of_steps(job)])
+    samples = max(few, -(-chosen.tokens // seq_len))
+    counted = f"{samples * seq_len:,} tokens ({samples:,} x {seq_len:,})"
+    return TextSize(samples, seq_len, f"calibration takes {counted}, enough for {chosen.reason}")
+
+
+def _scope(step: Any) -> str:
+    """Return whether a transform is of one block after the other ("block") or of the whole model ("model")."""
+    return str(plugins.load("transform", step.method).SCOPE)
+
+
+def _calibrates_cache(job: Job) -> bool:
+    """Return whether the recipe's cache is calibrated on text."""
+    return job.recipe.kv_cache is not None and bool(job.recipe.kv_cache.needs())
+
+
+def _needs_of_layers(layers: Sequence[LayerPlan], skeleton: Skeleton) -> Iterator[Need]:
+    """Yield what each linear asks of the text. Of a linear without data that is as much as of any."""
+    share = _expert_share(layers, skeleton)
+    for layer in layers:
+        scheme, width = layer.scheme, layer.spec.shape[1]
+        factor, reason = max((_factor(scheme.lowrank), "low-rank parts"), (_factor(scheme.config), scheme.method))
+        yield Need(width, layer.bpw, factor, reason, share if layer.spec.is_expert else 1.0)
+
+
+def _needs_of_steps(job: Job) -> Iterator[Need]:
+    """Yield what each transform, and each step of tuning, asks of the text."""
+    for step in (*job.recipe.transform, *(job.recipe.tune if job.pack else ())):
+        yield Need(factor=_factor(step.config), reason=step.method)
+
+
+def _factor(config: Any) -> float:
+    """Return how many times the tokens of a Hessian a method asks for by its settings."""
+    return float(getattr(config, "tokens_factor", 1.0))
+
+
+def _expert_share(layers: Sequence[LayerPlan], skeleton: Skeleton) -> float:
+    """Return the share of the tokens that reach an expert in the mean; 1 where that is not known."""
+    config = skeleton.config.get_text_config()
+    chosen = next((n for key in EXPERTS_OF_A_TOKEN if isinstance(n := getattr(config, key, None), int)), None)
+    by_block: dict[int, set[str]] = {}
+    for layer in layers:
+        if layer.spec.is_expert:
+            by_block.setdefault(layer.spec.block, set()).add(layer.spec.name.rsplit(".", 1)[0])
+    most = max(map(len, by_block.values()), default=0)
+    return min(1.0, chosen / most) if chosen and most else 1.0
+
+
 def _memory_demands(
     job: Job, skeleton: Skeleton, plans: Sequence[Plan], samples: int, seq_len: int
 ) -> memory_plan.MemoryDemands:
     """Return what a job's recipe demands beside quantizing its linears. Raises RecipeError for tuning out of order."""
     recipe, cache = job.recipe, None
-    if recipe.kv_cache is not None and calibration_size.calibrates_cache(job):
+    if recipe.kv_cache is not None and _calibrates_cache(job):
         facts = samples * seq_len, len(skeleton.blocks), skeleton.dtype.itemsize
         cache = kv_cache.calibration_sizes(skeleton.config, recipe.kv_cache, *facts)
     read_tokens, reader_nbytes, document_nbytes = _size_reading(job, samples, seq_len)
     return memory_plan.MemoryDemands(
         is_paired=samples > 0 and job.is_paired,
-        searches=any(calibration_size.step_scope(step) == "block" for step in recipe.transform),
+        searches=any(_scope(step) == "block" for step in recipe.transform),
         weighs_tokens=recipe.calibration.importance != "none",
         other_plans=tuple(plans[1:]),
         cache=cache,
@@ -82,7 +165,7 @@ def _prefix(job: Job, directory: Path, samples: int) -> Prefix:
 def _is_tuned_by_gradients(job: Job) -> bool:
     """Return whether tuning needs gradients; RecipeError where a transform of the recipe outdates them."""
     is_needed = job.pack and sizes.tuning_needs_gradients(job.recipe)
-    steps = [step for step in job.recipe.transform if calibration_size.step_scope(step) == "block"]
+    steps = [step for step in job.recipe.transform if _scope(step) == "block"]
     changing = ", ".join(dict.fromkeys(step.method for step in steps))
     if is_needed and changing:
         raise RecipeError(f"tune: preserve goes by gradients of weights that {changing} changes later; set preserve: 0")
