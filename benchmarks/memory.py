@@ -103,7 +103,7 @@ def run(model: Path, calib: Path, entry: str, counts: tuple[int, int], limit: in
     name, _, settings = entry.partition(":")
     chosen = recipe.load(name)
     overrides = [part for part in settings.split(",") if part]
-    if chosen.calibration.num_samples > 1:
+    if chosen.calibration.num_samples != 1:
         overrides += [f"calibration.num_samples={counts[0]}", f"calibration.seq_len={counts[1]}"]
     loaded, again = recipe.load(name, overrides), {"overwrite": True, "restart": True}
     job = Job(str(model), loaded, out, calib=str(calib), max_memory=limit, pack=chosen.packs, **again)

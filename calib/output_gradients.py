@@ -37,6 +37,7 @@ FEW = 8  # outputs to a token above which regularization grows
 CHUNK = 2048  # tokens of a product
 PANELS = 8  # column panels: what lies below those on the diagonal is left out
 MIN_SCALE_EXPONENT = -100
+MAX_SCALE = 2.0**56  # squares of larger gradients cannot be summed up in float32; a hidden state of zeros makes such
 
 
 class SampledLabels:
@@ -245,6 +246,7 @@ class BlockOutputs:
         joined = {}
         for name, linear in self.linears.items():
             joined[name] = GradientRows.join(self.parts.pop(name), linear.out_features, linear.weight.device)
-            if not joined[name].scales.isfinite().all():
-                raise NumericalError(f"the gradient at the outputs of {name} is not finite; {self.advice}")
+            if not (joined[name].scales <= MAX_SCALE).all():
+                said = f"the gradient at the outputs of {name} is not finite, or too large"
+                raise NumericalError(f"{said}; {self.advice}")
         return joined

@@ -192,6 +192,11 @@ class Correction:
     def stored(self) -> LowRank:
         return LowRank(self.rank, self.bits, self.group_size)
 
+    @property
+    def tokens_factor(self) -> float:
+        """Times the tokens of calibration that a Hessian takes (calib/enough.py): trained parts fit to few tokens."""
+        return 4.0 if self.train or self.train_blocks else 1.0
+
 
 class Fisher(NamedTuple):
     """Diagonal of the loss's Fisher matrix for a weight [out, in], as a product: rows[i]^2 columns[j]^2."""

@@ -194,7 +194,7 @@ def _measuring_words(job: Job, options: RunOptions) -> list[str]:
     words += [word for override in options.recipe_overrides for word in ("--set", override)]
     options_given = {
         "--adapter": job.adapter,
-        "--calib": job.calib,
+        "--calib": options.calib,
         "--seed": job.seed or None,
         "--budget": options.budget,
         "--dtype": job.dtype,

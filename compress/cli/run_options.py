@@ -66,7 +66,8 @@ class RunOptions:
         str | None,
         Option(
             metavar="SRC",
-            help="Text or chats: a .txt, .jsonl or .parquet file, or a data set. Default: the model writes its own.",
+            help="Text or chats: a .txt, .jsonl or .parquet file, or a data set; self: the model writes its own. "
+            "Default: the text that compress comes with.",
         ),
     ] = None
     adapter: Adapter = None
@@ -175,7 +176,7 @@ class RunOptions:
 
         overrides, limit = self.recipe_overrides, parse_memory(self.max_memory)
         check_device(self.device)
-        check_paths(self.model, self.calib)
+        check_paths(self.model, *([] if self.calib == paths.SELF else [self.calib]))
         check_adapter(self.adapter)
         if self.base_model is not None and not paths.HUB_ID.fullmatch(self.base_model):
             raise typer.BadParameter("give the id of a model on the hub, owner/name", param_hint="--base-model")
@@ -199,7 +200,7 @@ class RunOptions:
             out=out,
             adapter=self.adapter,
             base_model=self.base_model,
-            calib=self.calib,
+            calib=None if self.calib == paths.SELF else self.calib or str(paths.default_text()),
             max_memory=limit,
             device=device_named(self.device),
             dtype=self.dtype,

@@ -48,7 +48,9 @@ Values = Annotated[
 ]
 Calib = Annotated[
     list[str] | None,
-    typer.Option(metavar="SRC", help="Calibration text; repeatable. self: the model writes it, which is the default."),
+    typer.Option(
+        metavar="SRC", help="Calibration text; repeatable. self: the model writes it. Default: compress's own."
+    ),
 ]
 Samples = Annotated[str | None, typer.Option(metavar="16,64", help="Samples of calibration.")]
 SeqLen = Annotated[str | None, typer.Option(metavar="256,512", help="Tokens of a sample of calibration.")]
@@ -107,7 +109,7 @@ def study(
     """
     with errors(RESUME):
         check_device(device)
-        sources = [source for source in calib or () if source != "self"]
+        sources = [source for source in calib or () if source != paths.SELF]
         check_paths(model, *text, *sources)
         paths.check_apart(out, paths.local_model(model))
         paths.check_writable(out, "--out")
@@ -119,7 +121,7 @@ def study(
             grid.match_recipes([name for names in recipes or () for name in grid.values(names)]),
             grid.values(bits) if bits else (),
             tuple(grid.axis(each) for each in overrides or ()),
-            _sources(calib or [grid.SELF]),
+            _sources(calib or [str(paths.default_text())]),
             _numbers(samples, "--samples"),
             _numbers(seq_len, "--seq-len"),
         )

@@ -3,8 +3,8 @@
     name: gptq4                # by default that of the file
     description: 4-bit GPTQ, one scale for 128 weights
     calibration:               # CalibrationConfig
-      num_samples: 128
-      seq_len: 2048
+      num_samples: 128         # or `tokens: 65536`; by default as many as are enough (calib/enough.py)
+      seq_len: 512
       importance: none         # attention: tokens weigh what attention pays to them (RSQ); auto: where that is known
     transform:                 # in order, each a method of compress/transform and its `Config`; none by default
       - method: rotate

@@ -57,6 +57,7 @@ Importance = Literal[
 
 
 Bos = Literal["auto", "never", "always"]
+AUTO: Literal["auto"] = "auto"
 GRADIENT_TOKENS = 8192  # unless a recipe says another number
 
 
@@ -64,8 +65,8 @@ GRADIENT_TOKENS = 8192  # unless a recipe says another number
 class CalibrationConfig:
     """The text that statistics are collected on, and how its tokens count."""
 
-    num_samples: int = 128  # [sequences] of calibration text
-    seq_len: int = 2048  # [tokens] of each sequence; capped by the maximum of the model
+    num_samples: int | Literal["auto"] = AUTO  # [sequences] of calibration text; auto: what makes up `tokens`
+    seq_len: int | Literal["auto"] = AUTO  # [tokens] of each sequence; capped by the maximum of the model
     target_correction: float = 0.0  # [fraction] of the way from each weight to its target
     # (compress/quant/target_correction.py); 0: off
     importance: Importance = "none"  # what a token weighs in the statistics (calib/token_importance.py)
@@ -77,11 +78,15 @@ class CalibrationConfig:
     # linears are taken (calib/output_gradients.py)
     bos: Bos = "auto"  # what each sequence begins with: auto, what the tokenizer puts before a text by itself; never,
     # nothing; always, at least its begin-of-text token
+    tokens: int | Literal["auto"] = AUTO  # of calibration text in all, in place of num_samples; auto: as many as are
+    # enough (calib/enough.py)
 
     def __post_init__(self) -> None:
-        for key in ("num_samples", "seq_len", "rolled", "gradient_tokens"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key} {getattr(self, key)} is not positive")
+        for key in ("tokens", "num_samples", "seq_len", "rolled", "gradient_tokens"):
+            if (number := getattr(self, key)) != AUTO and number < 1:
+                raise ValueError(f"{key} {number} is not positive")
+        if AUTO not in (self.tokens, self.num_samples):
+            raise ValueError("tokens and num_samples are both given; remove one of them")
         if not 0 <= self.target_correction <= 1:
             raise ValueError(f"target_correction {self.target_correction} is not between 0 and 1")
         if not 0 < self.importance_min <= 1:
@@ -319,8 +324,10 @@ def _plain(recipe: Recipe, plain: ToPlain = dataclasses.asdict) -> dict[str, Any
 
 
 def _plain_calibration(config: CalibrationConfig) -> dict[str, Any]:
-    """Return the section; it says `gradient_tokens` only where that is not the default, as before there was any."""
+    """Return the section; it says `tokens` and `gradient_tokens` only where they are given: once there were none."""
     content = dataclasses.asdict(config)
+    if config.tokens == AUTO:
+        del content["tokens"]
     if config.gradient_tokens == GRADIENT_TOKENS:
         del content["gradient_tokens"]
     return content

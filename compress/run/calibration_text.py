@@ -13,6 +13,7 @@ from compress.calib.documents import documents
 from compress.errors import NotMeasuredError
 from compress.model import fingerprint, load
 from compress.progress import Progress, note
+from compress.recipe.schema import AUTO
 from compress.run.job import Job, Prepared
 
 
@@ -91,7 +92,9 @@ def _self_generated(job: Job, prepared: Prepared, progress: Progress, cache: Pat
 def add_notes(calibration: Calibration, job: Job, prepared: Prepared) -> Calibration:
     """Add notes of what a run does otherwise than asked for."""
     notes = list(calibration.notes)
-    if (seq_len := job.recipe.calibration.seq_len) > prepared.seq_len:
+    if prepared.text_choice:
+        notes.append(f"{prepared.text_choice[0].upper()}{prepared.text_choice[1:]}.")
+    if (seq_len := job.recipe.calibration.seq_len) != AUTO and seq_len > prepared.seq_len:
         notes.append(
             f"Samples have {prepared.seq_len} tokens instead of {seq_len}: the model knows no longer positions."
         )

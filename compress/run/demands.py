@@ -1,4 +1,4 @@
-"""Count the calibration samples and the bytes that a job demands, and arrange it to fit into memory."""
+"""Count the bytes that a job demands, and arrange it to fit into memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from compress.calib import data as calib_data
 from compress.calib import gradient_pass, prefix
 from compress.calib.prefix import Prefix
 from compress.errors import RecipeError
-from compress.model import architectures
 from compress.model.skeleton import Skeleton
-from compress.recipe.schema import Step
-from compress.run import kv_cache, loss_gradients, memory_plan, sizes
+from compress.run import calibration_size, kv_cache, loss_gradients, memory_plan, sizes
 from compress.run.job import Job, Prepared
 from compress.types import LayerPlan, Plan
 
@@ -33,27 +31,13 @@ def arrange(job: Job, skeleton: Skeleton, plans: Sequence[Plan], tables: Sequenc
 
     tables: all that one of an allocation's options makes of a table. every: statistics of all inputs are taken.
     """
-    samples, seq_len = _count_samples(job, skeleton, plans, every)
+    text = calibration_size.choose(job, skeleton, plans, every)
+    samples, seq_len = text.samples * job.recipe.calibration.rolled, text.seq_len
     demands = _memory_demands(job, skeleton, plans, samples, seq_len)
     demands = dataclasses.replace(demands, all_statistics=every, tables=tuple(tables))
     arrangement = memory_plan.arrange(plans[0], skeleton, samples, seq_len, job.max_memory, demands)
     begun = _prefix(job, skeleton.checkpoint.directory, samples)
-    return Prepared(skeleton, plans[0], arrangement, samples, seq_len, begun, demands.output_gradients)
-
-
-def _count_samples(job: Job, skeleton: Skeleton, plans: Sequence[Plan], every: bool) -> tuple[int, int]:
-    """Return the calibration samples that a job needs, and the tokens of each; 0 samples where it needs no text."""
-    settings = job.recipe.calibration
-    needs_text = every or any(_scope(step) == "block" for step in job.recipe.transform)
-    needs_text = needs_text or any(sizes.needs_text(layer) for each in plans for layer in each.packed)
-    needs_text = needs_text or (job.pack and bool(job.recipe.tune or job.recipe.pruning))
-    edited = skeleton.edits.samples if skeleton.edits is not None else 0
-    if not (needs_text or edited or _calibrates_cache(job)):
-        return 0, 0
-    seq_len = min(settings.seq_len, architectures.most_tokens(skeleton.model) or settings.seq_len)
-    few = max(edited, kv_cache.samples(seq_len) if _calibrates_cache(job) else 0)
-    samples = settings.num_samples if needs_text else min(few, settings.num_samples)
-    return samples * settings.rolled, seq_len
+    return Prepared(skeleton, plans[0], arrangement, samples, seq_len, begun, demands.output_gradients, text.sentence)
 
 
 def _memory_demands(
@@ -61,13 +45,13 @@ def _memory_demands(
 ) -> memory_plan.MemoryDemands:
     """Return what a job's recipe demands beside quantizing its linears. Raises RecipeError for tuning out of order."""
     recipe, cache = job.recipe, None
-    if recipe.kv_cache is not None and _calibrates_cache(job):
+    if recipe.kv_cache is not None and calibration_size.calibrates_cache(job):
         facts = samples * seq_len, len(skeleton.blocks), skeleton.dtype.itemsize
         cache = kv_cache.calibration_sizes(skeleton.config, recipe.kv_cache, *facts)
     read_tokens, reader_nbytes, document_nbytes = _size_reading(job, samples, seq_len)
     return memory_plan.MemoryDemands(
         is_paired=samples > 0 and job.is_paired,
-        searches=any(_scope(step) == "block" for step in recipe.transform),
+        searches=any(calibration_size.step_scope(step) == "block" for step in recipe.transform),
         weighs_tokens=recipe.calibration.importance != "none",
         other_plans=tuple(plans[1:]),
         cache=cache,
@@ -79,15 +63,6 @@ def _memory_demands(
         tuning_gradients=_is_tuned_by_gradients(job),
         output_gradients=_output_gradients(job, skeleton, plans, samples, seq_len),
     )
-
-
-def _scope(step: Step) -> str:
-    """Return whether a transform is of one block after the other ("block") or of the whole model ("model")."""
-    return str(plugins.load("transform", step.method).SCOPE)
-
-
-def _calibrates_cache(job: Job) -> bool:
-    return job.recipe.kv_cache is not None and bool(job.recipe.kv_cache.needs())
 
 
 def _tuning_workspace(job: Job, scope: Literal["block", "model"]) -> Callable[..., int] | None:
@@ -107,7 +82,8 @@ def _prefix(job: Job, directory: Path, samples: int) -> Prefix:
 def _is_tuned_by_gradients(job: Job) -> bool:
     """Return whether tuning needs gradients; RecipeError where a transform of the recipe outdates them."""
     is_needed = job.pack and sizes.tuning_needs_gradients(job.recipe)
-    changing = ", ".join(dict.fromkeys(step.method for step in job.recipe.transform if _scope(step) == "block"))
+    steps = [step for step in job.recipe.transform if calibration_size.step_scope(step) == "block"]
+    changing = ", ".join(dict.fromkeys(step.method for step in steps))
     if is_needed and changing:
         raise RecipeError(f"tune: preserve goes by gradients of weights that {changing} changes later; set preserve: 0")
     return is_needed

@@ -77,12 +77,14 @@ class Prepared:
     seq_len: int  # tokens of each
     prefix: Prefix = prefix.NONE  # what each sample begins with
     gradients: GradientSizes | None = None  # of taking those at outputs of linears; None: none are needed
+    text_choice: str = ""  # how much calibration text was chosen, and why; "" where the recipe says how much
 
     @property
     def messages(self) -> tuple[str, ...]:
         """What is to be known of the plan, and of a transform of the whole model, before anything is done."""
         edits = self.skeleton.edits
         begun: tuple[str, ...] = (self.prefix.sentence,) if self.prefix.sentence else ()
+        begun = (self.text_choice, *begun) if self.text_choice else begun
         begun += (self.gradients.sentence,) if self.gradients is not None else ()
         one_sided = (self.plan.one_sided,) if self.plan.one_sided else ()
         return (*self.plan.messages, *one_sided, *(edits.says if edits is not None else ()), *begun)

@@ -26,6 +26,12 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 MAX_CHECKED_NBYTES = 1 << 20  # no more of a text is looked at before anything else is done
 TABLE_SUFFIXES = (".csv", ".tsv", ".xls", ".xlsx")  # no reader of ours reads them
 TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
+SELF = "self"  # this source of calibration text is what the model writes itself
+
+
+def default_text() -> Path:
+    """Return the calibration text that compress comes with; calib/text/README.md says what is in it."""
+    return Path(__file__).parents[1] / "calib" / "text" / "compress_text.jsonl"
 
 
 def local_model(model: str) -> Path | None:

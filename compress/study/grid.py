@@ -27,11 +27,11 @@ from compress.recipe import Recipe
 from compress.recipe.catalogue import COSTS, ListedRecipe
 from compress.recipe.schema import Bos
 from compress.storage.files import open_regular
+from compress.storage.paths import SELF
 
 # Version of what a cell is and holds; another version measures all cells anew.
 VERSION = 1
 ORIGINAL = "original"  # the cell of the model as it is
-SELF = "self"  # the calibration source that the model writes itself
 NAME_LENGTH = 60  # characters of a cell's folder before the hash
 
 

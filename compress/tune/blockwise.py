@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,8 @@ class Config:
     held_out: int = 8  # [batches] of which one is not trained on
     preserve: float = 0.0  # weight of the change of what gradients find salient: compress/tune/blockwise.py; 0: none
     optimizer_states: States = "32bit"  # of AdamW; 8bit: a quarter of their memory, slower steps
+
+    tokens_factor: ClassVar[float] = 4.0  # what is trained fits itself to few tokens (calib/enough.py)
 
     def __post_init__(self) -> None:
         if min(self.steps, self.between) < 0:

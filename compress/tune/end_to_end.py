@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -54,6 +55,8 @@ class Config:
     held_out: int = 10  # [samples] of which one is not trained on
     patience: int = 0  # [checks] of 5 in a row without a lower held-out divergence that end training; 0: none does
     optimizer_states: States = "32bit"  # of AdamW; 8bit: a quarter of their memory, slower steps
+
+    tokens_factor: ClassVar[float] = 4.0  # what is trained fits itself to few tokens (calib/enough.py)
 
     def __post_init__(self) -> None:
         if min(self.steps, self.batch_tokens, self.top_k) < 1:

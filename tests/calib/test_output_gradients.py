@@ -275,9 +275,10 @@ def test_labels_are_drawn_from_the_predictions_whatever_the_parts() -> None:
     assert (shares - wanted).abs().max() < 5 * (0.25 / 6000) ** 0.5 and shares[2] == 0
 
 
-def test_gradients_that_are_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("factor", [float("inf"), 1e25])  # the squares of the second overflow
+def test_gradients_that_are_not_finite(factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = BackwardPass._of_loss
-    monkeypatch.setattr(BackwardPass, "_of_loss", lambda *given: real(*given) * float("inf"))
+    monkeypatch.setattr(BackwardPass, "_of_loss", lambda *given: real(*given) * factor)
     _, store = made(save_pico("llama", tmp_path / "m"), tmp_path / "gradients")
     assert store.failure is not None
     assert re.match(r"the gradient at the outputs of model\.layers\.1.* is not finite", store.failure)

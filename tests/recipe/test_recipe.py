@@ -72,7 +72,7 @@ def test_a_full_recipe(make: Make) -> None:
 def test_the_smallest_recipe_has_all_defaults(make: Make) -> None:
     loaded = make("quantize: {method: alpha}")
     assert (loaded.name, loaded.description, loaded.rules, loaded.ignore) == ("my", "", (), ())
-    assert loaded.calibration == CalibrationConfig(num_samples=128, seq_len=2048)
+    assert loaded.calibration == CalibrationConfig(num_samples="auto", seq_len="auto", tokens="auto")
     assert settings(loaded.quantize) == ("alpha", {})
 
 
@@ -158,7 +158,7 @@ def test_dump_loads_back_equal(make: Make, seed: int) -> None:
 def test_dump_writes_every_default(make: Make) -> None:
     content = recipe.dump(make("quantize: {method: beta}\nrules: [{match: a, bits: 8}]"))
     assert content == (
-        "name: my\ndescription: ''\ncalibration:\n  num_samples: 128\n  seq_len: 2048\n  target_correction: 0.0\n"
+        "name: my\ndescription: ''\ncalibration:\n  num_samples: auto\n  seq_len: auto\n  target_correction: 0.0\n"
         "  importance: none\n  importance_min: 0.005\n  rolled: 1\n  bos: auto\ntransform: []\n"
         "quantize:\n  method: beta\n  incoherence: false\n  activations: null\n  lowrank: null\n"
         "  bits: 3\n  group_size: 64\n  rounds: 1\n"
@@ -208,9 +208,16 @@ OLDER_FINGERPRINTS = {
 }
 
 
+# The calibration text that those versions took of a recipe that said nothing of it.
+FORMER_TEXT = ["calibration.num_samples=128", "calibration.seq_len=2048"]
+
+
 def test_keys_that_were_taken_away_leave_older_fingerprints_as_they_were() -> None:
-    """That of the recipe that now rounds two-sided, without that."""
-    loaded = {name: recipe.load(name, ["two_sided=false"] * (name == "int4")) for name in OLDER_FINGERPRINTS}
+    """That of the recipe that now rounds two-sided, without that; all with the calibration text that they had."""
+    loaded = {}
+    for name in OLDER_FINGERPRINTS:
+        former = FORMER_TEXT if recipe.load(name).calibration.num_samples == "auto" else []
+        loaded[name] = recipe.load(name, former + ["two_sided=false"] * (name == "int4"))
     assert {name: recipe.fingerprint(each)[:16] for name, each in loaded.items()} == OLDER_FINGERPRINTS
 
 

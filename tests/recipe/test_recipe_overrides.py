@@ -52,8 +52,8 @@ rules:
         ("damp=0.25", lambda r: r.rules[0].scheme.config.damp, 0.1),  # the rule's own setting stays
         ("group_size=64", lambda r: r.rules[0].scheme.config.group_size, 64),  # inherited by the rule
         ("label=a=b", lambda r: r.quantize.config.label, "a=b"),
-        ("calibration.num_samples=16", lambda r: r.calibration, CalibrationConfig(16, 2048)),
-        ("calibration={seq_len: 8}", lambda r: r.calibration, CalibrationConfig(128, 8)),
+        ("calibration.num_samples=16", lambda r: r.calibration, CalibrationConfig(16, "auto")),
+        ("calibration={seq_len: 8}", lambda r: r.calibration, CalibrationConfig("auto", 8)),
         ('ignore=["*.head", b]', lambda r: r.ignore, ("*.head", "b")),
         ("rules=[]", lambda r: r.rules, ()),
         ("rules.0.bits=2", lambda r: r.rules[0].scheme.config.bits, 2),

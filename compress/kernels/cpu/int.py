@@ -24,17 +24,18 @@ from compress.formats import int as int_format
 from compress.formats.int import NARROW, PLANES, Params
 from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
-from compress.kernels.cpu import emitter, small_matmul
+from compress.kernels.cpu import emitter, int_bytes, small_matmul
 from compress.kernels.cpu.emitter import LANES, PRODUCT
+from compress.kernels.cpu.int_bytes import IntBytes
+from compress.kernels.cpu.int_tiles import IntTiles
 from compress.kernels.cpu.small_matmul import Product, ProductSizes
-from compress.kernels.cpu.tiled_sums import SPACE, IntTiles
 from compress.kernels.cpu.unpack import SHORTS, NarrowTiles, vector_lanes, whole_tiles, words
 from compress.numerics.packing import FIELDS
 
 SCALE_ROWS = int_format.ROW_MULTIPLE  # of the weight, whose scales are read together
-# Tiles are faster from so many rows of activations on where spans are long, and take so many at once. They beat panels
-# up to 128 rows in spans of 128 columns, always in longer ones (4096 x 4096, one thread of an Emerald Rapids).
-LEAST_TILED, MOST_TILED, LEAST_SPAN, MOST_OF_LEAST_SPAN = 12, 64, 128, 128
+# Tiles are faster from so many rows of activations on (4096 x 4096, one thread of an EPYC of the fifth generation, with
+# AVX-512 and as if it had AVX2 alone), and take so many at once, for which a weight is decoded once.
+LEAST_TILED, LEAST_TILED_OF_SMALL, MOST_TILED = 12, 8, 128
 TOGETHER = 2  # rows that share a load of activations; the sums of four rows and tokens do not fit the registers
 
 
@@ -73,32 +74,38 @@ class Int(Product):
         spans, (tiles, tail) = -(-columns // span), params.split(columns)
         zeros = tensors["scales" if params.symmetric else "zeros"]
         vector = vector_lanes(params.tile_words, span)
-        layout = ProductSizes(shape[1], shape[0], spans * span, rows, span, vector, SPACE + (1 + spans) * SCALE_ROWS)
+        space = max(spans, 2) * SCALE_ROWS
+        if int_bytes.reads(params.bits, span):
+            own = int_bytes.count_floats(params.bits, params.tile_words, span, spans * span, tiles, tail)
+            space = max(space, own)
+        layout = ProductSizes(shape[1], shape[0], spans * span, rows, span, vector, space)
         group = columns if params.group_size == -1 else params.group_size
         stored = {name: tensors[name].data_ptr() for name in (*words(params.bits).split(), "scales")}
         sizes = {"features": shape[1], "spans": spans, "rows": rows, "group": group, "tiles": tiles, "tail": tail}
         super().__init__(tensors, params, shape, layout, stored | {"zeros": zeros.data_ptr()}, sizes)
         self._settings = (params.bits, params.tile_words, span, params.symmetric, params.scale_dtype, tail > 0)
 
-        self._has_tiles = span >= LEAST_SPAN and span % SHORTS == 0
+        self._has_tiles = span % SHORTS == 0
 
     def most_rows(self, dtype: torch.dtype) -> int:
         if not emitter.widens(dtype):
             return super().most_rows(dtype)
-        if not self._has_tiles:
-            return emitter.MOST_OF_INTEGERS
-        return MOST_OF_LEAST_SPAN if self.layout.span < 2 * LEAST_SPAN else emitter.EVERY
+        return emitter.EVERY if self._has_tiles else emitter.MOST_OF_INTEGERS
 
     def together(self, tokens: int) -> int:
-        return min(tokens, MOST_TILED) if self._has_tiles and tokens >= LEAST_TILED else super().together(tokens)
+        return min(tokens, MOST_TILED) if self._is_tiled(tokens) else super().together(tokens)
 
     def lanes(self, tokens: int) -> int:
-        return self.layout.span if tokens >= LEAST_TILED else self.layout.lanes
+        return self.layout.span if self._is_tiled(tokens) else self.layout.lanes
 
     def kernel(self, tokens: int) -> llvm.Function:
-        if tokens < LEAST_TILED:
-            return llvm.function(IntSums, *self._settings, tokens)
-        return llvm.function(IntTiles, *self._settings)
+        if self._is_tiled(tokens):
+            return llvm.function(IntTiles, *self._settings)
+        reads = int_bytes.reads(self.params.bits, self.layout.span) and int_bytes.is_faster(self.params.bits, tokens)
+        return llvm.function(IntBytes if reads else IntSums, *self._settings, tokens)
+
+    def _is_tiled(self, tokens: int) -> bool:
+        return self._has_tiles and tokens >= (LEAST_TILED if "avx512f" in llvm.features() else LEAST_TILED_OF_SMALL)
 
     def decoder(self, dtype: torch.dtype) -> Decoder:
         function = llvm.function(_IntRows, *self._settings, dtype)
@@ -138,9 +145,8 @@ class IntSums(emitter.Emitter):
         self.lanes = vector_lanes(tile_words, span)
         self.read = whole_tiles(self, self.planes, bits, tile_words, in_row, self.lanes)
         self.narrow = NarrowTiles(self, self.planes, PLANES[bits], NARROW, in_row, self.whole)
-        sums = self.vector(self.float, self.lanes // 2)
         self.together = TOGETHER
-        self.sums = [[self.variable(sums) for _ in range(tokens)] for _ in range(self.together)]
+        self.sums = [[self.variable(self.float) for _ in range(tokens)] for _ in range(self.together)]
         self.shift = [self.variable(self.floats16) for _ in range(tokens)]
         with self.loop(last, first) as block:
             start = self.b.mul(block, self.i64(SCALE_ROWS))
@@ -178,7 +184,7 @@ class IntSums(emitter.Emitter):
         """The sums of `together` rows of the sixteen, from `row` on."""
         b = self.b
         for variable in (each for sums in self.sums for each in sums):
-            b.store(self.constant(self.float, self.lanes // 2, 0.0), variable)
+            b.store(self.float(0.0), variable)
         with self.loop(self.tiles) as tile:
             per_tile = self.fields * self.tile_words // self.span
             for part in range(per_tile):
@@ -188,7 +194,7 @@ class IntSums(emitter.Emitter):
                 self._narrow(tile, b.add(start, row), row)
         for r, m in pairs(range(self.together), range(self.tokens)):
             line = b.add(self._line(m, start), self.i64(r))
-            self.store(self.total(b.load(self.sums[r][m])), self.out, b.add(line, row))
+            self.store(b.load(self.sums[r][m]), self.out, b.add(line, row))
 
     def _span(self, tile: Any, number: Any, part: int, u: Any, row: Any) -> None:
         b = self.b
@@ -231,12 +237,13 @@ class IntSums(emitter.Emitter):
     def _scale(self, totals: dict[tuple[int, int], Any], u: Any, row: Any) -> None:
         """Add the sums of span `u` times its scales to those of the rows."""
         b = self.b
-        for (r, m), total in totals.items():
+        integers = self.integer_totals(list(totals.values()))
+        for i, (r, m) in enumerate(totals):
             cell = b.mul(b.add(b.mul(self.spans, self.i64(m)), u), self.i64(SCALE_ROWS))
             scale = self.load(self.space, b.add(cell, b.add(row, self.i64(r))), self.float)
+            total = b.sitofp(b.extract_element(integers, self.word(i)), self.float)
             held = self.sums[r][m]
-            sums = b.sitofp(total, held.allocated_type)
-            b.store(self.multiply_add(sums, self.splat(scale, self.lanes // 2), b.load(held)), held)
+            b.store(self.intrinsic("llvm.fmuladd.f32", self.float, total, scale, b.load(held)), held)
 
     def _input(self, column: Any, m: int) -> Any:
         offset = self.b.add(self.b.mul(column, self.i64(self.tokens)), self.i64(m * self.lanes))

@@ -50,6 +50,11 @@ class Config(rotate.Config):
             if getattr(self, key) > default and not (self.residual or self.values):
                 raise ValueError(f"{key} {getattr(self, key)} without residual and values: nothing is drawn")
 
+    @property
+    def tokens_factor(self) -> float:
+        """Times the tokens of calibration that a Hessian takes (calib/enough.py); a learned rotation fits to few."""
+        return 4.0 if self.learn else 1.0
+
 
 def apply(skeleton: Skeleton, config: Config, seed: int) -> ChosenRotation:
     """Return the rotation of this model; no weight is read. Raises UnsupportedModelError where there is none."""
