@@ -45,7 +45,12 @@ REQUIRED = inspect.Parameter.empty
 Writes = Literal["checkpoint", "measurements"] | None
 
 
-QUICK = ("calibration.num_samples=8", "calibration.seq_len=512", "calibration.gradient_tokens=2048")
+QUICK = (
+    "calibration.tokens=auto",
+    "calibration.num_samples=8",
+    "calibration.seq_len=512",
+    "calibration.gradient_tokens=2048",
+)
 
 
 @dataclass(frozen=True)
