@@ -74,7 +74,9 @@ def merge(
 
 
 def plan(job: Job, progress: Progress = silent) -> tuple[Job, Prepared, float] | Unmeasured:
-    """Return the job with its bits allocated, what it would do and the seconds it would take, from timing one block.
+    """Return the job with its bits allocated, what it would do and the seconds it would take.
+
+    They are counted, or where that does not tell, from timing one block.
 
     Nothing is measured: a recipe whose allocation needs that gives what is known without.
     """

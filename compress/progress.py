@@ -14,6 +14,9 @@ from typing import Protocol
 NOTES = logging.getLogger("compress.notes")
 
 
+TRUST = 10  # a tenth of the blocks tells the time of the others as well as a prediction can
+
+
 class Progress(Protocol):
     """Receive what is being done and how much of it is done; called often. Total 0: not known."""
 
@@ -45,9 +48,15 @@ def parse_duration(text: str) -> float:
 
 
 class Meter:
-    """Count blocks; the fraction of the present one is that of the same steps in the block before."""
+    """Count blocks; the fraction of the present one is that of the same steps in the block before.
 
-    def __init__(self, progress: Progress, blocks: int) -> None:
+    before, expected: seconds that are predicted until the first block begins, and of all blocks, from which the time
+    that is left is shown; 0: not known. What has been measured takes the place of the prediction as blocks are done.
+    """
+
+    def __init__(self, progress: Progress, blocks: int, before: float = 0.0, expected: float = 0.0) -> None:
+        self.before, self.expected, self.created = before, expected, time.monotonic()
+        self.first: tuple[float, int] | None = None  # when the first block began, and its number
         self.progress, self.blocks = progress, blocks
         self.index, self.total_steps = 0, 1
         self.text = ""
@@ -59,6 +68,7 @@ class Meter:
         """Begin block `index`, of about `steps` steps."""
         self.index, self.total_steps = index, max(1, steps)
         self.started, self.marks = time.monotonic(), []
+        self.first = self.first or (self.started, index)
 
     def say(self, text: str) -> None:
         """Name what is being done; nothing has advanced."""
@@ -84,7 +94,23 @@ class Meter:
         else:
             fraction = min(done / self.total_steps, 1.0)
         shown = min(self.index + 1, self.blocks)
-        self.progress(f"block {shown}/{self.blocks}: {self.text}", self.index + fraction, self.blocks)
+        left = self.seconds_left(self.index + fraction)
+        text = f"block {shown}/{self.blocks}: {self.text}" + (f", about {duration(left)} left" if left else "")
+        self.progress(text, self.index + fraction, self.blocks)
+
+    def seconds_left(self, done: float) -> float:
+        """Return the seconds that are left when so many blocks are done; 0: not known."""
+        now = time.monotonic()
+        if self.first is None:
+            return max(self.before - (now - self.created), 0.0) + self.expected if self.expected else 0.0
+        begun, index = self.first
+        share = (done - index) / max(1, self.blocks - index)
+        trust = min(1.0, TRUST * share)
+        predicted = self.expected * (self.blocks - index) / max(1, self.blocks)
+        if not self.expected:
+            trust = 1.0
+        measured = (now - begun) / share if share > 0 else 0.0
+        return (1 - share) * (trust * measured + (1 - trust) * predicted)
 
 
 def make_counter(progress: Progress, text: str, total: int) -> Callable[[int], None]:

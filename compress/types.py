@@ -10,6 +10,17 @@ import torch
 from torch import Tensor
 
 
+class Work(NamedTuple):
+    """What quantizing takes, from shapes alone: counts that a prediction multiplies with the speeds of a machine."""
+
+    products: float  # multiply-adds of float32 matrix products
+    steps: float  # numbers that loops go over, each with a multiplication and an addition
+
+    def plus(self, other: Work) -> Work:
+        """Return both together."""
+        return Work(self.products + other.products, self.steps + other.steps)
+
+
 @dataclass(frozen=True)
 class LinearSpec:
     """One linear of a decoder block, as the skeleton shows it (no weight is read).

@@ -43,7 +43,9 @@ def quantize(
 
 @takes_run_options(without=("overwrite", "restart", "base_model", "work"))
 def plan(options: RunOptions, as_json: AsJson = False) -> None:
-    """Show what a run would do: exact bytes of every layer, predicted memory, and time, from timing one block.
+    """Show what a run would do: exact bytes of every layer, predicted memory, and time.
+
+    Time is counted, with speeds of this machine that are measured once. A recipe that searches or tunes times a block.
 
     Nothing is measured: for a recipe that allocates bits and has not been measured (`compress allocate --measure`) only
     sizes.

@@ -45,6 +45,14 @@ REQUIRED = inspect.Parameter.empty
 Writes = Literal["checkpoint", "measurements"] | None
 
 
+QUICK = (
+    "calibration.tokens=auto",
+    "calibration.num_samples=8",
+    "calibration.seq_len=512",
+    "calibration.gradient_tokens=2048",
+)
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """The options shared by the commands that plan, measure or write a checkpoint. One field is one option."""
@@ -113,11 +121,21 @@ class RunOptions:
         Option(metavar="DIR", help="For unfinished work; then --out may be an object store. Default: beside --out."),
     ] = None
 
+    quick: Annotated[
+        bool,
+        Option("--quick", help="Calibrate with 4,096 tokens: a first result sooner, at some loss. The report says so."),
+    ] = False
+
     @property
     def recipe_overrides(self) -> list[str]:
-        """The values of --set, and those that --target, --max-kl and --context stand for."""
+        """The values of --set, and those that --quick, --target, --max-kl and --context stand for."""
         goal = {"allocate.target": self._goal(), "allocate.context": self.context}
-        return [*(self.overrides or []), *(f"{key}={value}" for key, value in goal.items() if value is not None)]
+        quick = QUICK if self.quick else ()
+        return [
+            *quick,
+            *(self.overrides or []),
+            *(f"{key}={value}" for key, value in goal.items() if value is not None),
+        ]
 
     def _goal(self) -> str | None:
         """The target of an allocation that --target or --max-kl stands for."""
@@ -200,6 +218,7 @@ class RunOptions:
             measurements=self.measurements,
             budget=parse_time(self.budget, "--budget"),
             processes=self.processes,
+            quick=self.quick,
         )
 
 

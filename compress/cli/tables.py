@@ -193,6 +193,8 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
             f"time {duration(took['total'])}; quantizing {duration(took['quantize'])} (predicted from the first block "
             f"{duration(took['predicted_quantize'])})"
         )
+    if report.get("quick"):
+        lines.append("calibrated with little text, as --quick asks for: without it less is lost")
     if unused := report.get("unused"):
         names = sorted(unused, key=lambda name: -unused[name])
         largest = [*names[:MAX_NAMED_TENSORS], *(["..."] if len(names) > MAX_NAMED_TENSORS else [])]

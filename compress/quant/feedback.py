@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from compress.numerics.linalg import squares, upper_factor
-from compress.types import Stats
+from compress.types import Stats, Work
 
 LEAF_COLUMNS = 32  # fewer are not halved: errors are propagated one block at a time
 ROWS_PER_TILE = 4096  # the loop and the trellis search take 5 to 30% more a row with half as many
+FACTORING = 2  # multiply-adds of a float32 product that take as long as factoring, for n^3
 MAX_WEIGHTS_PER_TILE = 1 << 25  # a larger tile has half the rows, so that eight processes find as much to do
 
 
@@ -195,6 +196,12 @@ def workspace(shape: tuple[int, int], beside: int, ordered: bool = True) -> int:
     n, copies = shape[1], 2 * 4 * shape[0] * shape[1]
     factoring = max(squares(n, 2), 12 * n * n if ordered else 0)
     return max(factoring + copies, (8 if ordered else 4) * n * n + beside)
+
+
+def work(shape: tuple[int, int], sweeps: int = 0) -> Work:
+    """Return what factoring the Hessian of a weight [out, in], the loop, and sweeps behind it take."""
+    rows, columns = shape
+    return Work(FACTORING * columns**3 + rows * columns**2 * (1 + 2 * sweeps), 0)
 
 
 def row_tiles(shape: tuple[int, int], unit: int = 1) -> list[slice]:

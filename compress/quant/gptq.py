@@ -36,7 +36,7 @@ from compress.kernels.loops import columns as column_loops
 from compress.numerics.linalg import upper_factor
 from compress.quant import descent, feedback, grid, two_sided
 from compress.quant.settings import check, check_damp
-from compress.types import OutputMetric, Quantized, Stats
+from compress.types import OutputMetric, Quantized, Stats, Work
 
 FORMAT = "int"
 NEEDS = frozenset({"hessian"})
@@ -86,6 +86,11 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
     copies = 2 + (tile < numel)  # a single tile is the copy of the weight itself
     stepping = tile * (copies * 4 + 2) + max(4 * tile, 4 * group + 2 * 4 * columns**2)
     return PACKED + max(loop, 4 * shape[1] ** 2 + beside + stepping)
+
+
+def work(config: Config, shape: tuple[int, int]) -> Work:
+    """Return what `quantize` takes."""
+    return feedback.work(shape, config.sweeps).plus(Work(0, 2 * grid.WEIGHT_STEPS * shape[0] * shape[1]))
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:

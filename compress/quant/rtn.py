@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from compress.quant import grid
-from compress.types import Quantized, Stats
+from compress.types import Quantized, Stats, Work
 
 FORMAT = "int"
 NEEDS: frozenset[str] = frozenset()
@@ -32,6 +32,11 @@ plan_params = grid.params
 def workspace(config: Config, shape: tuple[int, int]) -> int:
     """Return the bytes needed beside the stored weight: float32 copy (transposed), its magnitudes, codes, packing."""
     return shape[0] * shape[1] * (4 + 4 + 1 + 4)
+
+
+def work(config: Config, shape: tuple[int, int]) -> Work:
+    """Return what `quantize` takes: most of it is the search for scales."""
+    return Work(0, grid.WEIGHT_STEPS * shape[0] * shape[1])
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:

@@ -40,7 +40,7 @@ from compress.quant import descent, feedback, two_sided
 from compress.quant.feedback import Layer, Objective
 from compress.quant.settings import check, check_damp
 from compress.quant.viterbi import DECISIONS, LEVELS, NARROW, STATES, Search
-from compress.types import OutputMetric, PackedWeight, Quantized, Stats, Stored
+from compress.types import OutputMetric, PackedWeight, Quantized, Stats, Stored, Work
 
 FORMAT = "trellis"
 NEEDS = frozenset({"hessian"})
@@ -54,6 +54,7 @@ TWO_SIDED = True
 RATIOS = {1: 1.15, 1.5: 1.13, 2: 1.11, 2.5: 1.12, 3: 1.14, 3.5: 1.17, 4: 1.2}
 LAST_RATIO = 1.3
 NO_SWEEPS = "two-sided rounding of paths has no sweeps: none were done"
+STATE_STEPS = 0.6  # measured: a weight takes so many for each state of the search
 BATCH = 16  # tiles that fill the search
 CORRECTION_ROWS = 1024  # rows that the last factor on the scale is fitted to, or up to twice as many
 
@@ -115,6 +116,12 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
     search += 64 << config.state_bits
     coding = 5 * 8 * min(trellis_format.DECODE_CHUNK, rows * n)
     return feedback.workspace((rows, n), rows * n * 4 * 4 + tile * n * 3 * 4 + max(search, coding))
+
+
+def work(config: Config, shape: tuple[int, int]) -> Work:
+    """Return what `quantize` takes: a weight's search passes over all states, once more for each sweep."""
+    searching = STATE_STEPS * 2**config.state_bits * shape[0] * shape[1] * (1 + config.sweeps)
+    return feedback.work(shape, config.sweeps).plus(Work(0, searching))
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:

@@ -31,10 +31,11 @@ from torch import Tensor
 
 from compress.numerics.linalg import squares, upper_factor
 from compress.quant import feedback
-from compress.types import OutputMetric
+from compress.types import OutputMetric, Work
 
 PADDING = 256  # rows that a method may add to those of a weight, at most
 GROUP = 64  # rows that are rounded together by methods whose rows need no others
+WEIGHT_STEPS = 400  # measured: few rows are rounded at a time
 COLUMNS = 16  # columns that a group of the wavefront is behind the one before it, at most
 
 Made = TypeVar("Made")
@@ -66,6 +67,12 @@ def workspace(shape: tuple[int, int]) -> int:
     rows, columns = shape[0] + PADDING, shape[1]
     tile = feedback.row_tiles((rows, columns))[0].stop
     return squares(tile, 2) + 4 * 4 * tile**2 + 4 * rows * tile + 4 * 4 * rows * columns
+
+
+def work(shape: tuple[int, int]) -> Work:
+    """Return what feeding errors back between outputs takes beside the one-sided loop."""
+    rows, columns = shape
+    return Work(feedback.FACTORING * rows**3 + rows**2 * columns, WEIGHT_STEPS * rows * columns)
 
 
 def pad_rows(output: OutputMetric, outputs: int) -> OutputMetric:

@@ -58,6 +58,8 @@ class Job:
         """The last part of the model's path or hub id, printable."""
         return one_line(self.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(paths.GGUF))
 
+    quick: bool = False  # little calibration text was asked for
+
     @property
     def is_paired(self) -> bool:
         """Whether the stream of the full-precision model is carried beside that of the quantized prefix."""

@@ -52,6 +52,7 @@ def open_run(
             prepared = dataclasses.replace(prepared, arrangement=arrangement)
             tokens = calibration.tokens if calibration is not None else None
             loop = BlockLoop(job, prepared, predict.one_option_each(prepared), tokens, output.work, progress)
+            loop.meter.before, loop.meter.expected = predict.predict_by_counts(job, prepared) or (0.0, 0.0)
             records = ranks.by_main(lambda: shards.intact_blocks(output, len(prepared.skeleton.blocks)))
             loop.reads_head = ranks.by_main(lambda: outside_shards.head_to_read(output, prepared.plan))
             run = RunState(job, prepared, calibration, block_seconds=loop.seconds)

@@ -1,4 +1,4 @@
-"""Predict the time of a run, from timing one block, and the disk that it takes."""
+"""Predict the time of a run, by counts or from timing one block where they do not tell, and the disk that it takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from compress import plugins
 from compress.model import blockwise
 from compress.progress import Progress, silent
-from compress.run import demands, prepare, sizes
+from compress.run import counts, demands, prepare, sizes
 from compress.run.checkpoint_blocks import CheckpointBlocks
 from compress.run.job import Job, Prepared, RunState
 from compress.run.loop import BlockLoop, LinearOptions
@@ -39,12 +39,19 @@ class TimedBlocks(CheckpointBlocks):
 
 
 def prepare_and_time(job: Job, progress: Progress, on_plan: Callable[[Prepared], None]) -> tuple[Prepared, float]:
-    """Return a job prepared, and the seconds that it would take; `on_plan` may refuse the plan before that is timed."""
+    """Return a job prepared, and the seconds that it would take; `on_plan` may refuse the plan before that is known."""
     progress("reading headers", 0, 0)
     prepared = prepare.prepare(job)
     on_plan(prepared)
+    if (seconds := predict_by_counts(job, prepared)) is not None:
+        return prepared, seconds.total
     progress("timing one block", 0, 0)
     return prepared, predict_seconds(job, prepared)
+
+
+def predict_by_counts(job: Job, prepared: Prepared) -> counts.Seconds | None:
+    """Return the seconds of a run by counts; None where they do not tell."""
+    return counts.predict(job, prepared)
 
 
 def predict_seconds(job: Job, prepared: Prepared) -> float:

@@ -221,6 +221,7 @@ def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any
         "whole": whole(prepared.plan),
         **({"allocation": dict(job.allocation)} if job.allocation is not None else {}),
         "nbytes": {**packed_nbytes(prepared.plan), **sizes, "total": prepared.plan.nbytes},
+        **({"quick": True} if job.quick else {}),
         **({"unused": prepared.plan.unused_nbytes} if prepared.plan.unused_nbytes else {}),
         "source_nbytes": prepared.skeleton.checkpoint.nbytes,
         "calibration": run.calibration.facts() if run.calibration is not None else None,
