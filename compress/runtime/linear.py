@@ -32,6 +32,7 @@ from compress.kernels import dispatch
 from compress.kernels.fused import Weights
 from compress.runtime import activation_quant as inputs
 from compress.runtime import integer
+from compress.runtime.plain_linear import CompiledLinear
 from compress.types import IN_SCALE, PackedWeight, Stored
 
 CACHE_LIMIT_NBYTES = 1 << 30
@@ -173,7 +174,7 @@ def set_cache_limit(nbytes: int) -> None:
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether the module computes just what `nn.Linear` does, so that a PackedLinear can take its place."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, CompiledLinear.forward)
 
 
 def _plus(y: Tensor, bias: Tensor | None) -> Tensor:

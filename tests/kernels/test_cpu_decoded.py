@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from compress import formats
 from compress.formats import codebook, kquant
 from compress.kernels import dispatch, llvm
-from compress.kernels.calls import Rows, run
+from compress.kernels.calls import ActivationRows, run
 from compress.kernels.cpu import decoded, emitter
 from compress.kernels.cpu.codebook import AnyCodebook
 from compress.papers.formats import lattice, pvq, structured
@@ -84,7 +84,7 @@ def test_weights_that_read_the_same_activations_share_them() -> None:
         memory.append(torch.empty(nbytes, dtype=torch.uint8))
         return memory[-1].data_ptr()
 
-    calls = kernels[0].calls(Rows(len(x), x.dtype, x.data_ptr(), out.data_ptr(), 64), take, kernels[1:])
+    calls = kernels[0].calls(ActivationRows(len(x), x.dtype, x.data_ptr(), out.data_ptr(), 64), take, kernels[1:])
     assert calls is not None
     run(calls)
     assert torch.equal(out, expected)

@@ -19,7 +19,7 @@ from torch import Tensor
 from compress.formats import codebook as codebook_format
 from compress.formats.codebook import ROW_MULTIPLE, Params
 from compress.kernels import llvm
-from compress.kernels.calls import Call, Rows
+from compress.kernels.calls import ActivationRows, CompiledCall
 from compress.kernels.contract import Decoder, Prepared, Shape
 from compress.kernels.cpu import codebook_decode, codebook_rows, emitter
 from compress.kernels.cpu.codebook_decode import GROUPS, Gather, word_names
@@ -96,15 +96,15 @@ class _CodebookProduct(_InOrder, Product):
     def decode(self, dtype: torch.dtype) -> Tensor:
         return codebook_decode.in_order(super().decode(dtype), self.tensors.get("order"))
 
-    def gather(self, rows: Rows) -> Iterator[Call]:
+    def gather(self, rows: ActivationRows) -> Iterator[CompiledCall]:
         order = self.tensors["order"] if self.params.permuted else None
         layout, bits = self.layout, 8 * order.element_size() if order is not None else 0
         kernel = llvm.function(Gather, rows.dtype.itemsize, self.params.width, bits)
         address = rows.source if order is None else order.data_ptr()
         sizes = rows.count, layout.inputs, layout.spans, layout.span // self.params.width
-        yield Call(kernel, (rows.source, address, rows.target, *sizes))
+        yield CompiledCall(kernel, (rows.source, address, rows.target, *sizes))
 
-    def add(self, rows: Rows, sums: int) -> Iterator[Call]:
+    def add(self, rows: ActivationRows, sums: int) -> Iterator[CompiledCall]:
         if not self.params.outliers:
             return
         kernel = llvm.function(_Outliers, self.params.outlier_bits, rows.dtype)
@@ -113,7 +113,7 @@ class _CodebookProduct(_InOrder, Product):
         stored = [self.tensors[name].data_ptr() for name in names]
         blocks, least = layout.rows // ROW_MULTIPLE, -(-emitter.THREAD // (ROW_MULTIPLE * count * rows.count))
         sizes = count, layout.rows, rows.count, layout.inputs
-        yield Call(kernel, (*stored, rows.source, sums, 0, blocks, *sizes), blocks, least, len(stored) + 2)
+        yield CompiledCall(kernel, (*stored, rows.source, sums, 0, blocks, *sizes), blocks, least, len(stored) + 2)
 
 
 class _CodebookSums(emitter.Emitter):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
-from compress.kernels.calls import Call, Rows, Take, run
+from compress.kernels.calls import ActivationRows, CompiledCall, Take, run
 from compress.kernels.contract import Decoder, Joined, Prepared, Shape
 from compress.kernels.cpu import emitter, small_matmul
 from compress.kernels.cpu.emitter import LANES, Emitter, Writer
@@ -125,7 +125,7 @@ class DecodedProduct(Prepared):
         parts = self._alike(others)
         return None if parts is None else _multiply
 
-    def calls(self, rows: Rows, take: Take, others: Sequence[Prepared] = ()) -> Iterator[Call] | None:
+    def calls(self, rows: ActivationRows, take: Take, others: Sequence[Prepared] = ()) -> Iterator[CompiledCall] | None:
         """Return what multiplies rows with this weight and others; None if they do not read activations alike."""
         parts = self._alike(others)
         return None if parts is None else _calls(parts, rows, take)
@@ -139,7 +139,7 @@ class DecodedProduct(Prepared):
     def _activations(self) -> tuple[int, int]:
         return self.shape[1], id(self) if self.arranges else 0
 
-    def change(self, x: int, count: int) -> Iterator[Call]:
+    def change(self, x: int, count: int) -> Iterator[CompiledCall]:
         """Yield what changes activations float32 [count, columns] at x for this weight."""
         return iter(())
 
@@ -153,7 +153,7 @@ class DecodedProduct(Prepared):
         """Return the bytes that a thread works in."""
         return 4 * (SIDE * (self.columns + SLACK) + self.space)
 
-    def call(self, rows: Rows, x: int, space: int) -> Call:
+    def call(self, rows: ActivationRows, x: int, space: int) -> CompiledCall:
         """Return what multiplies with activations float32 [rows, columns] at x."""
         function = llvm.function(_Multiply, self.reader, self.settings, rows.dtype)
         outputs, inputs = self.shape
@@ -163,14 +163,14 @@ class DecodedProduct(Prepared):
         arguments = function.signature.arguments(**{**self.stored, **self.sizes, **given})
         names = (*function.signature.pointers, *function.signature.integers)
         least = -(-emitter.THREAD // (LANES * inputs * rows.count))
-        return Call(function, arguments, blocks, least, names.index("first"), names.index("space"), self.near)
+        return CompiledCall(function, arguments, blocks, least, names.index("first"), names.index("space"), self.near)
 
 
 def _multiply(parts: Sequence[DecodedProduct], x: Tensor) -> Tensor:
     """Return x [..., in] times all parts, outputs behind each other."""
     width = sum(part.shape[0] for part in parts)
     out = x.new_empty((*x.shape[:-1], width))
-    rows = Rows(x.numel() // x.shape[-1], x.dtype, x.data_ptr(), out.data_ptr(), width)
+    rows = ActivationRows(x.numel() // x.shape[-1], x.dtype, x.data_ptr(), out.data_ptr(), width)
     memory = []  # the calls have run before it is freed
 
     def take(nbytes: int) -> int:
@@ -181,7 +181,7 @@ def _multiply(parts: Sequence[DecodedProduct], x: Tensor) -> Tensor:
     return out
 
 
-def _calls(parts: Sequence[DecodedProduct], rows: Rows, take: Take) -> Iterator[Call]:
+def _calls(parts: Sequence[DecodedProduct], rows: ActivationRows, take: Take) -> Iterator[CompiledCall]:
     """Yield what multiplies rows with all parts, outputs behind each other; they read activations alike."""
     first, inputs = parts[0], parts[0].shape[1]
     x = take(4 * first.columns * min(rows.count, TOGETHER))
@@ -189,7 +189,7 @@ def _calls(parts: Sequence[DecodedProduct], rows: Rows, take: Take) -> Iterator[
     widen = llvm.function(_Widen, rows.dtype, first.order_bits)
     for start in range(0, rows.count, TOGETHER):
         some = rows.part(start, min(start + TOGETHER, rows.count), inputs)
-        yield Call(widen, (some.source, first.order, x, some.count, inputs, first.columns))
+        yield CompiledCall(widen, (some.source, first.order, x, some.count, inputs, first.columns))
         yield from first.change(x, some.count)
         for part in parts:
             yield part.call(some, x, space)

@@ -22,7 +22,7 @@ _INTRINSIC = {"half": "f16", "float": "f32"}  # types in names of intrinsics
 LANES = 16  # of float32 or int32; vectors of int16 have twice as many
 TOKENS = (4, 2, 1)  # rows of activations that a compiled product takes at once
 PRODUCT = "x16 x_scales x_sums out space"  # the last pointers of a function that multiplies: see small_matmul.Product
-LARGEST = 32767.0
+LARGEST = 127 * 256.0 + 127  # of an activation: 256 times a byte and a byte, see int_bytes.py
 # Rows of activations up to which the kernels beat decoding and F.linear, 4096 x 4096, one thread: 12 of bfloat16 (24 of
 # codebooks), and any number of float16, whose F.linear takes as long as three kernels on CPUs without such products.
 MOST = 12
@@ -179,24 +179,18 @@ class Emitter:
             vector = self.b.fadd(low, self.shuffled(vector, vector, list(range(lanes, 2 * lanes))))
         return self.b.extract_element(vector, self.word(0))
 
-    def integer_totals(self, vectors: Sequence[Any]) -> Any:
-        """Return the sums of the elements of 2^n vectors of integers, no more than each has, as a vector."""
-        b, vectors, half = self.b, list(vectors), vectors[0].type.count // 2
-        # Each step adds the halves of blocks of lanes; the blocks of two vectors become those of one.
-        while half and len(vectors) > 1:
-            low = [place for place in range(2 * vectors[0].type.count) if place // half % 2 == 0]
-            neighbours = zip(vectors[::2], vectors[1::2], strict=True)
-            vectors = [
-                b.add(*(self.shuffled(*pair, order) for order in (low, [place + half for place in low])))
-                for pair in neighbours
-            ]
-            half //= 2
-        (vector,) = vectors
-        while half:
-            low = [place for place in range(vector.type.count) if place // half % 2 == 0]
-            vector = b.add(*(self.shuffled(vector, vector, order) for order in (low, [place + half for place in low])))
-            half //= 2
-        return vector
+    def integer_totals(self, vectors: Sequence[Any], parts: int = 1) -> Any:
+        """Return the sums of the elements of 2^n vectors of integers, as a vector; of `parts` of each four elements."""
+        b, vectors, size = self.b, list(vectors), vectors[0].type.count
+        halves = [half for half in (16, 8, 4, 2, 1) if half < size and (half >= 4 or half * parts < 4)]
+        # Each step adds the halves of blocks of elements; the blocks of two vectors become those of one.
+        for half in halves:
+            pairs = zip(vectors[::2], vectors[1::2], strict=True) if len(vectors) > 1 else [(vectors[0],) * 2]
+            places = range((2 if len(vectors) > 1 else 1) * vectors[0].type.count)
+            low = [place for place in places if place // half % 2 == 0]
+            high = [place + half for place in low]
+            vectors = [b.add(self.shuffled(*pair, low), self.shuffled(*pair, high)) for pair in pairs]
+        return vectors[0]
 
     def scaled_sums(self, scales: Any, sums: Any, m: Any, spans: Any) -> Any:
         """Return the sum over all spans of scale times sum of the activations of row m, a value."""

@@ -24,8 +24,9 @@ from compress.formats import int as int_format
 from compress.formats.int import NARROW, PLANES, Params
 from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
-from compress.kernels.cpu import emitter, small_matmul
+from compress.kernels.cpu import emitter, int_bytes, small_matmul
 from compress.kernels.cpu.emitter import LANES, PRODUCT
+from compress.kernels.cpu.int_bytes import IntBytes
 from compress.kernels.cpu.int_tiles import IntTiles
 from compress.kernels.cpu.small_matmul import Product, ProductSizes
 from compress.kernels.cpu.unpack import SHORTS, NarrowTiles, vector_lanes, whole_tiles, words
@@ -73,7 +74,11 @@ class Int(Product):
         spans, (tiles, tail) = -(-columns // span), params.split(columns)
         zeros = tensors["scales" if params.symmetric else "zeros"]
         vector = vector_lanes(params.tile_words, span)
-        layout = ProductSizes(shape[1], shape[0], spans * span, rows, span, vector, max(spans, 2) * SCALE_ROWS)
+        space = max(spans, 2) * SCALE_ROWS
+        if int_bytes.reads(params.bits, span):
+            own = int_bytes.count_floats(params.bits, params.tile_words, span, spans * span, tiles, tail)
+            space = max(space, own)
+        layout = ProductSizes(shape[1], shape[0], spans * span, rows, span, vector, space)
         group = columns if params.group_size == -1 else params.group_size
         stored = {name: tensors[name].data_ptr() for name in (*words(params.bits).split(), "scales")}
         sizes = {"features": shape[1], "spans": spans, "rows": rows, "group": group, "tiles": tiles, "tail": tail}
@@ -96,7 +101,8 @@ class Int(Product):
     def kernel(self, tokens: int) -> llvm.Function:
         if self._is_tiled(tokens):
             return llvm.function(IntTiles, *self._settings)
-        return llvm.function(IntSums, *self._settings, tokens)
+        reads = int_bytes.reads(self.params.bits, self.layout.span) and int_bytes.is_faster(self.params.bits, tokens)
+        return llvm.function(IntBytes if reads else IntSums, *self._settings, tokens)
 
     def _is_tiled(self, tokens: int) -> bool:
         return self._has_tiles and tokens >= (LEAST_TILED if "avx512f" in llvm.features() else LEAST_TILED_OF_SMALL)

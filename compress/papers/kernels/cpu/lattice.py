@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
-from compress.kernels.calls import Call
+from compress.kernels.calls import CompiledCall
 from compress.kernels.contract import Prepared, Shape
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu.decoded import DecodedProduct, Put, RowReader
@@ -147,10 +147,10 @@ class _LatticeProduct(DecodedProduct):
         """Return more rows than others take: to decode a lattice costs more than to multiply with it."""
         return max(MOST, super().most_rows(dtype))
 
-    def change(self, x: int, count: int) -> Iterator[Call]:
+    def change(self, x: int, count: int) -> Iterator[CompiledCall]:
         """Yield what multiplies blocks of activations by the transposed lattices of their groups."""
         function = llvm.function(_Lattices, self.params.dim, self.params.group_size)
-        yield Call(function, (x, self.stored["lattices"], count, self.sizes["groups"]))
+        yield CompiledCall(function, (x, self.stored["lattices"], count, self.sizes["groups"]))
 
 
 class _Lattices(emitter.Emitter):
