@@ -134,12 +134,13 @@ def test_kept_weights_are_multiplied_in_float32_where_bfloat16_is_slow(
     """Of a format without a kernel; a bias of another type is added to them."""
     monkeypatch.setattr(emitter, "widens", lambda dtype: dtype == torch.bfloat16)
     weight = stored.random_weight("pvq", pvq.Params(8, 6, 3), (40, 128))
-    layer = PackedLinear.from_packed(weight, problems.random(40))
+    bias = problems.random(40)
+    layer = PackedLinear.from_packed(weight, bias)
     x = problems.random(rows, 128).bfloat16()
     rounded = formats.decode_stored(weight, torch.bfloat16)
-    exact = x.double() @ rounded.double().T + layer.bias
+    exact = x.double() @ rounded.double().T + bias
     y = layer(x)
     assert y.dtype == torch.bfloat16 and (y - exact).norm() < 4e-3 * exact.norm()
-    plain = F.linear(x, rounded) + layer.bias
+    plain = F.linear(x, rounded) + bias
     monkeypatch.setattr(emitter, "widens", lambda dtype: False)
     assert torch.equal(layer(x), plain.to(x.dtype))
