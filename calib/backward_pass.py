@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from compress.model import blockwise, lm_head
 from compress.model.blockwise import BlockArgs
 from compress.model.skeleton import Skeleton
-from compress.numerics import kl
+from compress.numerics import kl, products
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -137,7 +137,8 @@ class BackwardPass:
         """Return the loss's scaled gradient behind the last block; hidden [1, tokens, hidden]."""
         hidden, positions = hidden.clone().requires_grad_(), self.loss.positions
         for part in kl.slices(positions, self.skeleton.vocab_size):
-            logits = lm_head.logits(self.skeleton, hidden[:, part])[0]
+            with products.Backward():
+                logits = lm_head.logits(self.skeleton, hidden[:, part])[0]
             (self.loss(sample, part, logits) * (LOSS_SCALE / positions)).backward()
         return cast(Tensor, hidden.grad)
 

@@ -6,7 +6,7 @@ one process, in the order of the samples, which sums them up. So files have the 
 Of some models gradients cannot be had: what blocks hand to each other beside hidden states has none here, an operation
 has no derivative, a number overflows. All processes then end the pass, and the store says why.
 
-On a CPU all is computed in float32, in which few processors are slower than in 16 bits; on a GPU in the model's type.
+On a GPU all is computed in the model's type, and on a CPU too where that has fast products; elsewhere in float32.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from compress.calib.output_gradients import BlockOutputs, GradientRows, SampledL
 from compress.errors import NumericalError, UnsupportedModelError, first_line
 from compress.model import blockwise
 from compress.model.skeleton import Skeleton
-from compress.numerics import checks
+from compress.numerics import checks, products
 from compress.storage.workdir import writing
 
 
 def computed_dtype(skeleton: Skeleton, device: torch.device | str) -> torch.dtype:
     """Return the type that gradients are computed in."""
-    return torch.float32 if torch.device(device).type == "cpu" else skeleton.dtype
+    is_as_given = torch.device(device).type != "cpu" or products.is_fast(skeleton.dtype)
+    return skeleton.dtype if is_as_given else torch.float32
 
 
 def make(

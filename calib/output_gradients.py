@@ -18,6 +18,7 @@ compress/calib/gradient_store.py keeps them in a folder.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,12 +30,14 @@ from torch import Tensor, nn
 from compress.errors import NumericalError
 from compress.model import blockwise
 from compress.model.blockwise import BlockArgs
+from compress.numerics import products
 
 REGULARIZATION = 0.2  # share of the identity that is added to G of mean diagonal 1
 FEW = 8  # outputs to a token above which regularization grows
 CHUNK = 2048  # tokens of a product
 PANELS = 8  # column panels: what lies below those on the diagonal is left out
 MIN_SCALE_EXPONENT = -100
+MAX_SCALE = 2.0**56  # squares of larger gradients cannot be summed up in float32; a hidden state of zeros makes such
 
 
 class SampledLabels:
@@ -49,16 +52,53 @@ class SampledLabels:
 
     def __call__(self, sample: int, part: slice, logits: Tensor) -> Tensor:
         """Return the sum over the positions `part`."""
-        return nn.functional.cross_entropy(logits, self.draw(sample, part, logits.detach()), reduction="sum")
+        return cast(Tensor, _CrossEntropy.apply(logits, partial(self.draw, sample, part)))
 
-    def draw(self, sample: int, part: slice, logits: Tensor) -> Tensor:
-        """Return labels int64 [positions] of these positions; logits [positions, vocabulary] float32."""
+    def draw(self, sample: int, part: slice, probabilities: Tensor) -> Tensor:
+        """Return labels int64 [positions] of these positions; probabilities [positions, vocabulary] float32."""
         digest = hashlib.sha256(f"{self.seed} labels {self.first + sample}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        shares = torch.rand(self.positions, generator=generator, dtype=torch.float64)[part, None].to(logits.device)
-        sums = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
-        labels = torch.searchsorted(sums, shares * sums[:, -1:], right=True)[:, 0]
-        return labels.clamp_(max=logits.shape[-1] - 1)
+        shares = torch.rand(self.positions, generator=generator, dtype=torch.float64)[part, None]
+        return draw_entries(probabilities, shares.to(probabilities.device))
+
+
+def draw_entries(probabilities: Tensor, shares: Tensor) -> Tensor:
+    """Return int64 [rows]: of each row [rows, entries] float32 the entry where its running sum passes a share of it.
+
+    shares: float64 [rows, 1], from 0 to 1. The runs of entries are looked through first, and then one of them.
+    """
+    rows, entries = probabilities.shape
+    width = max(1, math.isqrt(entries))
+    whole = probabilities[:, : entries // width * width].view(rows, -1, width)
+    rest = probabilities[:, whole.shape[1] * width :]
+    runs = torch.cat([whole.sum(2, dtype=torch.float64), rest.sum(1, dtype=torch.float64, keepdim=True)], 1).cumsum(1)
+    wanted = shares * runs[:, -1:]
+    run = torch.searchsorted(runs, wanted, right=True).clamp_(max=runs.shape[1] - 1)
+    before = torch.where(run > 0, runs.gather(1, (run - 1).clamp_(min=0)), 0.0)
+    place = run * width + torch.arange(width, device=probabilities.device)
+    inside = probabilities.gather(1, place.clamp(max=entries - 1)).double() * (place < entries)
+    within = torch.searchsorted(inside.cumsum(1), wanted - before, right=True).clamp_(max=width - 1)
+    return (run * width + within)[:, 0].clamp_(max=entries - 1)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The cross entropy, summed over positions, of labels that are drawn from the predictions themselves.
+
+    The gradient is the probabilities less one at the labels: they are computed once for both.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
+        probabilities = logits.softmax(-1)
+        labels = draw(probabilities)[:, None]
+        ctx.save_for_backward(probabilities, labels)
+        return -probabilities.gather(1, labels).clamp_(min=torch.finfo(logits.dtype).tiny).log_().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        probabilities, labels = ctx.saved_tensors
+        own = probabilities.scatter_add_(1, labels, -torch.ones_like(labels, dtype=probabilities.dtype))
+        return own.mul_(gradients[0]), None
 
 
 class GradientRows(NamedTuple):
@@ -94,10 +134,10 @@ def reduce_rows(rows: GradientRows) -> GradientRows | Tensor:
         return rows
     total = torch.zeros(width, width, device=rows.entries.device)
     for start in range(0, tokens, CHUNK):
-        part = GradientRows(*(side[start : start + CHUNK] for side in rows)).full()
+        part = GradientRows(*(side[start : start + CHUNK] for side in rows)).full().T.contiguous()
         for first in range(0, width, -(-width // PANELS)):
             panel = slice(first, first + -(-width // PANELS))
-            total[panel, first:].addmm_(part[:, panel].T, part[:, first:])
+            total[panel, first:] += products.multiply(part[panel], part[first:])
     total.triu_()  # below it only parts of panels were summed up
     return total.add_(total.triu(1).T)
 
@@ -186,7 +226,7 @@ class BlockOutputs:
         """Keep the gradients of one sample."""
         hidden = hidden.detach().clone().requires_grad_()
         watched = [linear.register_forward_hook(partial(self._watch, name)) for name, linear in self.linears.items()]
-        with blockwise.attached(watched):
+        with blockwise.attached(watched), products.Backward():
             states, _ = blockwise.call_block(self.block, call, hidden.clone())  # which it may change in place
         states.backward(behind)
         return cast(Tensor, hidden.grad)
@@ -206,6 +246,7 @@ class BlockOutputs:
         joined = {}
         for name, linear in self.linears.items():
             joined[name] = GradientRows.join(self.parts.pop(name), linear.out_features, linear.weight.device)
-            if not joined[name].scales.isfinite().all():
-                raise NumericalError(f"the gradient at the outputs of {name} is not finite; {self.advice}")
+            if not (joined[name].scales <= MAX_SCALE).all():
+                said = f"the gradient at the outputs of {name} is not finite, or too large"
+                raise NumericalError(f"{said}; {self.advice}")
         return joined

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from compress.errors import NumericalError, UnsupportedModelError
 from compress.model.blockwise import attached
+from compress.numerics import products
 from compress.ranks import Ranks
 from compress.runtime.experts import Experts, ExpertTokens
 from compress.types import Stats
@@ -67,7 +68,7 @@ class GridSum:
             torch.zeros(min(self.panel, columns - start), columns - first, dtype=torch.float64, device=device)
             for start, first in self._starts()
         ]
-        self.product = torch.empty(min(self.panel, columns) * columns, dtype=torch.float32, device=device)
+        self.device = device
         self.grid = Scales(columns, device)
 
     def _starts(self) -> list[tuple[int, int]]:
@@ -78,23 +79,26 @@ class GridSum:
         """Add left^T right; both [tokens, columns] float32."""
         if not self.grid.found:
             self.grid.decide(left, right)
-        right = right * self.grid.found[1]
-        left = right if self.is_upper else left * self.grid.found[0]
+        right = _on_grid(right, self.grid.found[1])
+        left = right if self.is_upper else _on_grid(left, self.grid.found[0])
         for total, (start, first) in zip(self.panels, self._starts(), strict=True):
-            product = self.product[: total.numel()].view(total.shape)
-            torch.mm(left[:, start : start + self.panel].T, right[:, first:], out=product)
-            total += product.round_()
+            total += products.multiply(left[start : start + self.panel], right[first:]).round_()
 
     def finish(self) -> Tensor:
         """Return the sum [columns, columns] float32 and free what it was made of; the lower triangle may be unset."""
-        whole = self.product.new_empty(self.columns, self.columns)
+        whole = torch.empty(self.columns, self.columns, dtype=torch.float32, device=self.device)
         ones = torch.ones_like(whole[0])
         left, right = (1 / scale.double() for scale in self.grid.found or (ones, ones))
-        del self.product
         for start, first in self._starts():
             rows = slice(start, start + self.panel)
             whole[rows, first:] = self.panels.pop(0).mul_(left[rows, None]).mul_(right[first:])
         return whole
+
+
+def _on_grid(rows: Tensor, scales: Tensor) -> Tensor:
+    """Return rows [tokens, columns] times scales [columns], transposed: columns lie one behind the other."""
+    turned = torch.empty(rows.shape[1], rows.shape[0], dtype=torch.float32, device=rows.device)
+    return torch.mul(rows.T, scales[:, None], out=turned)
 
 
 def _panel(columns: int) -> int:

@@ -191,7 +191,7 @@ def _return_from(nbytes: int) -> None:
     try:
         library = ctypes.CDLL(None)
         library.mallopt(-3, nbytes)  # M_MMAP_THRESHOLD
-        library.mallopt(-1, HELD)  # M_TRIM_THRESHOLD
+        library.mallopt(-1, HELD if nbytes == RETURNED else 1 << 30)  # M_TRIM_THRESHOLD
     except (OSError, AttributeError):
         return
 

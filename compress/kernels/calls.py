@@ -13,23 +13,23 @@ from compress.kernels.llvm import Function
 Take = Callable[[int], int]  # bytes -> the address of memory that lives as long as the calls
 
 
-class Rows(NamedTuple):
+class ActivationRows(NamedTuple):
     """Rows of activations of one type that something reads, and where it writes; addresses."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # it hides the function of tuples
     dtype: torch.dtype
     source: int  # [count, inputs], contiguous
     target: int  # [count, outputs] in rows of `width` numbers
     width: int
 
-    def part(self, first: int, last: int, inputs: int) -> Rows:
+    def part(self, first: int, last: int, inputs: int) -> ActivationRows:
         """Return the rows from first to last; `inputs`: numbers of a row of the source."""
         size = self.dtype.itemsize
         source, target = self.source + first * inputs * size, self.target + first * self.width * size
-        return Rows(last - first, self.dtype, source, target, self.width)
+        return ActivationRows(last - first, self.dtype, source, target, self.width)
 
 
-class Call(NamedTuple):
+class CompiledCall(NamedTuple):
     """One call of a compiled function. Its work may be divided into ranges that threads take."""
 
     function: Function
@@ -57,7 +57,7 @@ class Call(NamedTuple):
         llvm.parallel(work, self.total, self.least)
 
 
-def run(calls: Iterator[Call]) -> None:
+def run(calls: Iterator[CompiledCall]) -> None:
     """Run calls one after the other, each as soon as it is made."""
     for call in calls:
         call.run()

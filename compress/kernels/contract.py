@@ -39,7 +39,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from compress.kernels.calls import Call, Rows, Take
+from compress.kernels.calls import ActivationRows, CompiledCall, Take
 from compress.numerics.packing import FIELDS
 
 Shape = tuple[int, int]  # of a weight, [out, in]
@@ -103,7 +103,7 @@ class Prepared(ABC):
         """
         return None
 
-    def calls(self, rows: Rows, take: Take, others: Sequence[Prepared] = ()) -> Iterable[Call] | None:
+    def calls(self, rows: ActivationRows, take: Take, others: Sequence[Prepared] = ()) -> Iterable[CompiledCall] | None:
         """Return the compiled calls that multiply rows with this weight and then others, outputs behind each other.
 
         rows: any number, of one of `types`. take: gives memory for them. They are valid as long as the tensors

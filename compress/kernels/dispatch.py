@@ -31,7 +31,11 @@ from compress.kernels import llvm, measured
 from compress.kernels.contract import PANEL_ROWS, Prepared, Shape
 from compress.types import PackedWeight, Stored, WeightTransforms
 
-FOLDERS = {"cpu": "compress.kernels.cpu", "cuda": "compress.kernels.triton"}
+# Where kernels are, by types of devices: those of published methods behind the frontier lie with these.
+FOLDERS = {
+    "cpu": ("compress.kernels.cpu", "compress.papers.kernels.cpu"),
+    "cuda": ("compress.kernels.triton",),
+}
 LEAST_CAPABILITY = (8, 0)  # products in bfloat16
 PANEL = 1 << 22  # bytes that are decoded at a time: what F.linear reads next is still in the cache of a CPU
 PANELS = {torch.float32: 1 << 20}  # the same for types with a size of their own
@@ -68,8 +72,8 @@ def _module(on: Processor, name: str) -> Any:
     """Return the kernel file of this name for a processor, None if there is none or the processor is too old."""
     if on.type not in FOLDERS or (on.type == "cuda" and not _has_triton(on)):
         return None
-    path = f"{FOLDERS[on.type]}.{name}"
-    return importlib.import_module(path) if importlib.util.find_spec(path) else None
+    paths = [f"{folder}.{name}" for folder in FOLDERS[on.type]]
+    return next((importlib.import_module(path) for path in paths if importlib.util.find_spec(path)), None)
 
 
 @cache
@@ -146,6 +150,20 @@ def product(x: Tensor, tensors: Mapping[str, Tensor], format: str, params: Any, 
         return F.linear(x, formats.get(format).decode(tensors, params, shape, x.dtype))
     with _on(x.device):
         return kernel(x.contiguous()) if suits(kernel, x) else decoded_product(kernel, x)
+
+
+def plain_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return F.linear of x [..., in] with a weight [out, in] of its type, by a kernel where torch is slow with it.
+
+    The bias [out] may be of another type.
+    """
+    shape = (weight.shape[0], weight.shape[1])
+    kernel = prepare(x, {"values": weight}, "dense", None, shape) if x.is_cpu else None
+    if kernel is None or x.dtype not in kernel.types or kernel.panel_type(x.dtype) == x.dtype:
+        y = F.linear(x, weight, bias if bias is None or bias.dtype == x.dtype else None)
+        return y if bias is None or bias.dtype == x.dtype else (y + bias).to(x.dtype)
+    y = kernel(x.contiguous()) if suits(kernel, x) else decoded_product(kernel, x)
+    return y if bias is None else (y + bias).to(x.dtype)
 
 
 def decoded_product(kernel: Prepared, x: Tensor, into: Tensor | None = None) -> Tensor:

@@ -23,7 +23,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from compress.kernels import llvm
 from compress.kernels.cpu import attention as compiled
-from compress.kernels.cpu.attention import Heads, Manner
+from compress.kernels.cpu.attention import HeadSizes, Manner
 from compress.kv import hooks
 
 NAME, REPLACED = "compress_plain", "sdpa"  # attention functions
@@ -33,7 +33,7 @@ _MARK = "_compress_plain_attention"
 _pass = threading.local()  # what is known of the masks of the running pass
 
 
-class Sight(NamedTuple):
+class Visibility(NamedTuple):
     """What the queries of a pass see: each the positions up to its own, as far back as the window and the start."""
 
     stop: int  # keys that are seen at all
@@ -64,7 +64,7 @@ def _enter(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     if model.device.type == "cpu" and not kwargs.get("output_attentions") and _is_short(args, kwargs):
         cache = hooks.cache_of(kwargs)
         if cache is None or cache.path != "fused":
-            _pass.sights = {}
+            _pass.read = {}
             config._attn_implementation = NAME
 
 
@@ -72,7 +72,7 @@ def _leave(model: Any, args: Any, output: Any) -> None:
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation == NAME:
         config._attn_implementation = REPLACED
-        _pass.sights = {}
+        _pass.read = {}
 
 
 def _is_short(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -110,33 +110,35 @@ def attention(
 def _is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether compiled functions attend to such tensors, and no gradient has to be passed back."""
     tensors = query, key, value
-    if torch.compiler.is_compiling() or not all(each.is_cpu and each.dim() == 4 for each in tensors):
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    if not all(each.is_cpu and each.dim() == 4 for each in tensors):
         return False
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return False
     if len({each.dtype for each in tensors}) > 1 or not all(each.stride(3) == 1 for each in tensors):
         return False
     is_alike = key.shape[:3] == value.shape[:3] and len(key) == len(query) and 0 < query.shape[2] <= compiled.MOST
-    heads = Heads(query.shape[1], key.shape[1], query.shape[3], value.shape[3], 1.0)
+    heads = HeadSizes(query.shape[1], key.shape[1], query.shape[3], value.shape[3], 1.0)
     return is_alike and key.shape[3] == query.shape[3] and compiled.supports(heads, key.dtype, query.dtype)
 
 
-def _sight(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Sight | None:
+def _sight(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Visibility | None:
     """Return what queries see by a mask of sdpa's; None where that is nothing of the kind."""
     new, tokens = query.shape[2], key.shape[2]
     if mask is None:
-        return Sight(tokens, 0, None) if new == 1 or (causal and new == tokens) else None
+        return Visibility(tokens, 0, None) if new == 1 or (causal and new == tokens) else None
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2:] != (new, tokens):
         return None
     if mask.shape[0] != query.shape[0]:
         return None
-    sights: dict[int, tuple[Tensor, Sight | None]] = getattr(_pass, "sights", {})
-    if id(mask) not in sights:
-        sights[id(mask)] = mask, read_mask(mask[:, 0])
-    return sights[id(mask)][1]
+    read: dict[int, tuple[Tensor, Visibility | None]] = getattr(_pass, "read", {})
+    if id(mask) not in read:
+        read[id(mask)] = mask, read_mask(mask[:, 0])
+    return read[id(mask)][1]
 
 
-def read_mask(mask: Tensor) -> Sight | None:
+def read_mask(mask: Tensor) -> Visibility | None:
     """Return what a mask [B, n, m] lets queries see, or None: not intervals that end at neighbouring positions."""
     new, tokens = mask.shape[1:]
     first = mask.int().argmax(-1)
@@ -152,4 +154,4 @@ def read_mask(mask: Tensor) -> Sight | None:
         window = int(sizes.max())
         if not torch.equal(first, torch.maximum(starts[:, None], last + 1 - window)):
             return None
-    return Sight(stop, window, starts.contiguous() if starts.any() else None)
+    return Visibility(stop, window, starts.contiguous() if starts.any() else None)

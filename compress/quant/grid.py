@@ -12,6 +12,7 @@ Arrays are transposed, [columns of the group, rows], as in the column loop.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from compress.types import PackedWeight, Stored
 
 WEIGHTS_AT_A_TIME = 1 << 17  # temporaries stay in the cache
 COMPILED_WEIGHTS_AT_A_TIME = 1 << 20  # compiled loops have no temporaries
+OFFERED_WEIGHTS = 1 << 18  # weights times grids whose errors are taken at a time
 # Shares of the min-max scale that are tried; those above 1 use the mirrored levels only.
 SYMMETRIC_RATIOS = tuple(1.1 - 0.08 * i for i in range(10))
 ASYMMETRIC_RATIOS = tuple(1.0 - 0.09 * i for i in range(8))
@@ -123,18 +125,17 @@ def _fit(target: Tensor, importance: Tensor | None, config: GridConfig, dtype: t
     high = target.amax(0).clamp_(min=0)
     search = _Search(target, importance, config, dtype, low, high)
     ratios = SYMMETRIC_RATIOS if config.symmetric else ASYMMETRIC_RATIOS
-    search.offer(torch.ones_like(low), 1 if config.symmetric else 0)
+    first = torch.ones_like(low)
+    search.offer([(first, 1 if config.symmetric else 0)])
     if not config.clip_search:
         return search.best
-    for ratio in ratios:
-        for variant in (1, -1) if config.symmetric else (0, 1, -1):
-            search.offer(torch.full_like(low, ratio), variant)
+    variants = (1, -1) if config.symmetric else (0, 1, -1)
+    search.offer([(torch.full_like(low, ratio), variant) for ratio in ratios for variant in variants])
     step = ratios[0] - ratios[1]
     for _ in range(REFINEMENTS):
         step /= 2
-        centre = search.best_ratio
-        for shifted in (centre - step, centre + step):
-            search.offer(shifted, search.best_variant)
+        centre, variant = search.best_ratio, search.best_variant
+        search.offer([(centre - step, variant), (centre + step, variant)])
     return search.best
 
 
@@ -158,27 +159,40 @@ class _Search:
         self.loss = torch.full_like(low, float("inf"))
         self.best = Grid(torch.ones_like(low), torch.zeros_like(low))
         self.best_ratio: Tensor = torch.ones_like(low)
-        self.best_variant: Tensor | int = torch.zeros_like(low)
+        self.best_variant = torch.zeros_like(low)
 
     def losses(self, scale: Tensor, zero: Tensor) -> Tensor:
-        """Return the weighted squared errors [rows] of a grid, in steps of it."""
-        if self.is_compiled:
-            return column_loops.grid_loss(self.target, (scale, -zero, self.top - zero), self.importance)
-        units = self.target / scale
-        error = units.round().clamp_(-zero, self.top - zero).sub_(units).square_()
-        return error.sum(0) if self.importance is None else self.importance @ error
+        """Return the weighted squared errors [grids, rows] of grids [grids, rows], in steps of each."""
+        count = max(1, OFFERED_WEIGHTS // self.target.numel())
+        return torch.cat([self._losses(*part) for part in zip(scale.split(count), zero.split(count), strict=True)])
 
-    def offer(self, ratio: Tensor, variant: Tensor | int) -> None:
-        """Try ratio [rows] of the min-max scale; variant is the sign (symmetric) or the shift of the zero point."""
+    def _losses(self, scale: Tensor, zero: Tensor) -> Tensor:
+        if self.is_compiled:
+            side_by_side = self.target.repeat(1, len(scale)) if len(scale) > 1 else self.target
+            grids = [bound.flatten() for bound in (scale, -zero, self.top - zero)]
+            return column_loops.grid_loss(side_by_side, grids, self.importance).view(scale.shape)
+        units = self.target / scale[:, None]
+        error = units.round().clamp_(-zero[:, None], self.top - zero[:, None]).sub_(units).square_()
+        return error.sum(1) if self.importance is None else torch.stack([self.importance @ e for e in error])
+
+    def offer(self, grids: Sequence[tuple[Tensor, Tensor | int]]) -> None:
+        """Try a ratio [rows] of the min-max scale and a variant for each grid; of equal ones the first is kept.
+
+        The variant is the sign (symmetric) or the shift of the zero point.
+        """
+        ratio = torch.stack([ratio for ratio, _ in grids])
+        variant = torch.stack([torch.zeros_like(self.low) + variant for _, variant in grids])
         if self.symmetric:
             scale = storable(self.largest / -self.half * ratio * variant, self.dtype)
             zero = torch.full_like(scale, self.half)
         else:
             scale = storable((self.high - self.low) / self.top * ratio, self.dtype)
             zero = ((-self.low * ratio / scale).round_() + variant).clamp_(0, self.top)
-        loss = self.losses(scale, zero) * scale.square()
+        losses = self.losses(scale, zero) * scale.square()
+        loss, index = torch.where(losses.isnan(), float("inf"), losses).min(0)
         better = loss < self.loss
         self.loss = torch.where(better, loss, self.loss)
-        self.best = Grid(torch.where(better, scale, self.best.scale), torch.where(better, zero, self.best.zero))
-        self.best_ratio = torch.where(better, ratio, self.best_ratio)
-        self.best_variant = torch.where(better, variant, self.best_variant)
+        offered = (values.gather(0, index[None])[0] for values in (scale, zero, ratio, variant))
+        kept = (*self.best, self.best_ratio, self.best_variant)
+        chosen = [torch.where(better, new, old) for new, old in zip(offered, kept, strict=True)]
+        self.best, self.best_ratio, self.best_variant = Grid(*chosen[:2]), chosen[2], chosen[3]

@@ -76,7 +76,8 @@ def output_gradients(
         say(text)
         process_memory.check(job.max_memory)
 
-    gradient_pass.make(skeleton, used, store, job.seed, file, job.device, report)
+    with process_memory.reusing():
+        gradient_pass.make(skeleton, used, store, job.seed, file, job.device, report)
     return store
 
 

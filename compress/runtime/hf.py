@@ -44,7 +44,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from compress.errors import CheckpointError, first_line, shown
 from compress.formats import stored
-from compress.runtime import embedding, expert_layouts, linears, saving
+from compress.runtime import embedding, expert_layouts, linears, saving, step
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear, PackedModule
 from compress.storage import manifest, paths
@@ -225,15 +225,14 @@ class CompressQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
                 _check_loaded(name, module)
-        from compress.kv import plain
-
-        plain.attach(model)
+        step.speed_up(model)
         if self.quantization_config.kv_cache is not None:
             from compress.runtime import kv_config
 
             kv_config.use(model, self.quantization_config.kv_cache, self._directory)
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+        step.forget(model)
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
         for name, module in list(model.named_modules()):
             if isinstance(module, Experts):

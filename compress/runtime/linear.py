@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Self, cast
 from weakref import ref
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress import formats
@@ -33,6 +32,7 @@ from compress.kernels import dispatch
 from compress.kernels.fused import Weights
 from compress.runtime import activation_quant as inputs
 from compress.runtime import integer
+from compress.runtime.plain_linear import CompiledLinear
 from compress.types import IN_SCALE, PackedWeight, Stored
 
 CACHE_LIMIT_NBYTES = 1 << 30
@@ -174,7 +174,7 @@ def set_cache_limit(nbytes: int) -> None:
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether the module computes just what `nn.Linear` does, so that a PackedLinear can take its place."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, CompiledLinear.forward)
 
 
 def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
@@ -315,9 +315,7 @@ class PackedLinear(PackedModule):
         if product is not None:
             return _plus(product, bias)
         (weight,) = CACHE.get(self, x.dtype, lambda: (formats.decode_stored(self.packed(), x.dtype),))
-        if bias is not None and bias.dtype != x.dtype:  # which F.linear refuses
-            return _plus(F.linear(x, weight), bias)
-        return F.linear(x, weight, bias)
+        return dispatch.plain_product(x, weight, bias)
 
     @property
     def is_bare(self) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from compress import ranks
-from compress.calib import gradient_pass
+from compress.calib import gradient_pass, output_gradients
 from compress.calib.backward_pass import LOSS_SCALE, BackwardPass, linear_widths
 from compress.calib.gradient_store import GradientStore
 from compress.calib.output_gradients import (
@@ -270,9 +270,10 @@ def test_labels_are_drawn_from_the_predictions_whatever_the_parts() -> None:
     assert (shares - wanted).abs().max() < 5 * (0.25 / 6000) ** 0.5 and shares[2] == 0
 
 
-def test_gradients_that_are_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("factor", [float("inf"), 1e25])  # the squares of the second overflow
+def test_gradients_that_are_not_finite(factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = BackwardPass._of_loss
-    monkeypatch.setattr(BackwardPass, "_of_loss", lambda *given: real(*given) * float("inf"))
+    monkeypatch.setattr(BackwardPass, "_of_loss", lambda *given: real(*given) * factor)
     _, store = made(save_pico("llama", tmp_path / "m"), tmp_path / "gradients")
     assert store.failure is not None
     assert re.match(r"the gradient at the outputs of model\.layers\.1.* is not finite", store.failure)
@@ -293,3 +294,24 @@ def test_all_processes_hear_of_a_failure_of_one(tmp_path: Path) -> None:
         raise RuntimeError("no derivative")
 
     assert forked.together(2, work) == [0, 0]
+
+
+@pytest.mark.parametrize("entries", [1, 2, 5, 16, 1000])
+def test_entries_are_drawn_where_the_running_sum_passes_a_share(entries: int) -> None:
+    generator = torch.Generator().manual_seed(entries)
+    probabilities = torch.randn(200, entries, generator=generator).mul(3).softmax(-1)
+    probabilities[:, ::3] *= (torch.rand(200, 1, generator=generator) > 0.5).float()  # some are never drawn
+    shares = torch.rand(200, 1, generator=generator, dtype=torch.float64)
+    sums = probabilities.double().cumsum(1)
+    expected = torch.searchsorted(sums, shares * sums[:, -1:], right=True)[:, 0].clamp(max=entries - 1)
+    assert torch.equal(output_gradients.draw_entries(probabilities, shares), expected)
+
+
+def test_the_loss_has_the_gradient_of_the_cross_entropy() -> None:
+    labels = output_gradients.SampledLabels(12, seed=3)
+    logits = torch.randn(12, 50, generator=torch.Generator().manual_seed(1)).mul_(2).requires_grad_()
+    loss = labels(0, slice(0, 12), logits)
+    drawn = labels.draw(0, slice(0, 12), logits.detach().softmax(-1))
+    known = torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
+    torch.testing.assert_close(loss, known)
+    torch.testing.assert_close(torch.autograd.grad(loss * 3, logits)[0], 3 * torch.autograd.grad(known, logits)[0])

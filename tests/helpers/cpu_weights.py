@@ -9,8 +9,9 @@ import torch
 
 from compress.formats import codebook, e8p, kquant, trellis
 from compress.formats import int as int_format
-from compress.kernels import dispatch, llvm
+from compress.kernels import dispatch
 from compress.kernels.contract import Prepared
+from compress.papers.formats import lattice, nf
 from compress.runtime import integer
 from compress.types import Activations, PackedWeight
 from helpers import stored
@@ -70,6 +71,26 @@ KQUANT: list[tuple[Any, ...]] = [  # shape, type, type of steps
     ((50, 40), "q5_k", "float16"),
     ((5, 256), "q6_k", "bfloat16"),
 ]
+NF: list[tuple[Any, ...]] = [  # shape, bits, block_size, bits of a size
+    ((37, 300), 4, 64, 8),
+    ((40, 576), 3, 16, 3),
+    ((16, 1000), 2, 64, 2),
+    ((33, 70), 6, 32, 8),
+]
+LATTICE: list[tuple[Any, ...]] = [  # shape, bits, dim, group_size
+    ((37, 300), 2, 8, 128),
+    ((40, 576), 3, 8, 64),
+    ((16, 1000), 4, 16, 32),
+    ((33, 128), 2, 32, 128),
+]
+ANY_CODEBOOK: list[tuple[tuple[int, int], dict[str, Any]]] = [  # what only rows that are decoded near read
+    ((37, 144), {"bits": (12,), "vector_dim": 8, "axis": "out", "outliers": 3}),
+    ((37, 144), {"bits": (9,), "vector_dim": 3, "axis": "out"}),
+    ((40, 100), {"bits": (16,), "vector_dim": 16, "axis": "out"}),
+    ((40, 144), {"bits": (5,), "vector_dim": 8, "permuted": True}),
+    ((33, 96), {"bits": (5, 3), "vector_dim": 4, "axis": "out", "group_columns": 32, "norm": "columns", "bias": True}),
+    ((33, 96), {"bits": (4,), "vector_dim": 2, "codebook_dtype": "float16", "norm": "rows", "outliers": 2}),
+]
 
 
 def int_weight(shape: tuple[int, int], bits: int, group: int, symmetric: bool, dtype: str = "float16") -> PackedWeight:
@@ -94,6 +115,20 @@ def kquant_weight(shape: tuple[int, int], *params: Any) -> PackedWeight:
     return stored.random_weight("kquant", kquant.Params(*params), shape)
 
 
+def nf_weight(shape: tuple[int, int], bits: int, block_size: int, scale_bits: int) -> PackedWeight:
+    params = nf.Params(bits, block_size, nf.tile_words(bits, shape[1]), scale_bits)
+    return stored.random_weight("nf", params, shape)
+
+
+def lattice_weight(shape: tuple[int, int], bits: int, dim: int, group_size: int) -> PackedWeight:
+    """Lattices of either sign; where there are two groups or more, of three widths."""
+    weight = stored.random_weight("lattice", lattice.Params(bits, dim, group_size, False, True), shape)
+    weight.tensors["lattices"].mul_(100).sub_(0.6)
+    if len(weight.tensors["group_bits"]) > 1:
+        weight.tensors["group_bits"][:2] += torch.tensor([1, -1]).byte()
+    return weight
+
+
 WEIGHTS = [
     *(pytest.param(int_weight, case, id=f"int{case[1]}-{case[0]}-{case[2]}") for case in INT),
     pytest.param(int_weight, (*INT[0], "bfloat16"), id="int4-bfloat16"),
@@ -108,6 +143,9 @@ WEIGHTS = [
     ),
     *(pytest.param(e8p_weight, case, id=f"e8p{case[1]}-{case[0]}") for case in E8P),
     *(pytest.param(kquant_weight, case, id=f"{case[1]}-{case[0]}") for case in KQUANT),
+    *(pytest.param(codebook_weight, case, id=f"any-codebook-{i}") for i, case in enumerate(ANY_CODEBOOK)),
+    *(pytest.param(nf_weight, case, id=f"nf{case[1]}-{case[0]}") for case in NF),
+    *(pytest.param(lattice_weight, case, id=f"lattice{case[1]}-{case[0]}") for case in LATTICE),
 ]
 
 
@@ -115,9 +153,6 @@ def kernel_of(weight: PackedWeight) -> Prepared:
     """The kernel of a weight, as long as its tensors stay where they are."""
     x = torch.empty(1, weight.shape[1])
     kernel = dispatch.prepare(x, weight.tensors, weight.format, weight.params, weight.shape)
-    if weight.format == "codebook" and "avx512vbmi" not in llvm.features():
-        assert kernel is None
-        pytest.skip("no byte permutations on this processor")
     assert kernel is not None
     return kernel
 

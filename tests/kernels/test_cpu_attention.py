@@ -11,7 +11,7 @@ from torch import Tensor
 from compress.kernels import llvm
 from compress.kernels.cpu import attention
 from compress.kernels.cpu.attention import Manner, attend
-from compress.kernels.cpu.attention_tables import PART, SHARES, Heads, table
+from compress.kernels.cpu.attention_tables import PART, SHARES, HeadSizes, table
 
 pytestmark = pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here")
 
@@ -114,7 +114,7 @@ def test_sequences_and_threads_do_not_matter() -> None:
 
 def test_a_prepared_call_follows_the_state() -> None:
     q, keys, values = inputs((1, 4, 2, 1, 2 * PART + 40, 64), torch.bfloat16)
-    heads = Heads(4, 2, 64, 64, 0.2)
+    heads = HeadSizes(4, 2, 64, 64, 0.2)
     state = table((0, 1, 1, 0))
     layer = (keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3], 0, 0)
     cache, out = table(layer), torch.empty(1, 1, 4, 64)

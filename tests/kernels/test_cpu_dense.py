@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compress.formats import dense as dense_format
 from compress.kernels import dispatch, llvm
-from compress.kernels.calls import Rows
+from compress.kernels.calls import ActivationRows
 from compress.kernels.cpu import dense
 
 pytestmark = pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here")
@@ -92,7 +92,7 @@ def test_several_weights_write_beside_each_other() -> None:
         memory.append(torch.empty(nbytes, dtype=torch.uint8))
         return memory[-1].data_ptr()
 
-    rows = Rows(3, torch.bfloat16, x.data_ptr(), out.data_ptr(), 60)
+    rows = ActivationRows(3, torch.bfloat16, x.data_ptr(), out.data_ptr(), 60)
     biases = [parts[0][1], None, parts[2][1]]
     for call in dense.product_calls(rows, take, [weight for weight, _ in parts], biases):
         call.run()

@@ -18,7 +18,7 @@ from compress.kv.generation import attach
 
 pytestmark = pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here")
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -168,6 +168,9 @@ def test_bfloat16_is_no_farther_from_float64_than_sdpa() -> None:
     generator = torch.Generator().manual_seed(0)
     q, key, value = (torch.randn(2, h, n, 64, generator=generator) for h, n in ((9, 1), (3, 700), (3, 700)))
     rounded = [x.bfloat16() for x in (2 * q, key, value)]
-    ours, theirs = (attend(module, *rounded, None)[0].double() for attend in (plain.attention, sdpa_attention_forward))
-    exact = sdpa_attention_forward(module, *(x.double() for x in rounded), None)[0]
+    ours, theirs = (
+        attend(module, rounded[0], rounded[1], rounded[2], None)[0].double()
+        for attend in (plain.attention, sdpa_attention_forward)
+    )
+    exact = sdpa_attention_forward(module, rounded[0].double(), rounded[1].double(), rounded[2].double(), None)[0]
     assert (ours - exact).norm() <= 1.01 * (theirs - exact).norm()

@@ -93,3 +93,57 @@ def test_blocks_are_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None
     block = nn.Linear(16, 16).bfloat16()
     out = run_block(block, BlockArgs((), {}), tensor(2, 3, 16), "a block")
     assert out.dtype == torch.bfloat16 and shapes == [(16, 16)]
+
+
+@pytest.mark.parametrize("is_onednn", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (9, 7, 20), (64, 33, 130)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_of_float32(
+    is_onednn: bool, shape: tuple[int, int, int], with_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "uses_onednn", lambda: is_onednn)
+    rows, outputs, columns = shape
+    left, right = tensor(rows, columns, dtype=torch.float32), tensor(outputs, columns, dtype=torch.float32, seed=1)
+    bias = tensor(outputs, dtype=torch.float32, seed=2) if with_bias else None
+    exact = functional.linear(left.double(), right.double(), None if bias is None else bias.double())
+    bound = 1e-6 * columns**0.5 * (left.norm() * right.norm()).item()
+    assert (products.multiply(left, right, bias) - exact).abs().max().item() <= bound
+    sliced = products.multiply(torch.cat([left, left], 1)[:, columns:], right, bias)  # rows lie apart
+    assert (sliced - exact).abs().max().item() <= bound
+
+
+def test_which_processors_use_onednn() -> None:
+    assert products.uses_onednn(LAPTOP)
+    assert not products.uses_onednn(XEON)
+    assert not products.uses_onednn({})
+
+
+@pytest.mark.parametrize(
+    ("processor", "is_fast"),
+    [
+        ({**LAPTOP, "avx512_bf16": True}, True),
+        ({**XEON, "amx_bf16": True}, True),
+        (XEON, False),
+        (LAPTOP, False),
+        ({"architecture": "aarch64"}, False),
+    ],
+)
+def test_processors_that_are_fast_in_bfloat16(processor: dict[str, Any], is_fast: bool) -> None:
+    assert products.is_fast(torch.bfloat16, processor) is is_fast
+    assert not products.is_fast(torch.float32, processor)
+
+
+@pytest.mark.parametrize("trains", [False, True])  # the weight takes a gradient, too: torch's own linear
+def test_gradients_of_linears(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "uses_onednn", lambda: True)
+    x, layer, behind = tensor(2, 9, 20, dtype=torch.float32), nn.Linear(20, 7), tensor(2, 9, 7, dtype=torch.float32)
+    layer.requires_grad_(trains)
+    gradients = []
+    for mode in (products.Backward(), products.Widened()):
+        inputs = x.clone().requires_grad_()
+        with mode:
+            out = layer(inputs)
+        torch.testing.assert_close(out, functional.linear(x, layer.weight, layer.bias))
+        gradients.append(torch.autograd.grad(out, inputs, behind)[0])
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, behind @ layer.weight)

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from compress.formats import lowrank
 from compress.kernels import dispatch, llvm
+from compress.kernels.cpu import codebook
 from compress.runtime.linear import PackedLinear
 from compress.types import Activations, PackedWeight, Stored
 from helpers import problems
@@ -98,4 +99,5 @@ def test_a_cpu_with_other_instructions_has_a_choice_of_its_own(monkeypatch: pyte
     features = llvm.features() | {"avx512vbmi"}
     for present, known in ((True, features), (False, features - {"avx512vbmi"}), (True, features)):
         monkeypatch.setattr(llvm, "features", lambda known=known: known)
-        assert (dispatch.supported("cpu", "codebook", weight.params, weight.shape) is not None) == present
+        chosen = dispatch.supported("cpu", "codebook", weight.params, weight.shape)
+        assert chosen is not None and isinstance(chosen, codebook.AnyCodebook) != present

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
-from compress.kernels.cpu.attention_tables import BLOCK, PART, SHARES, Heads, Tables, table
+from compress.kernels.cpu.attention_tables import BLOCK, PART, SHARES, HeadSizes, Tables, table
 from compress.kernels.cpu.dots import ROWS, STORED, register_lanes, stored_rows
 from compress.kernels.cpu.emitter import float32
 
@@ -39,18 +39,18 @@ class Manner(NamedTuple):
     sinks: Tensor | None = None  # float32 [query heads], scores of a key without a value
 
 
-def supports(heads: Heads, stored: torch.dtype, query: torch.dtype) -> bool:
+def supports(heads: HeadSizes, stored: torch.dtype, query: torch.dtype) -> bool:
     """Return whether such heads are attended to here."""
     sizes = heads.width % 16 == 0 and heads.value_width % 16 == 0 and heads.queries % heads.stored == 0
     return sizes and stored in STORED and query in STORED and llvm.available()
 
 
-def space_size(heads: Heads, batch: int, new: int, tokens: int) -> int:
+def space_size(heads: HeadSizes, batch: int, new: int, tokens: int) -> int:
     """Return the float32 of memory that both functions work in, for so many keys of a sequence at most."""
     return batch * heads.queries * new * -(-tokens // PART) * heads.record
 
 
-def functions(heads: Heads, stored: torch.dtype, query: torch.dtype, out: torch.dtype) -> tuple[Any, Any]:
+def functions(heads: HeadSizes, stored: torch.dtype, query: torch.dtype, out: torch.dtype) -> tuple[Any, Any]:
     """Return the compiled functions, to be called one after the other for ranges that cover range(SHARES):
 
     attend(state, cache, q, space, first, last, q_batch, q_head, q_token): the queries lie at q, so many elements apart;
@@ -66,7 +66,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, how: Manner) -> Tensor:
     last axis of q, keys and values is contiguous.
     """
     batch, queries, new, width = q.shape
-    heads = Heads(queries, keys.shape[1], width, values.shape[3], how.scale, how.softcap)
+    heads = HeadSizes(queries, keys.shape[1], width, values.shape[3], how.scale, how.softcap)
     tokens = keys.shape[2]
     attending, combining = functions(heads, keys.dtype, q.dtype, q.dtype)
     state = table((tokens, new, batch, _address(how.starts)))
@@ -93,7 +93,7 @@ def _address(tensor: Tensor | None) -> int:
 class Attend(Tables):
     """Writes the records of heads and parts."""
 
-    def __init__(self, heads: Heads, stored: torch.dtype, query: torch.dtype) -> None:
+    def __init__(self, heads: HeadSizes, stored: torch.dtype, query: torch.dtype) -> None:
         super().__init__("attend", "q space", "q_batch q_head q_token", heads, stored, torch.float32)
         self.query, (self.q, self.space), self.q_steps = query, self.pointers[2:], self.integers[2:]
         self.turned, self.scores = self.array(ROWS * heads.width), self.array(ROWS * PART)
@@ -159,7 +159,7 @@ class Attend(Tables):
                 self.load_floats(self.q, b.add(b.add(place, start), self.i64(at)), self.query, self.lanes)
                 for at in (0, self.lanes)
             ]
-            for half, values in enumerate(self.arranged(*halves)):
+            for half, values in enumerate(self.arrange(*halves)):
                 at = b.add(start, self.i64(r * heads.width + half * self.lanes))
                 self.store(b.fmul(values, scale), self.turned, at)
 
@@ -204,7 +204,7 @@ class Attend(Tables):
         with self.loop(vectors) as i:
             inside = b.mul(i, self.i64(lanes))
             at = b.add(b.mul(r, self.i64(PART)), inside)
-            values = self._capped(self.load(self.scores, at, self.float, lanes))
+            values = self._cap(self.load(self.scores, at, self.float, lanes))
             low, high = (self.splat(b.trunc(b.sub(bound, inside), self.word), lanes) for bound in (begin, end))
             seen = b.and_(b.icmp_signed(">=", places, low), b.icmp_signed("<", places, high))
             values = b.select(seen, values, least)
@@ -222,7 +222,7 @@ class Attend(Tables):
         self.store(largest, self.space, record)
         self.store(self.total(b.load(total)), self.space, b.add(record, self.i64(1)))
 
-    def _capped(self, values: Any) -> Any:
+    def _cap(self, values: Any) -> Any:
         """Return scores as powers of 2: c tanh(score / c), of 2 score / c / ln 2, where there is a softcap c."""
         cap = self.heads.softcap
         if not cap:
@@ -269,7 +269,7 @@ class Attend(Tables):
 class Combine(Tables):
     """Writes outputs from the records of all parts of a query."""
 
-    def __init__(self, heads: Heads, stored: torch.dtype, written: torch.dtype) -> None:
+    def __init__(self, heads: HeadSizes, stored: torch.dtype, written: torch.dtype) -> None:
         super().__init__("combine", "space out", "", heads, stored, written)
         self.space, out = self.pointers[2:]
         b, new = self.b, self.state["new"]

@@ -24,7 +24,7 @@ SHARES = 64  # into which the work is divided: the range of both functions
 EXTRA = 16  # float32 of a record behind the sums of values: the largest score, the sum of the powers, a weight
 
 
-class Heads(NamedTuple):
+class HeadSizes(NamedTuple):
     """The sizes that a function is compiled for."""
 
     queries: int
@@ -53,7 +53,7 @@ class Tables(Dots):
     """Reads the tables, which are the first two pointers."""
 
     def __init__(
-        self, name: str, pointers: str, integers: str, heads: Heads, stored: torch.dtype, written: torch.dtype
+        self, name: str, pointers: str, integers: str, heads: HeadSizes, stored: torch.dtype, written: torch.dtype
     ) -> None:
         lanes = min(register_lanes(), 8 if heads.width % 32 or heads.value_width % 32 else 16)
         super().__init__(name, f"state cache {pointers}", f"first last {integers}", stored, written, lanes)

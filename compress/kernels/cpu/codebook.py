@@ -1,5 +1,7 @@
 """Multiply with the `codebook` format by byte permutations (AVX-512 VBMI): one stage, entries of 1, 2 or 4 int8.
 
+Other layouts, and other processors, take rows that are decoded near (compress/kernels/cpu/codebook_rows.py).
+
 For each dimension of a vector the entries of a codebook are a table of 256 bytes, four registers, so that two
 permutations look up 64 codes at once. Vectors along the input meet activations that are sorted by dimension first;
 vectors along the output give several rows. Blocks of sixteen rows, whose codebooks (of each group of columns) are put
@@ -17,10 +19,10 @@ from torch import Tensor
 from compress.formats import codebook as codebook_format
 from compress.formats.codebook import ROW_MULTIPLE, Params
 from compress.kernels import llvm
-from compress.kernels.calls import Call, Rows
-from compress.kernels.contract import Decoder, Shape
-from compress.kernels.cpu import codebook_decode, emitter, small_matmul
-from compress.kernels.cpu.codebook_decode import GROUPS, word_names
+from compress.kernels.calls import ActivationRows, CompiledCall
+from compress.kernels.contract import Decoder, Prepared, Shape
+from compress.kernels.cpu import codebook_decode, codebook_rows, emitter
+from compress.kernels.cpu.codebook_decode import GROUPS, Gather, word_names
 from compress.kernels.cpu.emitter import LANES, PRODUCT
 from compress.kernels.cpu.small_matmul import Product, ProductSizes
 from compress.kernels.cpu.unpack import Planar, lanes
@@ -30,16 +32,17 @@ REGISTER = 64  # bytes
 DIMENSIONS = (1, 2, 4)
 
 
-def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Product | None:
-    """Return the product with one stage of int8 entries of DIMENSIONS, without norms and scales of blocks."""
-    if not emitter.worthwhile(shape) or "avx512vbmi" not in llvm.features():
+def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Prepared | None:
+    """Return the product with one stage of int8 entries of DIMENSIONS by permutations; others by their rows."""
+    if not emitter.worthwhile(shape):
         return None
     plain = params.codebook_dtype == "int8" and not params.svd_rank and not params.scale_columns
     simple = len(params.bits) == 1 and params.bits[0] <= 8 and params.vector_dim in DIMENSIONS
     rows_fit = params.group_rows == -1 or params.group_rows % ROW_MULTIPLE == 0
-    if not (plain and simple and rows_fit and params.norm == "none" and span_codes(params)):
-        return None
-    return _CodebookProduct(tensors, params, shape)
+    is_plain = plain and simple and rows_fit and params.norm == "none" and span_codes(params) > 0
+    if is_plain and "avx512vbmi" in llvm.features():
+        return _CodebookProduct(tensors, params, shape)
+    return AnyCodebook(tensors, params, shape) if codebook_rows.can_read(params) else None
 
 
 def span_codes(params: Params) -> int:
@@ -54,7 +57,18 @@ def span_codes(params: Params) -> int:
     return group if params.tile_words % group == 0 and group % min(2 * LANES, params.tile_words) == 0 else 0
 
 
-class _CodebookProduct(Product):
+class _InOrder(Prepared):
+    """A weight whose columns may be stored in an order of their own."""
+
+    def arranged(self, x: Tensor) -> Tensor:
+        return codebook_decode.arrange(x, self.tensors.get("order"))
+
+
+class AnyCodebook(_InOrder, codebook_rows.CodebookRows):
+    """The product with a weight of any layout."""
+
+
+class _CodebookProduct(_InOrder, Product):
     """The product with vectors along the input, an order of columns, and outliers."""
 
     most = emitter.MOST_OF_CODEBOOKS
@@ -80,35 +94,17 @@ class _CodebookProduct(Product):
         return codebook_decode.decoder(self.tensors, self.params, self.shape, dtype)
 
     def decode(self, dtype: torch.dtype) -> Tensor:
-        weight = super().decode(dtype)
-        if not self.params.permuted:
-            return weight
-        return torch.empty_like(weight).index_copy_(1, self.tensors["order"].long(), weight)
+        return codebook_decode.in_order(super().decode(dtype), self.tensors.get("order"))
 
-    def arranged(self, x: Tensor) -> Tensor:
-        """x [..., in] with its columns in the order in which `decoder` writes those of the weight."""
-        if not self.params.permuted:
-            return x
-        x, order = x.contiguous(), self.tensors["order"]
-        out, inputs = torch.empty_like(x), x.shape[-1]
-        kernel = llvm.function(_Gather, x.element_size(), 1, 8 * order.element_size())
-
-        def work(first: int, last: int) -> None:
-            skip = first * inputs * x.element_size()
-            kernel(x.data_ptr() + skip, order.data_ptr(), out.data_ptr() + skip, last - first, inputs, 1, inputs)
-
-        llvm.parallel(work, x.numel() // inputs, -(-small_matmul.WEIGHTS_PER_THREAD // inputs))
-        return out
-
-    def gather(self, rows: Rows) -> Iterator[Call]:
+    def gather(self, rows: ActivationRows) -> Iterator[CompiledCall]:
         order = self.tensors["order"] if self.params.permuted else None
         layout, bits = self.layout, 8 * order.element_size() if order is not None else 0
-        kernel = llvm.function(_Gather, rows.dtype.itemsize, self.params.width, bits)
+        kernel = llvm.function(Gather, rows.dtype.itemsize, self.params.width, bits)
         address = rows.source if order is None else order.data_ptr()
         sizes = rows.count, layout.inputs, layout.spans, layout.span // self.params.width
-        yield Call(kernel, (rows.source, address, rows.target, *sizes))
+        yield CompiledCall(kernel, (rows.source, address, rows.target, *sizes))
 
-    def add(self, rows: Rows, sums: int) -> Iterator[Call]:
+    def add(self, rows: ActivationRows, sums: int) -> Iterator[CompiledCall]:
         if not self.params.outliers:
             return
         kernel = llvm.function(_Outliers, self.params.outlier_bits, rows.dtype)
@@ -117,29 +113,7 @@ class _CodebookProduct(Product):
         stored = [self.tensors[name].data_ptr() for name in names]
         blocks, least = layout.rows // ROW_MULTIPLE, -(-emitter.THREAD // (ROW_MULTIPLE * count * rows.count))
         sizes = count, layout.rows, rows.count, layout.inputs
-        yield Call(kernel, (*stored, rows.source, sums, 0, blocks, *sizes), blocks, least, len(stored) + 2)
-
-
-class _Gather(emitter.Emitter):
-    """Writes activations in the order in which the kernel meets them: span, dimension, code; 0 past the last."""
-
-    def __init__(self, size: int, width: int, order_bits: int) -> None:
-        super().__init__("gather", "x order out", "rows inputs spans codes")
-        x, order, out = self.pointers
-        count, inputs, spans, codes = self.integers
-        b, kind = self.b, self.ir.IntType(8 * size)
-        span = b.mul(codes, self.i64(width))
-        with self.loop(count) as row, self.loop(spans) as u, self.loop(self.i64(width)) as p, self.loop(codes) as i:
-            first = b.mul(u, span)
-            stored = b.add(first, b.add(b.mul(i, self.i64(width)), p))
-            column = self.clamped(stored, inputs)
-            if order_bits:
-                column = self.clamped(self.load(order, column, self.ir.IntType(order_bits)), inputs)
-            value = self.load(x, b.add(b.mul(row, inputs), column), kind)
-            value = b.select(b.icmp_signed("<", stored, inputs), value, kind(0))
-            line = b.mul(row, b.mul(spans, span))
-            self.store(value, out, b.add(b.add(line, first), b.add(b.mul(p, codes), i)))
-        b.ret_void()
+        yield CompiledCall(kernel, (*stored, rows.source, sums, 0, blocks, *sizes), blocks, least, len(stored) + 2)
 
 
 class _CodebookSums(emitter.Emitter):

@@ -68,12 +68,55 @@ def group_codes(params: Params, shape: Shape) -> tuple[int, int]:
     )
 
 
+def in_order(weight: Tensor, order: Tensor | None) -> Tensor:
+    """Return a weight [out, in] whose columns are as they are stored in the order of the model; None: they are."""
+    return weight if order is None else torch.empty_like(weight).index_copy_(1, order.long(), weight)
+
+
+def arrange(x: Tensor, order: Tensor | None) -> Tensor:
+    """Return x [..., in] with its columns in the order in which those of a weight are stored."""
+    if order is None:
+        return x
+    x = x.contiguous()
+    out, inputs = torch.empty_like(x), x.shape[-1]
+    kernel = llvm.function(Gather, x.element_size(), 1, 8 * order.element_size())
+
+    def work(first: int, last: int) -> None:
+        skip = first * inputs * x.element_size()
+        kernel(x.data_ptr() + skip, order.data_ptr(), out.data_ptr() + skip, last - first, inputs, 1, inputs)
+
+    llvm.parallel(work, x.numel() // inputs, -(-small_matmul.WEIGHTS_PER_THREAD // inputs))
+    return out
+
+
 def _outliers(tensors: Mapping[str, Tensor], params: Params) -> list[Tensor]:
     """Codes and scales of the outliers, and their columns in the order of the stored ones, int32."""
     place = tensors["outlier_index"]
     if params.permuted:
         place = torch.argsort(tensors["order"].long())[place.long()].int()
     return [tensors["outliers"], tensors["outlier_scale"], place]
+
+
+class Gather(emitter.Emitter):
+    """Writes activations in the order in which the kernel meets them: span, dimension, code; 0 past the last."""
+
+    def __init__(self, size: int, width: int, order_bits: int) -> None:
+        super().__init__("gather", "x order out", "rows inputs spans codes")
+        x, order, out = self.pointers
+        count, inputs, spans, codes = self.integers
+        b, kind = self.b, self.ir.IntType(8 * size)
+        span = b.mul(codes, self.i64(width))
+        with self.loop(count) as row, self.loop(spans) as u, self.loop(self.i64(width)) as p, self.loop(codes) as i:
+            first = b.mul(u, span)
+            stored = b.add(first, b.add(b.mul(i, self.i64(width)), p))
+            column = self.clamped(stored, inputs)
+            if order_bits:
+                column = self.clamped(self.load(order, column, self.ir.IntType(order_bits)), inputs)
+            value = self.load(x, b.add(b.mul(row, inputs), column), kind)
+            value = b.select(b.icmp_signed("<", stored, inputs), value, kind(0))
+            line = b.mul(row, b.mul(spans, span))
+            self.store(value, out, b.add(b.add(line, first), b.add(b.mul(p, codes), i)))
+        b.ret_void()
 
 
 class _CodebookRows(emitter.Writer):

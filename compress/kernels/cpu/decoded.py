@@ -1,4 +1,4 @@
-"""Multiply with a weight of any format that has a `Reader`, for few rows of activations: decode rows to float32, near.
+"""Multiply with a weight of any format that has a `RowReader`: decode some rows to float32, near, for few activations.
 
 `SIDE` rows of the weight at a time are decoded to memory of a thread that stays in its caches, and multiplied from
 there with all rows of activations in float32. So each format is one class that writes pieces of functions: what a
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
-from compress.kernels.calls import Call, Rows, Take, run
+from compress.kernels.calls import ActivationRows, CompiledCall, Take, run
 from compress.kernels.contract import Decoder, Joined, Prepared, Shape
 from compress.kernels.cpu import emitter, small_matmul
 from compress.kernels.cpu.emitter import LANES, Emitter, Writer
@@ -30,14 +30,18 @@ MOST, MOST_WHERE_WIDE = 8, 48
 ALIGNED = 64  # bytes
 SLACK = 1024  # numbers behind a row that a reader may write
 
-Put = Callable[[Any, Any, Any], None]  # (column, float32 vector, columns of the row from there on; None: enough)
+# (which of the rows, a number; column; float32 vector; columns of the row from there on, None: enough)
+Put = Callable[[int, Any, Any, Any], None]
 
 
-class Reader(ABC):
+class RowReader(ABC):
     """Pieces of functions that read rows of a stored weight: made of the emitter, its arguments by name, and settings.
 
-    `space` points to as many float32 of a thread as the weight asks for.
+    named["space"] points to as many float32 of a thread as the weight asks for.
     """
+
+    height = 1  # rows that are read together: 1, 2 or 4
+    is_direct = True  # `put` is told where a row ends, and `finish` does nothing
 
     def __init__(self, e: Emitter, named: Mapping[str, Any]) -> None:
         self.e, self.b, self.named, self.space = e, e.b, named, named["space"]
@@ -53,19 +57,24 @@ class Reader(ABC):
 
     @abstractmethod
     def write(self, row: Any, features: Any, put: Put) -> None:
-        """Call `put` for all columns of a row, those from `features` on if need be: up to `SLACK` of them."""
+        """Call `put` for all columns of `height` rows, and up to `SLACK` columns behind them where that is easier."""
+
+    def finish(self, row: Any, features: Any, line: Any) -> None:
+        """Change a row, float32 at `line`."""
+        return
 
 
 class DecodedProduct(Prepared):
-    """x times a weight whose rows a `Reader` decodes, for bfloat16, float16 and float32.
+    """x times a weight whose rows a `RowReader` decodes, for bfloat16, float16 and float32.
 
     `settings` are those of the reader, `sizes` the integers that it asks for beside `features`, and `space` the float32
     that it works in. Tensors have to stay where they are. With `order_bits`, stored column i is column order[i] of the
     weight, of integers of so many bits.
     """
 
-    reader: ClassVar[type[Reader]]
+    reader: ClassVar[type[RowReader]]
     order_bits = 0
+    arranges = False  # activations are changed for this weight alone before they are multiplied
 
     def __init__(
         self,
@@ -79,8 +88,9 @@ class DecodedProduct(Prepared):
         super().__init__(tensors, params, shape)
         pointers, _ = self.reader.arguments(*settings)
         self.settings, self.sizes, self.space = settings, {"features": shape[1], **sizes}, space
-        self.stored = {name: tensors[name].data_ptr() for name in pointers.split()}
+        self.stored = {name: tensors[name].data_ptr() if name in tensors else 0 for name in pointers.split()}
         self.columns = -(-shape[1] // LANES) * LANES
+        self.read = shape[1]  # columns that meet activations: more where padding is one vector with others
 
     def most_rows(self, dtype: torch.dtype) -> int:
         return emitter.most_rows(dtype, MOST_WHERE_WIDE if emitter.widens(dtype) else MOST)
@@ -94,8 +104,19 @@ class DecodedProduct(Prepared):
         return out
 
     def decoder(self, dtype: torch.dtype) -> Decoder:
+        return self.decoder_with({}, dtype)
+
+    def decoder_with(self, made: Mapping[str, Tensor], dtype: torch.dtype) -> Decoder:
+        """Return what writes rows of the weight, given tensors in place of stored ones of these names."""
         function = llvm.function(_DecodeRows, self.reader, self.settings, dtype)
-        return small_matmul.in_rows(function, {**self.stored, **self.sizes}, self.shape[1], max(1, self.space))
+        space = SIDE * (self.shape[1] + SLACK) + self.space
+        stored = self.stored | {name: tensor.data_ptr() for name, tensor in made.items()}
+        decode = small_matmul.in_rows(function, {**stored, **self.sizes}, self.shape[1], space)
+
+        def write(out: Tensor, start: int, _: object = made) -> None:
+            decode(out, start)
+
+        return write
 
     def __call__(self, x: Tensor) -> Tensor:
         return _multiply((self,), x)
@@ -104,7 +125,7 @@ class DecodedProduct(Prepared):
         parts = self._alike(others)
         return None if parts is None else _multiply
 
-    def calls(self, rows: Rows, take: Take, others: Sequence[Prepared] = ()) -> Iterator[Call] | None:
+    def calls(self, rows: ActivationRows, take: Take, others: Sequence[Prepared] = ()) -> Iterator[CompiledCall] | None:
         """Return what multiplies rows with this weight and others; None if they do not read activations alike."""
         parts = self._alike(others)
         return None if parts is None else _calls(parts, rows, take)
@@ -116,7 +137,11 @@ class DecodedProduct(Prepared):
 
     @property
     def _activations(self) -> tuple[int, int]:
-        return self.shape[1], id(self) if self.order_bits else 0
+        return self.shape[1], id(self) if self.arranges else 0
+
+    def change(self, x: int, count: int) -> Iterator[CompiledCall]:
+        """Yield what changes activations float32 [count, columns] at x for this weight."""
+        return iter(())
 
     @property
     def order(self) -> int:
@@ -128,24 +153,24 @@ class DecodedProduct(Prepared):
         """Return the bytes that a thread works in."""
         return 4 * (SIDE * (self.columns + SLACK) + self.space)
 
-    def call(self, rows: Rows, x: int, space: int) -> Call:
+    def call(self, rows: ActivationRows, x: int, space: int) -> CompiledCall:
         """Return what multiplies with activations float32 [rows, columns] at x."""
         function = llvm.function(_Multiply, self.reader, self.settings, rows.dtype)
         outputs, inputs = self.shape
         blocks = -(-outputs // LANES)
         given = {"x": x, "out": rows.target, "space": space, "first": 0, "last": blocks, "outputs": outputs}
-        given |= {"features": inputs, "columns": self.columns, "tokens": rows.count, "width": rows.width}
+        given |= {"features": self.read, "columns": self.columns, "tokens": rows.count, "width": rows.width}
         arguments = function.signature.arguments(**{**self.stored, **self.sizes, **given})
         names = (*function.signature.pointers, *function.signature.integers)
         least = -(-emitter.THREAD // (LANES * inputs * rows.count))
-        return Call(function, arguments, blocks, least, names.index("first"), names.index("space"), self.near)
+        return CompiledCall(function, arguments, blocks, least, names.index("first"), names.index("space"), self.near)
 
 
 def _multiply(parts: Sequence[DecodedProduct], x: Tensor) -> Tensor:
     """Return x [..., in] times all parts, outputs behind each other."""
     width = sum(part.shape[0] for part in parts)
     out = x.new_empty((*x.shape[:-1], width))
-    rows = Rows(x.numel() // x.shape[-1], x.dtype, x.data_ptr(), out.data_ptr(), width)
+    rows = ActivationRows(x.numel() // x.shape[-1], x.dtype, x.data_ptr(), out.data_ptr(), width)
     memory = []  # the calls have run before it is freed
 
     def take(nbytes: int) -> int:
@@ -156,7 +181,7 @@ def _multiply(parts: Sequence[DecodedProduct], x: Tensor) -> Tensor:
     return out
 
 
-def _calls(parts: Sequence[DecodedProduct], rows: Rows, take: Take) -> Iterator[Call]:
+def _calls(parts: Sequence[DecodedProduct], rows: ActivationRows, take: Take) -> Iterator[CompiledCall]:
     """Yield what multiplies rows with all parts, outputs behind each other; they read activations alike."""
     first, inputs = parts[0], parts[0].shape[1]
     x = take(4 * first.columns * min(rows.count, TOGETHER))
@@ -164,7 +189,8 @@ def _calls(parts: Sequence[DecodedProduct], rows: Rows, take: Take) -> Iterator[
     widen = llvm.function(_Widen, rows.dtype, first.order_bits)
     for start in range(0, rows.count, TOGETHER):
         some = rows.part(start, min(start + TOGETHER, rows.count), inputs)
-        yield Call(widen, (some.source, first.order, x, some.count, inputs, first.columns))
+        yield CompiledCall(widen, (some.source, first.order, x, some.count, inputs, first.columns))
+        yield from first.change(x, some.count)
         for part in parts:
             yield part.call(some, x, space)
             some = some._replace(target=some.target + part.shape[0] * rows.dtype.itemsize)
@@ -186,6 +212,9 @@ class _Widen(Emitter):
                     self._gather(source, target, column)
             else:
                 self.in_chunks(self.inputs, LANES, partial(self._chunk, source, target))
+                chunks = b.udiv(b.add(self.inputs, self.i64(LANES - 1)), self.i64(LANES))
+                with self.loop(b.udiv(columns, self.i64(LANES)), chunks) as i:
+                    self.store(self.floats(0.0), self.out, b.add(target, b.mul(i, self.i64(LANES))))
         b.ret_void()
 
     def _chunk(self, source: Any, target: Any, column: Any, rest: Any) -> None:
@@ -203,29 +232,50 @@ class _Widen(Emitter):
 class _DecodeRows(Writer):
     """Writes rows of the weight."""
 
-    def __init__(self, reader: type[Reader], settings: tuple[Any, ...], dtype: torch.dtype) -> None:
+    def __init__(self, reader: type[RowReader], settings: tuple[Any, ...], dtype: torch.dtype) -> None:
         pointers, integers = reader.arguments(*settings)
         super().__init__("decode", f"{pointers} space out", f"first last start stop {integers}", dtype)
         named, b = self.named, self.b
-        start, stop, features, out = (named[name] for name in ("start", "stop", "features", "out"))
+        self.near, self.start, self.stop, self.features = (named[n] for n in ("space", "start", "stop", "features"))
+        self.pitch = b.add(self.features, self.i64(SLACK))
+        named["space"] = self.at(self.near, b.mul(self.pitch, self.i64(SIDE)), self.float)
         reads = reader(self, named, *settings)
         with self.loop(named["last"], named["first"]) as block:
             begin = b.mul(block, self.i64(LANES))
             reads.begin(begin)
-            with self.loop(self.smaller(b.add(begin, self.i64(LANES)), stop), begin) as row:
-                line = b.mul(b.sub(row, start), features)
-
-                def put(column: Any, values: Any, left: Any, line: Any = line) -> None:
-                    self.store_some(self.rounded(values), out, b.add(line, column), left)
-
-                reads.write(row, features, put)
+            with self.loop(self.i64(LANES // reads.height)) as i:
+                row = b.add(begin, b.mul(i, self.i64(reads.height)))
+                with b.if_then(b.icmp_signed("<", row, self.stop)):
+                    if reads.is_direct:
+                        reads.write(row, self.features, partial(self._put, self._line(row)))
+                    else:
+                        self._write_by_way_of_memory(reads, row)
         b.ret_void()
+
+    def _line(self, row: Any) -> Any:
+        return self.b.mul(self.b.sub(row, self.start), self.features)
+
+    def _put(self, line: Any, side: int, column: Any, values: Any, left: Any) -> None:
+        self.store_some(self.rounded(values), self.named["out"], self.b.add(line, column), left)
+
+    def _write_by_way_of_memory(self, reads: RowReader, row: Any) -> None:
+        b = self.b
+        lines = [self.at(self.near, b.mul(self.pitch, self.i64(p)), self.float) for p in range(reads.height)]
+        reads.write(row, self.features, lambda side, column, values, left: self.store(values, lines[side], column))
+        for p, near in enumerate(lines):
+            own = b.add(row, self.i64(p))
+            with b.if_then(b.icmp_signed("<", own, self.stop)):
+                reads.finish(own, self.features, near)
+                self.in_chunks(self.features, 2 * LANES, partial(self._copy, near, self._line(own)))
+
+    def _copy(self, near: Any, line: Any, column: Any, rest: Any) -> None:
+        self._put(line, 0, column, self.load_some(near, column, self.float, 2 * LANES, rest), rest)
 
 
 class _Multiply(Writer):
     """Writes the products of rows of activations, float32 [tokens, columns], with rows of the weight."""
 
-    def __init__(self, reader: type[Reader], settings: tuple[Any, ...], dtype: torch.dtype) -> None:
+    def __init__(self, reader: type[RowReader], settings: tuple[Any, ...], dtype: torch.dtype) -> None:
         pointers, integers = reader.arguments(*settings)
         sizes = f"first last outputs columns tokens width {integers}"
         super().__init__("product", f"{pointers} x out space", sizes, dtype)
@@ -238,7 +288,6 @@ class _Multiply(Writer):
         kind = self.vector(self.float, self.lanes)
         self.sums = [[self.variable(kind) for _ in range(group)] for _ in range(SIDE)]
         self.pitch = b.add(self.columns, self.i64(SLACK))  # of the decoded rows
-        features = named["features"]
         named["space"] = self.at(self.rows_at, b.mul(self.pitch, self.i64(SIDE)), self.float)
         reads = reader(self, named, *settings)
         tokens = named["tokens"]
@@ -249,19 +298,27 @@ class _Multiply(Writer):
             with self.loop(self.i64(LANES // SIDE)) as i:
                 start = b.add(begin, b.mul(i, self.i64(SIDE)))
                 with b.if_then(b.icmp_signed("<", start, self.outputs)):
-                    with self.loop(self.i64(SIDE)) as side:
-                        self._decode(reads, self.clamped(b.add(start, side), self.outputs), side, features)
+                    with self.loop(self.i64(SIDE // reads.height)) as side:
+                        self._decode(reads, start, b.mul(side, self.i64(reads.height)))
                     with self.loop(groups) as m:
                         self._tile(start, b.mul(m, self.i64(group)), group)
                     with self.loop(tokens, b.mul(groups, self.i64(group))) as m:
                         self._tile(start, m, 1)
         b.ret_void()
 
-    def _decode(self, reads: Reader, row: Any, side: Any, features: Any) -> None:
-        """A row of the weight to the memory of the thread, with zeros behind it."""
-        line = self.at(self.rows_at, self.b.mul(side, self.pitch), self.float)
-        reads.write(row, features, lambda column, values, left: self.store(values, line, column))
-        self.store(self.floats(0.0), line, features)
+    def _decode(self, reads: RowReader, start: Any, side: Any) -> None:
+        """Write rows of the weight to the memory of the thread, with zeros behind them."""
+        b, features = self.b, self.named["features"]
+        row = b.add(start, side)
+        if reads.height == 1:  # else there are whole sixteen rows
+            row = self.clamped(row, self.outputs)
+        lines = [
+            self.at(self.rows_at, b.mul(self.pitch, b.add(side, self.i64(p))), self.float) for p in range(reads.height)
+        ]
+        reads.write(row, features, lambda p, column, values, left: self.store(values, lines[p], column))
+        for p, line in enumerate(lines):
+            reads.finish(b.add(row, self.i64(p)), features, line)
+            self.store(self.floats(0.0), line, features)
 
     def _tile(self, start: Any, m: Any, count: int) -> None:
         """The products of the decoded rows with `count` rows of activations from m on."""

@@ -6,20 +6,25 @@ is read once for all rows: a block of sixteen of its rows stays in the processor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.kernels import calls, llvm
-from compress.kernels.calls import Call, Rows, Take
+from compress.kernels.calls import ActivationRows, CompiledCall, Take
 from compress.kernels.contract import Decoder, Joined, Prepared, Shape
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu.dots import ROWS, STORED, Dots, register_lanes, stored_rows
 from compress.kernels.cpu.emitter import LANES, THREAD
 
-MOST = 16  # rows of activations up to which this is faster than a product of float32 copies
+# Rows of activations up to which this is faster than F.linear, one thread: 8 where the processor multiplies bfloat16 or
+# float16 itself, 64 and more of float32 (16 are a guess for other libraries), and any number of types that are slow.
+MOST = 8
+MOST_FLOAT32 = 16
+SMALL = 1 << 16  # weights up to which the calls around a product cost more than is gained
+PIECE = 64  # rows of activations that stay in the processor's caches while a weight meets them
 
 
 def prepare(tensors: Mapping[str, Tensor], params: Any, shape: Shape) -> Prepared | None:
@@ -40,7 +45,7 @@ class PlainProduct(Prepared):
         return multiply(x, self.weight)
 
     def most_rows(self, dtype: torch.dtype) -> int:
-        return MOST
+        return most_rows(dtype)
 
     def panel_type(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if emitter.widens(dtype) else dtype
@@ -63,7 +68,7 @@ class PlainProduct(Prepared):
         weights = _weights((self, *others))
         return None if weights is None else _multiply_all
 
-    def calls(self, rows: Rows, take: Take, others: Sequence[Prepared] = ()) -> list[Call] | None:
+    def calls(self, rows: ActivationRows, take: Take, others: Sequence[Prepared] = ()) -> list[CompiledCall] | None:
         weights = _weights((self, *others))
         return None if weights is None else product_calls(rows, take, weights, [None] * len(weights))
 
@@ -75,10 +80,29 @@ def _weights(kernels: Sequence[Prepared]) -> list[Tensor] | None:
     return weights if is_alike else None
 
 
+def most_rows(dtype: torch.dtype) -> int:
+    """Return the number of rows of activations of a type that are multiplied here faster than by F.linear."""
+    if dtype == torch.float32:
+        return MOST_FLOAT32
+    is_slow = emitter.widens(dtype) or emitter.most_rows(dtype) > emitter.MOST
+    return emitter.EVERY if is_slow else MOST
+
+
 def supports(weight: Tensor, x: torch.dtype) -> bool:
-    """Return whether such a weight is multiplied here with activations of a type."""
+    """Return whether such a weight [out, in] is multiplied here with activations of a type."""
     is_plain = weight.dtype in STORED and weight.dim() == 2 and weight.is_contiguous() and weight.is_cpu
     return is_plain and x in STORED and llvm.available()
+
+
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Return whether x [..., in] is multiplied here with a plain weight [out, in] of its type, without a gradient."""
+    inputs = weight.shape[-1]
+    if not x.is_cpu or x.dtype != weight.dtype or x.shape[-1] != inputs or not supports(weight, x.dtype):
+        return False
+    if weight.numel() <= SMALL:
+        return False
+    rows = x.numel() // inputs
+    return 0 < rows <= MOST or MOST < rows <= most_rows(x.dtype)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -101,20 +125,32 @@ def _multiply_each(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
         return memory[-1].data_ptr()
 
     if count:
-        rows = Rows(count, x.dtype, x.data_ptr(), out.data_ptr(), width)
+        rows = ActivationRows(count, x.dtype, x.data_ptr(), out.data_ptr(), width)
         calls.run(iter(product_calls(rows, take, weights, biases)))
     return out
 
 
-def product_calls(rows: Rows, take: Take, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Call]:
+def product_calls(
+    rows: ActivationRows, take: Take, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> list[CompiledCall]:
     """Return the calls that multiply rows with weights [out, in] of one type, outputs behind each other, plus biases.
 
     They are valid as long as the tensors stay where they are. Any number of rows is right.
     """
+    inputs, made = weights[0].shape[1], list[CompiledCall]()
+    place = take(4 * min(rows.count, PIECE) * padded_columns(inputs))
+    for first in range(0, rows.count, PIECE):
+        piece = rows.part(first, min(first + PIECE, rows.count), inputs)
+        made += _piece_calls(piece, place, weights, biases)
+    return made
+
+
+def _piece_calls(
+    rows: ActivationRows, place: int, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> Iterator[CompiledCall]:
+    """Yield the calls for some rows, which become float32 in memory at `place`."""
     inputs, stored = weights[0].shape[1], weights[0].dtype
-    columns = padded_columns(inputs)
-    place = take(4 * rows.count * columns)
-    made = [Call(llvm.function(Spread, stored, rows.dtype), (rows.source, place, rows.count, inputs))]
+    yield CompiledCall(llvm.function(Spread, stored, rows.dtype), (rows.source, place, rows.count, inputs))
     target = rows.target
     for weight, bias in zip(weights, biases, strict=True):
         outputs = len(weight)
@@ -123,9 +159,8 @@ def product_calls(rows: Rows, take: Take, weights: Sequence[Tensor], biases: Seq
         sizes = (rows.count, inputs, outputs, rows.width)
         total = -(-outputs // LANES)
         arguments = (place, weight.data_ptr(), added, target, 0, total, *sizes)
-        made.append(Call(function, arguments, total, -(-THREAD // (LANES * inputs * rows.count)), first=4))
+        yield CompiledCall(function, arguments, total, -(-THREAD // (LANES * inputs * rows.count)), first=4)
         target += outputs * rows.dtype.itemsize
-    return made
 
 
 def padded_columns(inputs: int) -> int:
@@ -152,7 +187,7 @@ class Spread(Dots):
                     count = None if rest is None else b.sub(rest, self.i64(half * self.lanes))
                     at = b.add(place, self.i64(half * self.lanes))
                     halves.append(self.load_floats(self.x, at, dtype, self.lanes, count))
-                for half, values in enumerate(self.arranged(*halves)):
+                for half, values in enumerate(self.arrange(*halves)):
                     self.store(values, self.out, b.add(b.add(target, first), self.i64(half * self.lanes)))
 
             self.in_chunks(inputs, self.chunk, write)

@@ -2,7 +2,7 @@
 
 What is stored is read in chunks of two registers. The two halves of a chunk of bfloat16 are its even and its odd
 numbers, because a word holds one of each, and a shift or a mask makes a float32 of it. What the chunks are multiplied
-with lies in memory in the same order: `arranged` makes it, `natural` undoes it.
+with lies in memory in the same order: `arrange` makes it, `natural` undoes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HIGH = -1 << 16  # mask of the upper half of a word
 ROWS = 4  # rows of float32 multiplied with a chunk while it is in registers
 ROUNDER = 1.5 * 2.0**23  # added to a float32 below 2^22, it leaves a whole number
 LEAST_POWER = -126.0  # 2^x is 0 below
-FRACTION_BITS, BIAS = 23, 127  # of a float32
+FRACTION_BITS, EXPONENT_BIAS = 23, 127
 # 2^x for |x| <= 1/2: the polynomial with the smallest relative error, 2e-9
 POWERS = (1.0, 0.6931472056, 0.24022646609, 0.05550328997, 0.00961851953, 0.00133998604, 0.000153375768)
 
@@ -77,7 +77,7 @@ class Dots(Writer):
         odd = b.and_(words, self.constant(self.word, lanes, HIGH))
         return b.bitcast(even, self.floating), b.bitcast(odd, self.floating)
 
-    def arranged(self, low: Any, high: Any) -> tuple[Any, Any]:
+    def arrange(self, low: Any, high: Any) -> tuple[Any, Any]:
         """Return the two halves of a chunk in the order of `read_chunk`."""
         if self.stored != torch.bfloat16:
             return low, high
@@ -85,7 +85,7 @@ class Dots(Writer):
         return self.shuffled(low, high, even), self.shuffled(low, high, odd)
 
     def natural(self, even: Any, odd: Any) -> tuple[Any, Any]:
-        """Undo `arranged`."""
+        """Undo `arrange`."""
         if self.stored != torch.bfloat16:
             return even, odd
         order = [i // 2 + i % 2 * self.lanes for i in range(self.chunk)]
@@ -123,7 +123,7 @@ class Dots(Writer):
         for factor in POWERS[-2::-1]:
             power = self.multiply_add(power, fraction, constant(factor))
         words = self.vector(self.word, lanes)
-        biased = b.add(b.bitcast(shifted, words), self.constant(self.word, lanes, BIAS))
+        biased = b.add(b.bitcast(shifted, words), self.constant(self.word, lanes, EXPONENT_BIAS))
         scale = b.bitcast(b.shl(biased, self.constant(self.word, lanes, FRACTION_BITS)), kind)
         return b.select(tiny, constant(0.0), b.fmul(power, scale))
 
@@ -141,7 +141,7 @@ class _Tree:
     def owners(self, lanes: Sequence[Sequence[int]]) -> list[int]:
         """Return whose sum each lane of the result is."""
         while len(lanes) > 1:
-            lanes = [self._picked(a, b)[2] for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
+            lanes = [self._pick(a, b)[2] for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
         return list(dict.fromkeys(lanes[0]))
 
     def sums(self, vectors: list[Any]) -> Any:
@@ -149,7 +149,7 @@ class _Tree:
         shuffled, add = self.emitter.shuffled, self.emitter.b.fadd
         lanes: list[Sequence[int]] = [[i] * vectors[0].type.count for i in range(len(vectors))]
         while len(vectors) > 1:
-            picked = [self._picked(a, b) for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
+            picked = [self._pick(a, b) for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
             vectors = [
                 add(shuffled(a, b, first), shuffled(a, b, second))
                 for a, b, (first, second, _) in zip(vectors[::2], vectors[1::2], picked, strict=True)
@@ -162,7 +162,7 @@ class _Tree:
             owners = [owners[i] for i in first]
         return total
 
-    def _picked(self, a: Sequence[int], b: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+    def _pick(self, a: Sequence[int], b: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """Return the lanes of two vectors, those of the second behind, that are added up, and whose they are then.
 
         Where the lanes of a sum fit into 128 bits, they stay in them.

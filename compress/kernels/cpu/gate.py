@@ -38,7 +38,7 @@ class Curves(Writer):
         scale = b.bitcast(b.shl(power, self.constant(self.word, lanes, 23)), kind)
         return b.fmul(value, scale)
 
-    def activated(self, name: str, x: Any) -> Any:
+    def activate(self, name: str, x: Any) -> Any:
         """Return an activation function of a vector."""
         b, lanes = self.b, x.type.count
         if name == "relu":
@@ -81,7 +81,7 @@ class Gate(Curves):
             def write(first: Any, rest: Any) -> None:
                 place = b.add(source, first)
                 opened, values = (self.load_floats(each, place, dtype, LANES, rest) for each in (gate, up))
-                product = b.fmul(self.activated(activation, opened), values)
+                product = b.fmul(self.activate(activation, opened), values)
                 self.store_some(self.rounded(product), out, b.add(target, first), rest)
 
             self.in_chunks(width, LANES, write)

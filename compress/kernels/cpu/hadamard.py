@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compress.formats.transforms import SCALE8_BIAS, SCALE8_SHIFT, Diagonal
 from compress.kernels import llvm
-from compress.kernels.calls import Call, Rows, Take
+from compress.kernels.calls import ActivationRows, CompiledCall, Take
 from compress.kernels.cpu.emitter import LANES, Writer
 from compress.numerics import hadamard
 
@@ -45,7 +45,7 @@ def transform(
         return y if after is None else after.times(y)
     x = x.contiguous()
     out = torch.empty_like(x)
-    rows = Rows(x.numel() // n, x.dtype, x.data_ptr(), out.data_ptr(), n)
+    rows = ActivationRows(x.numel() // n, x.dtype, x.data_ptr(), out.data_ptr(), n)
     call = _prepare(n, x.dtype, before, after, is_transposed, _is_many(rows.count, before, after))
 
     def work(first: int, last: int) -> None:
@@ -57,8 +57,8 @@ def transform(
 
 
 def transform_call(
-    n: int, rows: Rows, take: Take, before: Diagonal | None = None, after: Diagonal | None = None
-) -> Call | None:
+    n: int, rows: ActivationRows, take: Take, before: Diagonal | None = None, after: Diagonal | None = None
+) -> CompiledCall | None:
     """Return the call that does what `transform` does with rows of n numbers; None where PyTorch does it.
 
     It is valid as long as the diagonals stay where they are.
@@ -76,12 +76,12 @@ def _is_many(rows: int, *diagonals: Diagonal | None) -> bool:
 
 def _prepare(
     n: int, dtype: torch.dtype, before: Diagonal | None, after: Diagonal | None, is_transposed: bool, is_many: bool
-) -> Callable[[Rows, int], Call]:
+) -> Callable[[ActivationRows, int], CompiledCall]:
     """Return what makes the call for some rows and memory for 3 n float32 numbers."""
     names = [None if diagonal is None else diagonal.name for diagonal in (before, after)]
     run, table = _function_and_table(n, dtype, *names, is_many, is_transposed)
     diagonals = [0 if diagonal is None else diagonal.stored.data_ptr() for diagonal in (before, after)]
-    return lambda rows, space: Call(run, (rows.source, *diagonals, table, space, rows.target, rows.count))
+    return lambda rows, space: CompiledCall(run, (rows.source, *diagonals, table, space, rows.target, rows.count))
 
 
 def supports(x: Tensor) -> bool:

@@ -15,7 +15,7 @@ from compress.formats import kquant
 from compress.formats.kquant import LAYOUTS, SUPER_BLOCK, Params
 from compress.kernels.contract import Prepared, Shape
 from compress.kernels.cpu import emitter
-from compress.kernels.cpu.decoded import DecodedProduct, Put, Reader
+from compress.kernels.cpu.decoded import DecodedProduct, Put, RowReader
 from compress.kernels.cpu.emitter import LANES
 from compress.kernels.cpu.unpack import Planar
 from compress.numerics.packing import plane_widths
@@ -26,7 +26,7 @@ def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Prep
     return _KquantProduct(tensors, params, shape) if emitter.worthwhile(shape) else None
 
 
-class _KquantReader(Reader):
+class _KquantReader(RowReader):
     """Reads super-blocks: codes times the scale of their group, less its minimum."""
 
     def __init__(self, e: emitter.Emitter, named: Mapping[str, Any], type: str, step_dtype: str) -> None:
@@ -91,7 +91,7 @@ class _KquantReader(Reader):
                 if layout.has_minima:
                     values = b.fsub(values, factors[1])
                 left = None if rest is None else b.sub(rest, e.i64(column))
-                put(b.add(first, e.i64(column)), values, left)
+                put(0, b.add(first, e.i64(column)), values, left)
 
     def _factors(self, row: Any, group: Any) -> list[Any]:
         """The scale of a group, and its minimum, in all lanes."""

@@ -49,7 +49,7 @@ class Rms(Writer):
         places = self.ir.Constant(self.vector(self.index, LANES), list(range(LANES)))
         return b.select(b.icmp_signed("<", places, self.splat(rest, LANES)), values, self.floats(0.0))
 
-    def weighted(self, values: Any, weight: Any, place: Any, kind: NormKind, rest: Any) -> Any:
+    def times_weight(self, values: Any, weight: Any, place: Any, kind: NormKind, rest: Any) -> Any:
         """Multiply a vector by the weights from a place on."""
         if kind.weight is None:
             return values
@@ -91,7 +91,7 @@ class Norm(Rms):
                 values = read(first, rest)
                 if mean is not None:
                     values = b.fsub(values, self.splat(mean, LANES))
-                values = self.weighted(b.fmul(values, factors), weight, first, kind, rest)
+                values = self.times_weight(b.fmul(values, factors), weight, first, kind, rest)
                 if kind.bias is not None:
                     values = b.fadd(values, self.load_floats(bias, first, kind.bias, LANES, rest))
                 self.store_some(self.rounded(values), out, b.add(start, first), rest)

@@ -22,14 +22,17 @@ from typing import Any
 import torch
 
 from compress.kernels import llvm
-from compress.kernels.calls import Call
+from compress.kernels.calls import CompiledCall
 from compress.kernels.cpu.emitter import Emitter
 
 # A record. `taken` and `done` count shares of this run.
 HEAD = "address shares total first space taken done".split()  # noqa: SIM905
-COUNTS = (8, 12, 16, 20, 24, 32)  # of arguments for which loops are compiled
-SHARES = 4  # for each thread, so that one that is slow holds up the others for a part of the work only
-LEAST = 1 / 8  # of what is worth waking a thread: helpers of a program are awake
+# Loops are compiled for these numbers of arguments.
+ARGUMENT_COUNTS = (8, 12, 16, 20, 24, 32)
+# A thread that is slow holds up the others for a part of the work only.
+SHARES_PER_THREAD = 4
+# Helpers of a program are awake: less work is worth sharing than where a thread has to be woken.
+SHARED_FRACTION = 1 / 8
 SPINS = 1000  # reads of a counter before the processor is offered to others
 NO_ARGUMENT = -1
 ENDED = 1 << 40  # the number of the last record and more
@@ -38,16 +41,16 @@ ENDED = 1 << 40  # the number of the last record and more
 class Program:
     """Calls that run one after the other. Whoever makes it keeps what lies at the addresses, and `functions` alive."""
 
-    def __init__(self, calls: Sequence[Call], threads: int = 1) -> None:
+    def __init__(self, calls: Sequence[CompiledCall], threads: int = 1) -> None:
         longest = max((len(call.arguments) for call in calls), default=0)
         self.threads = threads if _yield() or threads == 1 else 1
         self.functions = [call.function for call in calls]
-        self._size = next(count for count in COUNTS if count >= longest)
+        self._size = next(count for count in ARGUMENT_COUNTS if count >= longest)
         self._count = len(calls)
-        self._loop = llvm.function(_Loop, self._size)
+        self._loop = llvm.function(_TableLoop, self._size)
         self._published = torch.zeros(1, dtype=torch.int64, device="cpu")  # records that helpers may take shares of
         records = [self._record(call) for call in calls]
-        self.table = torch.tensor(records, dtype=torch.int64, device="cpu").view(len(calls), -1)
+        self.table = torch.tensor(records, dtype=torch.int64, device="cpu").view(-1, len(HEAD) + self._size)
         self._shared = bool((self.table[:, HEAD.index("shares")] > 0).any()) if calls else False
         spaces = max((call.nbytes for call in calls if call.space >= 0), default=0)
         self._spaces = torch.empty(self.threads, max(spaces, 8), dtype=torch.uint8, device="cpu")
@@ -72,10 +75,10 @@ class Program:
         """Change one argument of a call; no run may be in progress."""
         self.table[record, len(HEAD) + place] = value
 
-    def _record(self, call: Call) -> list[int]:
+    def _record(self, call: CompiledCall) -> list[int]:
         shares = 0
-        if self.threads > 1 and call.total >= 2 * max(1, int(call.least * LEAST)):
-            shares = min(self.threads * SHARES, call.total // max(1, int(call.least * LEAST)))
+        if self.threads > 1 and call.total >= 2 * max(1, int(call.least * SHARED_FRACTION)):
+            shares = min(self.threads * SHARES_PER_THREAD, call.total // max(1, int(call.least * SHARED_FRACTION)))
         head = {
             "address": address(call.function),
             "shares": shares,
@@ -119,7 +122,7 @@ class _Callee:
         self.type, self.function_type, self.get_reference = pointer.type, kind, pointer.get_reference
 
 
-class _Loop(Emitter):
+class _TableLoop(Emitter):
     """Runs the records of a table; `leads` is 1 in the thread that runs all of them."""
 
     def __init__(self, count: int) -> None:

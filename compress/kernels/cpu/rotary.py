@@ -105,7 +105,7 @@ class SplitHeads(Rms):
 
     def _value(self, source: Any, place: Any, factors: Any, kind: NormKind | None, weight: Any, rest: Any) -> Any:
         value = self._load(self.x, self.b.add(source, place), rest)
-        return value if kind is None else self.weighted(self.b.fmul(value, factors), weight, place, kind, rest)
+        return value if kind is None else self.times_weight(self.b.fmul(value, factors), weight, place, kind, rest)
 
     def _load(self, pointer: Any, place: Any, rest: Any) -> Any:
         return self.load_floats(pointer, place, self.dtype, LANES, rest)

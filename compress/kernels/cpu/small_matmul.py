@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels import llvm
-from compress.kernels.calls import Call, Rows, Take, run
+from compress.kernels.calls import ActivationRows, CompiledCall, Take, run
 from compress.kernels.contract import Decoder, Joined, Prepared, Shape
 from compress.kernels.cpu import emitter as rows
 from compress.kernels.cpu.activations import Finish, Quantize
@@ -136,11 +136,11 @@ class Product(Prepared):
         self.decoder(dtype)(out, 0)
         return out
 
-    def gather(self, rows: Rows) -> Iterator[Call]:
+    def gather(self, rows: ActivationRows) -> Iterator[CompiledCall]:
         """Yield what writes activations in the order of the kernel's columns, [rows, columns]."""
         return iter(())
 
-    def add(self, rows: Rows, sums: int) -> Iterator[Call]:
+    def add(self, rows: ActivationRows, sums: int) -> Iterator[CompiledCall]:
         """Yield what adds to the sums, float32 [rows, rows of the weight], for these activations."""
         return iter(())
 
@@ -152,7 +152,7 @@ class Product(Prepared):
         parts = self._alike(others)
         return None if parts is None else partial(multiply, sum(part.layout.outputs for part in parts))
 
-    def calls(self, rows: Rows, take: Take, others: Sequence[Prepared] = ()) -> Iterable[Call] | None:
+    def calls(self, rows: ActivationRows, take: Take, others: Sequence[Prepared] = ()) -> Iterable[CompiledCall] | None:
         """Return what multiplies rows with this weight and others; None if they do not read activations alike."""
         parts = self._alike(others)
         return None if parts is None else product_calls(parts, rows, take)
@@ -170,27 +170,27 @@ class Product(Prepared):
         layout = self.layout
         return layout.inputs, layout.columns, layout.span, layout.lanes, id(self) if self.gathers else 0
 
-    def quantize(self, rows: Rows, base: int) -> Iterator[Call]:
+    def quantize(self, rows: ActivationRows, base: int) -> Iterator[CompiledCall]:
         """Yield what writes integers, scales and sums of as many activations as the kernel takes at once to `base`."""
         layout, tokens, steps = self.layout, rows.count, self.steps(rows.count, rows.dtype)
         x16, scales, sums, _, _, gathered = steps.offsets
         given, columns = rows.source, layout.inputs
         if self.gathers:
             given, columns = base + gathered, layout.columns
-            yield from self.gather(Rows(tokens, rows.dtype, rows.source, given, columns))
+            yield from self.gather(ActivationRows(tokens, rows.dtype, rows.source, given, columns))
         sizes = tokens, layout.spans, layout.span, self.lanes(tokens), columns
-        yield Call(steps.quantize, (given, base + x16, base + scales, base + sums, *sizes))
+        yield CompiledCall(steps.quantize, (given, base + x16, base + scales, base + sums, *sizes))
 
-    def multiply(self, rows: Rows, base: int) -> Iterator[Call]:
+    def multiply(self, rows: ActivationRows, base: int) -> Iterator[CompiledCall]:
         """Yield what writes the products with activations whose integers are at `base`."""
         layout, factors, tokens, steps = self.layout, self.factors, rows.count, self.steps(rows.count, rows.dtype)
         x16, scales, sums, out, space, _ = [base + offset for offset in steps.offsets]
         blocks, at = layout.rows // LANES, len(steps.stored)
         arguments = (*steps.stored, x16, scales, sums, out, space, 0, blocks, *steps.sizes)
-        yield Call(steps.kernel, arguments, blocks, steps.least, at + 5, at + 4, 4 * layout.space * tokens)
+        yield CompiledCall(steps.kernel, arguments, blocks, steps.least, at + 5, at + 4, 4 * layout.space * tokens)
         yield from self.add(rows, out)
         finish = out, factors.scale, factors.rows, rows.target, tokens, layout.rows, layout.outputs, rows.width
-        yield Call(steps.finish, finish)
+        yield CompiledCall(steps.finish, finish)
 
     def steps(self, tokens: int, dtype: torch.dtype) -> _Steps:
         """Return what runs for a number of rows of activations and their type, prepared once."""
@@ -224,7 +224,7 @@ class Product(Prepared):
 def multiply(width: int, parts: Sequence[Product], x: Tensor) -> Tensor:
     """Return x [..., in] times all parts, [..., width], outputs behind each other; they read activations alike."""
     out = x.new_empty((*x.shape[:-1], width))
-    rows = Rows(x.numel() // parts[0].layout.inputs, x.dtype, x.data_ptr(), out.data_ptr(), width)
+    rows = ActivationRows(x.numel() // parts[0].layout.inputs, x.dtype, x.data_ptr(), out.data_ptr(), width)
     memory = []  # the calls have run before it is freed
 
     def take(nbytes: int) -> int:
@@ -236,7 +236,7 @@ def multiply(width: int, parts: Sequence[Product], x: Tensor) -> Tensor:
     return out
 
 
-def product_calls(parts: Sequence[Product], rows: Rows, take: Take) -> Iterator[Call]:
+def product_calls(parts: Sequence[Product], rows: ActivationRows, take: Take) -> Iterator[CompiledCall]:
     """Yield what multiplies rows with all parts, outputs behind each other; they read activations alike."""
     first, inputs, size = 0, parts[0].layout.inputs, rows.dtype.itemsize
     together = 1 if rows.count == 1 else parts[0].together(rows.count)  # most calls have one

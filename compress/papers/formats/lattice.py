@@ -125,7 +125,8 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
         for index, codes in enumerate(unpack(tensors, params, rows)):
             z = centre(codes, all_bits[index]).view(len(codes), -1, params.dim)  # row, block, d
             curve = tensors["curves"][index] if params.compand else None
-            values = point(z, tensors["lattices"][index], curve).flatten(1) * factors
+            y = _product(z, tensors["lattices"][index].float())
+            values = (y if curve is None else expand(y, curve[0].float(), curve[1].float())).flatten(1) * factors
             weight[rows, index * size : (index + 1) * size] = values[:, : in_features - index * size]
     return weight
 
@@ -158,6 +159,14 @@ def point(z: Tensor, lattice: Tensor, curve: Tensor | None) -> Tensor:
     """Values [..., d] float32 of coordinates [..., d], before the scales."""
     y = z @ lattice.float().T
     return y if curve is None else expand(y, curve[0].float(), curve[1].float())
+
+
+def _product(z: Tensor, lattice: Tensor) -> Tensor:
+    """z @ lattice.T, the terms summed in order: each is exact, so that every machine finds the same sums."""
+    total = z[..., :1] * lattice[:, 0]
+    for k in range(1, lattice.shape[1]):
+        total = total + z[..., k : k + 1] * lattice[:, k]
+    return total
 
 
 def expand(y: Tensor, mu: Tensor, limit: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ has 0.0104 at 3.125 (its recipe). It is made to be trained on.
 
 Differences from the papers: deviations of sizes are rounded to uniform integers (QLoRA: an 8-bit floating type).
 
-Not done: any use of activations; feedback of the errors of one column to the others (that is gptq). There is no kernel:
-products decode the weight.
+Not done: any use of activations; feedback of the errors of one column to the others (that is gptq). On a GPU
+there is no kernel: products decode the weight.
 """
 
 from __future__ import annotations

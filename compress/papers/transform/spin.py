@@ -52,7 +52,7 @@ class Config(rotate.Config):
 
     @property
     def tokens_factor(self) -> float:
-        """Times the tokens of calibration that a Hessian takes (calib/enough.py): what is learned fits to few tokens."""
+        """Times the tokens of calibration that a Hessian takes (calib/enough.py); a learned rotation fits to few."""
         return 4.0 if self.learn else 1.0
 
 

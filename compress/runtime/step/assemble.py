@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.kernels import llvm
-from compress.kernels.calls import Call, Rows
+from compress.kernels.calls import ActivationRows, CompiledCall
 from compress.kernels.cpu import attention
-from compress.kernels.cpu.attention_tables import SHARES, Heads
+from compress.kernels.cpu.attention_tables import SHARES, HeadSizes
 from compress.kernels.cpu.gate import Add, Gate
 from compress.kernels.cpu.norm import Norm
 from compress.kernels.cpu.program import Program
@@ -26,7 +26,8 @@ from compress.runtime.step.structure import (
     norm_kind,
 )
 
-USUAL_TOKENS = 1024  # for which it is decided whether threads share attention
+# Whether threads share attention is decided for a context of this length.
+USUAL_TOKENS = 1024
 Turns = tuple[Tensor, Tensor] | None  # cos and sin [1 or rows, turned]; None: there is no rotary embedding
 
 
@@ -35,9 +36,9 @@ class Assembly:
 
     def __init__(self, memory: Memory, hidden: int, threads: int) -> None:
         self.memory, self.hidden, self.threads = memory, hidden, threads
-        self.parts: list[Call | Callable[[], None]] = []
+        self.parts: list[CompiledCall | Callable[[], None]] = []
         self.compiled, self.linears = 0, 0  # linears: those that are compiled, and all
-        self._heads: list[Heads] = []
+        self._heads: list[HeadSizes] = []
         self._spaces: list[tuple[int, int]] = []  # of calls of attention: number in `parts`, argument
         self.states = memory.tensor("states", hidden)
 
@@ -48,7 +49,7 @@ class Assembly:
         self._add(self._norm(parts.after, self.memory.tensor("out", self.hidden), "normed"))
         source = self._norm(parts.before_mlp, self.states, "normed")
         if isinstance(parts.mlp, GatedParts):
-            self._gated(parts.mlp, source)
+            self._gate(parts.mlp, source)
         else:
             self._module(parts.mlp, source)
         self._add(self._norm(parts.after_mlp, self.memory.tensor("out", self.hidden), "normed"))
@@ -69,7 +70,7 @@ class Assembly:
         weights = [_address(norm, each) for each in ("weight", "bias")]
         sizes = self.memory.rows, source.shape[1]
         self.parts.append(
-            Call(llvm.function(Norm, kind, dtype), (source.data_ptr(), *weights, target.data_ptr(), *sizes))
+            CompiledCall(llvm.function(Norm, kind, dtype), (source.data_ptr(), *weights, target.data_ptr(), *sizes))
         )
         return target
 
@@ -77,7 +78,7 @@ class Assembly:
         """Add linears whose outputs lie behind each other in the tensor of a name."""
         memory, width = self.memory, sum(each.out_features for each in linears)
         target = memory.tensor(name, width)
-        rows = Rows(memory.rows, memory.dtype, source.data_ptr(), target.data_ptr(), width)
+        rows = ActivationRows(memory.rows, memory.dtype, source.data_ptr(), target.data_ptr(), width)
         calls = linear_calls(linears, rows, memory.take)
         memory.release()
         self.linears += len(linears)
@@ -108,8 +109,8 @@ class Assembly:
         if turns is not None and turned:
             turning, step = (turns[0].data_ptr(), turns[1].data_ptr()), turned if turns[0].shape[0] > 1 else 0
         places = (*tables, mixed.data_ptr(), *turning, *weights, q.data_ptr())
-        self.parts.append(Call(llvm.function(SplitHeads, kinds, dtype), (*places, rows, mixed.shape[1], step)))
-        heads = Heads(parts.queries, parts.stored, parts.width, parts.width, parts.scale, parts.softcap)
+        self.parts.append(CompiledCall(llvm.function(SplitHeads, kinds, dtype), (*places, rows, mixed.shape[1], step)))
+        heads = HeadSizes(parts.queries, parts.stored, parts.width, parts.width, parts.scale, parts.softcap)
         if not attention.supports(heads, dtype, dtype):
             raise UnreadableBlockError(f"heads of {parts.width} channels are not attended to here")
         attend, combine = attention.functions(heads, dtype, dtype, dtype)
@@ -117,19 +118,19 @@ class Assembly:
         least = max(1, SHARES * attention.THREAD // read)
         self._spaces += [(len(self.parts), 3), (len(self.parts) + 1, 2)]
         strides = size, parts.width, size
-        self.parts.append(Call(attend, (*tables, q.data_ptr(), 0, 0, SHARES, *strides), SHARES, least, 4))
-        self.parts.append(Call(combine, (*tables, 0, out.data_ptr(), 0, SHARES)))
+        self.parts.append(CompiledCall(attend, (*tables, q.data_ptr(), 0, 0, SHARES, *strides), SHARES, least, 4))
+        self.parts.append(CompiledCall(combine, (*tables, 0, out.data_ptr(), 0, SHARES)))
         self._heads.append(heads)
         self._linear((parts.output,), out, "out")
 
-    def _gated(self, parts: GatedParts, source: Tensor) -> None:
+    def _gate(self, parts: GatedParts, source: Tensor) -> None:
         opened = self._linear(parts.inputs, source, "gates")
         width = opened.shape[1] // 2
         inner = self.memory.tensor("inner", width)
         up = opened.data_ptr() + width * opened.element_size()
         gate = llvm.function(Gate, parts.activation, self.memory.dtype)
         places = opened.data_ptr(), up, inner.data_ptr()
-        self.parts.append(Call(gate, (*places, self.memory.rows, width, opened.shape[1])))
+        self.parts.append(CompiledCall(gate, (*places, self.memory.rows, width, opened.shape[1])))
         self._linear((parts.down,), inner, "out")
 
     def _module(self, module: nn.Module, source: Tensor) -> None:
@@ -143,7 +144,9 @@ class Assembly:
 
     def _add(self, source: Tensor) -> None:
         add, width = llvm.function(Add, self.memory.dtype, self.memory.dtype), self.hidden
-        self.parts.append(Call(add, (self.states.data_ptr(), source.data_ptr(), self.memory.rows, *[width] * 3)))
+        self.parts.append(
+            CompiledCall(add, (self.states.data_ptr(), source.data_ptr(), self.memory.rows, *[width] * 3))
+        )
 
 
 class Steps:
@@ -153,7 +156,7 @@ class Steps:
         self.memory, self._heads = assembly.memory, assembly._heads
         self.parts: list[Callable[[], None]] = []
         self._spaces: list[tuple[Program, int, int]] = []
-        spaces, calls = dict(assembly._spaces), list[Call]()
+        spaces, calls = dict(assembly._spaces), list[CompiledCall]()
         wanted: list[tuple[int, int]] = []
 
         def close() -> None:
@@ -165,7 +168,7 @@ class Steps:
                 wanted.clear()
 
         for number, part in enumerate(assembly.parts):
-            if isinstance(part, Call):
+            if isinstance(part, CompiledCall):
                 if number in spaces:
                     wanted.append((len(calls), spaces[number]))
                 calls.append(part)

@@ -23,7 +23,7 @@ def layers_of(cache: Any, count: int) -> list[Any] | None:
     """Return the layers of a plain cache with tokens in each of its first `count` layers; None for any other."""
     if type(cache) is not DynamicCache or len(cache.layers) < count or getattr(cache, "offloading", False):
         return None
-    layers = cache.layers[:count]
+    layers: list[Any] = cache.layers[:count]
     is_plain = all(
         type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and not layer.record_past)
         for layer in layers

@@ -45,10 +45,11 @@ def _heads(call: BlockCall, states: Tensor) -> tuple[int, int]:
     """Return heads and width of the keys that a block stores."""
     cache = DynamicCache()
     _call(call, states, cache)
-    layers = [layer for layer in cache.layers if layer.is_initialized and layer.keys.numel()]
+    held: list[Any] = cache.layers
+    layers = [layer for layer in held if layer.is_initialized and layer.keys.numel()]
     if len(layers) != 1 or layers[0].keys.dim() != 4 or layers[0].keys.shape != layers[0].values.shape:
         raise UnreadableBlockError("a block does not store keys and values of the same shape")
-    call.layer = cache.layers.index(layers[0])
+    call.layer = held.index(layers[0])
     return layers[0].keys.shape[1], layers[0].keys.shape[3]
 
 
@@ -79,7 +80,7 @@ def _agrees(call: BlockCall, parts: BlockParts, turns: Any, turned: int, like: T
     assembly = Assembly(memory, like.shape[2], 1)
     kept: Turns = None if turns is None else (turns[0].reshape(-1, turned or 1), turns[1].reshape(-1, turned or 1))
     assembly.add_block(parts, 0, kept, turned)
-    steps, layers = assembly.finish(), [caches[1].layers[call.layer]]
+    steps, layers = assembly.finish(), [_layer(caches[1], call)]
     held = Held(layers)
     held.prepare(memory, [parts.attention.window], None, CACHED, True)
     steps.reserve(held.longest)
@@ -89,13 +90,17 @@ def _agrees(call: BlockCall, parts: BlockParts, turns: Any, turned: int, like: T
     of_change, of_all = BOUNDS[dtype]
     got, wanted, before = (each.double().view(rows, -1) for each in (assembly.states, expected, states))
     bound = of_change * (wanted - before).norm() + of_all * wanted.norm()
-    cached = caches[0].layers[call.layer]
+    cached = _layer(caches[0], call)
     pairs = ((layers[0].keys, cached.keys), (layers[0].values, cached.values))
     is_stored = all(
         mine.shape == own.shape and bool((mine.double() - own.double()).norm() <= of_change * own[..., -1:, :].norm())
         for mine, own in pairs
     )
     return is_stored and bool((got - wanted).norm() <= bound)
+
+
+def _layer(cache: DynamicCache, call: BlockCall) -> Any:
+    return cache.layers[call.layer]
 
 
 def _random(shape: Any, seed: int, dtype: torch.dtype) -> Tensor:

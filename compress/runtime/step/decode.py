@@ -2,7 +2,7 @@
 
 `install(model)` marks the bodies of a model, the modules that hold its blocks, and lets the forward function of their
 classes ask for the mark. A pass of up to MOST_ROWS sequences with one new token each, a plain cache and no gradient is
-run by a program. The first such pass is an ordinary one that is watched; the program is made from what was seen, and
+run by a program. Before the first such pass an ordinary one is watched; the program is made from what was seen, and
 each block is compared with its own module. Whatever is unusual is left to transformers, in this pass and only in this.
 """
 
@@ -24,24 +24,27 @@ from compress.runtime.step.assemble import Assembly, Steps, Turns
 from compress.runtime.step.caches import Held, layers_of
 from compress.runtime.step.check import read_block
 from compress.runtime.step.memory import Memory
-from compress.runtime.step.reading import Reading, Turning, Watch
+from compress.runtime.step.reading import ModelReading, PassWatch, Turning
 from compress.runtime.step.structure import UnreadableBlockError
 from compress.runtime.step.unchanged import Unchanged
 
 MARK = "_compress_step"
 MOST_ROWS = 16
-LEAST_COMPILED = 0.5  # of the linears of a model: with fewer a program gains nothing
+# A program with a smaller part of its linears compiled gains nothing.
+LEAST_COMPILED = 0.5
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 USED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache"}
+# Layers that forget tokens count them here.
+TOKEN_COUNT = "cumulative_length"
 FLAGS = ("output_attentions", "output_hidden_states", "output_router_logits")
-READING_FAILURES = (UnreadableBlockError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
-READING_FAILURES += (AttributeError, NotImplementedError)  # type: ignore[assignment]
+# What may be raised where a model is of another shape than what is read.
+FAILURES = (UnreadableBlockError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Asked:
+class _StepRequest:
     """A forward pass of one new token of each sequence."""
 
     given: Tensor  # token ids [rows, 1], or embeddings
@@ -53,7 +56,7 @@ class _Asked:
 
 
 @dataclass
-class _Running:
+class _StepProgram:
     """A program for a number of sequences."""
 
     memory: Memory
@@ -69,7 +72,7 @@ class _Running:
     bound: Any = None  # the buffers that the tables say
 
 
-class Step:
+class StepState:
     """What is known of a body. Copies begin anew."""
 
     def __init__(self) -> None:
@@ -77,11 +80,11 @@ class Step:
         self.forget()
 
     def __reduce__(self) -> Any:
-        return Step, ()
+        return StepState, ()
 
     def forget(self) -> None:
         """Let go of all programs and buffers."""
-        self.running: dict[tuple[int, int], _Running] = {}
+        self.running: dict[tuple[int, int], _StepProgram] = {}
         self.refused = ""  # why there is no program
         self._unchanged: Unchanged | None = None
         self._held: WeakKeyDictionary[Any, Held] = WeakKeyDictionary()
@@ -92,7 +95,7 @@ class Step:
         if not self._lock.acquire(blocking=False):
             return original(body, **kwargs)
         try:
-            asked = _asked(body, kwargs)
+            asked = _request(body, kwargs)
             if asked is None or not self._is_current(body):
                 return original(body, **kwargs)
             key = len(asked.given), torch.get_num_threads()
@@ -111,29 +114,36 @@ class Step:
         return not self.refused
 
     def _read(
-        self, body: nn.Module, original: Callable[..., Any], kwargs: dict[str, Any], asked: _Asked, key: Any
+        self, body: nn.Module, original: Callable[..., Any], kwargs: dict[str, Any], asked: _StepRequest, key: Any
     ) -> Any:
         """Run an ordinary pass, and make a program of what it shows."""
         blocks = blocks_of(body)
         assert blocks is not None
-        watch, self._owner = Watch(body, blocks), id(body)
+        watch, self._owner = PassWatch(body, blocks), id(body)
         beside = [child for child in body.children() if child is not blocks and next(child.children(), None) is None]
         known = [*blocks.modules(), *(each for each in beside if not isinstance(each, nn.Embedding))]
         unchanged = Unchanged(known)
         if not unchanged.is_plain:
             self.refused, self._unchanged = "hooks, or tensors that are elsewhere", unchanged
             return original(body, **kwargs)
+        before = [(layer.keys, layer.values, getattr(layer, TOKEN_COUNT, None)) for layer in asked.layers]
         output = watch.run(lambda: original(body, **kwargs))
         try:
             with torch.inference_mode(False), torch.no_grad():
                 self.running[key] = _make(watch.check(), asked, key[1])
-        except READING_FAILURES as error:
+        except FAILURES as error:
             self.refused = f"{type(error).__name__}: {error}"
             _log.info("%s decodes without a program: %s", type(body).__name__, self.refused)
+            self._unchanged = Unchanged(known)
+            return output
         self._unchanged = Unchanged(known)
-        return output
+        for layer, (keys, values, count) in zip(asked.layers, before, strict=True):
+            layer.keys, layer.values = keys, values
+            if count is not None:
+                setattr(layer, TOKEN_COUNT, count)
+        return self._run(self.running[key], asked)  # so that every pass is rounded alike
 
-    def _run(self, running: _Running, asked: _Asked) -> Any:
+    def _run(self, running: _StepProgram, asked: _StepRequest) -> Any:
         memory, layers = running.memory, asked.layers
         held = self._held.get(asked.cache)
         is_new = held is None or not held.is_of(layers)
@@ -159,22 +169,10 @@ class Step:
         return running.output(last_hidden_state=final, past_key_values=asked.cache)
 
 
-def _asked(body: nn.Module, kwargs: dict[str, Any]) -> _Asked | None:
+def _request(body: nn.Module, kwargs: dict[str, Any]) -> _StepRequest | None:
     """Return what a pass is asked for if a program may run it."""
-    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-    given = ids if embeds is None else embeds
-    if (ids is None) == (embeds is None) or type(given) is not Tensor or not given.is_cpu:
-        return None
-    if given.dim() != (2 if embeds is None else 3) or given.shape[1] != 1 or not 0 < len(given) <= MOST_ROWS:
-        return None
-    if body.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.jit.is_tracing():
-        return None
-    if any(value is not None and value is not False for name, value in kwargs.items() if name not in USED):
-        return None
-    config: Any = body.config
-    if kwargs.get("use_cache") is False or any(getattr(config, flag, False) for flag in FLAGS):
-        return None
-    if not getattr(config, "return_dict", True):
+    given = _new_tokens(kwargs)
+    if given is None or not _is_usual(body, kwargs):
         return None
     blocks, cache = blocks_of(body), kwargs.get("past_key_values")
     layers = None if blocks is None else layers_of(cache, len(blocks))
@@ -183,16 +181,39 @@ def _asked(body: nn.Module, kwargs: dict[str, Any]) -> _Asked | None:
     seen, first = layers[0].get_seq_length(), layers[0].keys
     if len(first) != len(given) or first.dtype not in TYPES or not first.is_cpu:
         return None
-    positions = kwargs.get("position_ids")
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if positions is not None and (positions.dim() != 2 or positions.shape[1] != 1):
         return None
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, dict) and all(value is None for value in mask.values()):
-        mask = None
-    pads = None if mask is None else _padding(mask, len(given), seen + 1)
-    if mask is not None and pads is None:
+    if mask is None or (isinstance(mask, dict) and all(value is None for value in mask.values())):
+        return _StepRequest(given, cache, layers, seen, positions, None)
+    pads = _padding(mask, len(given), seen + 1)
+    return (
+        None
+        if pads is None
+        else _StepRequest(given, cache, layers, seen, positions, pads if bool(pads.any()) else None)
+    )
+
+
+def _new_tokens(kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the new tokens [rows, 1], or their embeddings, where they are few, and one of each sequence."""
+    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    given = ids if embeds is None else embeds
+    if (ids is None) == (embeds is None) or type(given) is not Tensor or not given.is_cpu:
         return None
-    return _Asked(given, cache, layers, seen, positions, pads if pads is not None and bool(pads.any()) else None)
+    if given.dim() != (2 if embeds is None else 3) or given.shape[1] != 1 or not 0 < len(given) <= MOST_ROWS:
+        return None
+    return given
+
+
+def _is_usual(body: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Return whether a pass has no gradient, and is asked for hidden states and a cache alone."""
+    if body.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.jit.is_tracing():
+        return False
+    if any(value is not None and value is not False for name, value in kwargs.items() if name not in USED):
+        return False
+    config: Any = body.config
+    is_asked_more = kwargs.get("use_cache") is False or any(getattr(config, flag, False) for flag in FLAGS)
+    return not is_asked_more and getattr(config, "return_dict", True)
 
 
 def _padding(mask: Any, rows: int, tokens: int) -> Tensor | None:
@@ -208,7 +229,7 @@ def _padding(mask: Any, rows: int, tokens: int) -> Tensor | None:
 
 
 @torch.no_grad()
-def _make(reading: Reading, asked: _Asked, threads: int) -> _Running:
+def _make(reading: ModelReading, asked: _StepRequest, threads: int) -> _StepProgram:
     """Return the program of what was read; UnreadableBlockError where there is none."""
     last = reading.output["last_hidden_state"]
     rows, _, hidden = last.shape
@@ -230,13 +251,13 @@ def _make(reading: Reading, asked: _Asked, threads: int) -> _Running:
             raise UnreadableBlockError("blocks and layers of the cache are not in the same order")
         assembly.add_block(parts, layer, own, turned)
         windows.append(parts.attention.window)
-    if assembly.compiled < LEAST_COMPILED * assembly.linears:
-        raise UnreadableBlockError(f"{assembly.compiled} of {assembly.linears} linears are compiled")
+        if assembly.compiled < LEAST_COMPILED * assembly.linears:  # of the first blocks, which is as good as of all
+            raise UnreadableBlockError(f"{assembly.compiled} of {assembly.linears} linears are compiled")
     final = assembly.states if reading.norm is None else assembly.add_norm(reading.norm)
     output = type(reading.output)
     embed, factor = reading.embed, reading.factor
     steps = assembly.finish()
-    return _Running(memory, steps, assembly.states, final, windows, turns, reading.turnings, embed, factor, output)
+    return _StepProgram(memory, steps, assembly.states, final, windows, turns, reading.turnings, embed, factor, output)
 
 
 def blocks_of(body: nn.Module) -> nn.ModuleList | None:
@@ -264,7 +285,7 @@ def install(model: nn.Module) -> None:
         return
     for body in bodies(model):
         _let_class_ask(type(body))
-        vars(body).setdefault(MARK, Step())
+        vars(body).setdefault(MARK, StepState())
 
 
 def remove(model: nn.Module) -> None:

@@ -10,15 +10,18 @@ from torch import Tensor, nn
 
 from compress.formats.transforms import Diagonal
 from compress.kernels import dispatch, llvm
-from compress.kernels.calls import Call, Rows, Take
-from compress.kernels.cpu import hadamard
+from compress.kernels.calls import ActivationRows, CompiledCall, Take
+from compress.kernels.cpu import dense, hadamard
 from compress.kernels.cpu.copy_rows import CopyRows
 from compress.kernels.cpu.gate import Add
-from compress.runtime.linear import PackedLinear
+from compress.runtime.linear import PackedLinear, is_plain_linear
 
 
-def linear_calls(linears: Sequence[nn.Module], rows: Rows, take: Take) -> list[Call] | None:
+def linear_calls(linears: Sequence[nn.Module], rows: ActivationRows, take: Take) -> list[CompiledCall] | None:
     """Return what writes what all linears give for rows, behind each other; None if one has to be called itself."""
+    plain = [each for each in linears if is_plain_linear(each)]
+    if len(plain) == len(linears):
+        return _plain_calls(plain, rows, take)
     packed = [each for each in linears if isinstance(each, PackedLinear)]
     if len(packed) < len(linears) or any(not _is_compiled(each) for each in packed):
         return None
@@ -29,7 +32,7 @@ def linear_calls(linears: Sequence[nn.Module], rows: Rows, take: Take) -> list[C
             calls = first.calls(rows, take, cast(Any, kernels[1:]))
             if calls is not None:
                 return list(calls)
-    calls, size = list[Call](), rows.dtype.itemsize
+    calls, size = list[CompiledCall](), rows.dtype.itemsize
     for each in packed:
         own = _packed_calls(each, rows, take)
         if own is None:
@@ -37,6 +40,14 @@ def linear_calls(linears: Sequence[nn.Module], rows: Rows, take: Take) -> list[C
         calls += own
         rows = rows._replace(target=rows.target + each.out_features * size)
     return calls
+
+
+def _plain_calls(linears: Sequence[nn.Module], rows: ActivationRows, take: Take) -> list[CompiledCall] | None:
+    """Return the calls of linears whose weights are not packed; None for types that are not read."""
+    weights = [each.get_parameter("weight") for each in linears]
+    if len({weight.dtype for weight in weights}) > 1 or not all(dense.supports(each, rows.dtype) for each in weights):
+        return None
+    return dense.product_calls(rows, take, weights, [cast(Any, each).bias for each in linears])
 
 
 def _is_compiled(linear: PackedLinear) -> bool:
@@ -50,14 +61,14 @@ def _is_compiled(linear: PackedLinear) -> bool:
     )
 
 
-def _kernel(linear: PackedLinear, rows: Rows) -> Any:
+def _kernel(linear: PackedLinear, rows: ActivationRows) -> Any:
     like = torch.empty(0, dtype=rows.dtype, device="cpu")
     return linear._weight.prepared(like, linear._parameters)
 
 
-def _packed_calls(linear: PackedLinear, rows: Rows, take: Take) -> list[Call] | None:
+def _packed_calls(linear: PackedLinear, rows: ActivationRows, take: Take) -> list[CompiledCall] | None:
     """Return the calls of one packed linear, None where there are none."""
-    kernel, calls, size = _kernel(linear, rows), list[Call](), rows.dtype.itemsize
+    kernel, calls, size = _kernel(linear, rows), list[CompiledCall](), rows.dtype.itemsize
     if kernel is None:
         return None
     inputs, outputs, given = linear.in_features, linear.out_features, rows
@@ -66,7 +77,7 @@ def _packed_calls(linear: PackedLinear, rows: Rows, take: Take) -> list[Call] | 
         turned = take(rows.count * inputs * size)
         diagonal = Diagonal(before, _tensor(linear, f"in_{before}"))
         into = rows._replace(target=turned, width=inputs)
-        calls.append(cast(Call, hadamard.transform_call(inputs, into, take, before=diagonal)))
+        calls.append(cast(CompiledCall, hadamard.transform_call(inputs, into, take, before=diagonal)))
         given = given._replace(source=turned)
     if after is not None:
         given = given._replace(target=take(rows.count * outputs * size), width=outputs)
@@ -78,14 +89,14 @@ def _packed_calls(linear: PackedLinear, rows: Rows, take: Take) -> list[Call] | 
         diagonal = Diagonal(after, _tensor(linear, f"out_{after}"))
         is_dense = rows.width == outputs or rows.count == 1
         place = rows.target if is_dense else take(rows.count * outputs * size)
-        into = Rows(rows.count, rows.dtype, given.target, place, outputs)
-        calls.append(cast(Call, hadamard.transform_call(outputs, into, take, after=diagonal)))
+        into = ActivationRows(rows.count, rows.dtype, given.target, place, outputs)
+        calls.append(cast(CompiledCall, hadamard.transform_call(outputs, into, take, after=diagonal)))
         if not is_dense:
             copy = llvm.function(CopyRows, rows.dtype)
-            calls.append(Call(copy, (place, rows.target, rows.count, outputs, rows.width)))
+            calls.append(CompiledCall(copy, (place, rows.target, rows.count, outputs, rows.width)))
     if linear.bias is not None:
         add = llvm.function(Add, rows.dtype, linear.bias.dtype)
-        calls.append(Call(add, (rows.target, linear.bias.data_ptr(), rows.count, outputs, rows.width, 0)))
+        calls.append(CompiledCall(add, (rows.target, linear.bias.data_ptr(), rows.count, outputs, rows.width, 0)))
     return None if any(call is None for call in calls) else calls
 
 

@@ -39,18 +39,18 @@ class Turning:
     def again(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin of other positions [B, 1]."""
 
-        def replaced(value: Any) -> Any:
+        def replace(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             return states if value.is_floating_point() else positions
 
-        args = [replaced(value) for value in self.args]
-        cos, sin = self.module(*args, **{name: replaced(value) for name, value in self.kwargs.items()})
+        args = [replace(value) for value in self.args]
+        cos, sin = self.module(*args, **{name: replace(value) for name, value in self.kwargs.items()})
         return cos, sin
 
 
 @dataclass
-class Reading:
+class ModelReading:
     """What a forward pass has shown."""
 
     embed: nn.Module | None = None
@@ -61,16 +61,17 @@ class Reading:
     output: Any = None  # of the whole
 
 
-class Watch:
+class PassWatch:
     """Watches a forward pass of a body, the module that holds the blocks."""
 
     def __init__(self, body: nn.Module, blocks: nn.ModuleList) -> None:
         self.body, self.blocks = body, blocks
-        self.reading = Reading()
+        self.reading = ModelReading()
         self._alive: list[Any] = []
         self._last: Tensor | None = None  # the newest hidden states
         self._embedded: Tensor | None = None
         self._normed: Tensor | None = None
+        self._error: UnreadableBlockError | None = None
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Return what the forward pass returns."""
@@ -87,6 +88,12 @@ class Watch:
         return self.reading.output
 
     def _enter(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        try:
+            self._see_call(block, args, kwargs)
+        except UnreadableBlockError as error:  # the pass goes on
+            self._error = self._error or error
+
+    def _see_call(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         named = dict(kwargs)
         states = args[0] if args else named.pop("hidden_states", None)
         if len(args) > 1 or not isinstance(states, Tensor):
@@ -117,8 +124,10 @@ class Watch:
         elif isinstance(output, Tensor) and self._last is not None and args and args[0] is self._last:
             self.reading.norm, self._normed = module, output
 
-    def check(self) -> Reading:
+    def check(self) -> ModelReading:
         """Return what was seen; UnreadableBlockError where the pass does more than is read."""
+        if self._error is not None:
+            raise self._error
         reading, output = self.reading, self.reading.output
         if [call.block for call in reading.calls] != list(self.blocks):
             raise UnreadableBlockError("the blocks do not run once each, in order")

@@ -29,7 +29,8 @@ from compress.runtime.linear import PackedLinear, is_plain_linear
 READING = "compress_reading"  # the name of our attention function while a block is read
 # What attention may be told: what is read here, and what does not change what it computes.
 KNOWN = {"scaling", "softcap", "sliding_window", "dropout", "is_causal", "position_ids", "cache_position", "use_cache"}
-TOLERANCE = 0.02  # of what a norm gives in 16 bits
+# Norms in 16 bits give what float32 gives up to this part of it.
+NORM_TOLERANCE = 0.02
 LARGEST_EPS = 1e-2
 CURVES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -113,21 +114,21 @@ def read(block: nn.Module, call: Callable[[], Tensor], states: Tensor) -> BlockP
     with ExitStack() as stack:
         for name, module in block.named_modules():
             if name and not isinstance(module, nn.Dropout):
-                hook = module.register_forward_hook(_named(record, name), with_kwargs=True)
+                hook = module.register_forward_hook(_with_name(record, name), with_kwargs=True)
                 stack.callback(hook.remove)
-        stack.enter_context(_watched(block, attend))
+        stack.enter_context(_watch_attention(block, attend))
         call()
     if len(attended) != 1:
         raise UnreadableBlockError(f"{type(block).__name__} attends {len(attended)} times")
     return _parts(block, events, attended[0], states.data_ptr())
 
 
-def _named(record: Callable[..., None], name: str) -> Callable[..., None]:
+def _with_name(record: Callable[..., None], name: str) -> Callable[..., None]:
     return lambda module, args, kwargs, output: record(name, module, args, kwargs, output)
 
 
 @contextmanager
-def _watched(block: nn.Module, attend: Callable[..., Any]) -> Iterator[None]:
+def _watch_attention(block: nn.Module, attend: Callable[..., Any]) -> Iterator[None]:
     """While active, let the modules of a block that choose an attention function by their configuration call this one.
 
     They are given copies of the configuration: other models that share it do not see the change.
@@ -182,7 +183,7 @@ def _parts(block: nn.Module, events: list[_Event], attended: _Attended, states: 
     if before_mlp is not None and mlp.read != before_mlp.written:
         raise UnreadableBlockError("the MLP does not read its norm")
     attention = _attention(attended, [event for event in events if event.name.startswith(f"{own}.")], events)
-    gated = _gated(mlp, [event for event in events if event.name.startswith(f"{mlp.name}.")])
+    gated = _gate_parts(mlp, [event for event in events if event.name.startswith(f"{mlp.name}.")])
     return BlockParts(block, norms[0], attention, norms[1], norms[2], gated or mlp.module, norms[3])
 
 
@@ -221,7 +222,7 @@ def _attention(attended: _Attended, own: list[_Event], events: list[_Event]) -> 
     )
 
 
-def _gated(mlp: _Event, own: list[_Event]) -> GatedParts | None:
+def _gate_parts(mlp: _Event, own: list[_Event]) -> GatedParts | None:
     """Return the parts of an MLP of gate, up and down; None for any other."""
     linears = [event for event in own if is_linear(event.module)]
     others = [event for event in own if not is_linear(event.module)]
@@ -276,7 +277,7 @@ def norm_kind(norm: nn.Module, width: int, dtype: torch.dtype) -> NormKind:
         y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         y = y if weight is None else y * (weight.float() + offset)
         y = y if bias is None else y + bias.float()
-        if bool(((y - expected).norm(dim=-1) <= TOLERANCE * expected.norm(dim=-1)).all()):
+        if bool(((y - expected).norm(dim=-1) <= NORM_TOLERANCE * expected.norm(dim=-1)).all()):
             types = [None if each is None else each.dtype for each in (weight, bias)]
             return NormKind(eps, types[0], offset, centred, types[1])
     raise UnreadableBlockError(f"{type(norm).__name__} is no norm that is known")

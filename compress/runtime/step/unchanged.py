@@ -15,12 +15,19 @@ from compress.runtime.linear import PackedLinear
 IDLE = ("transformers.utils.output_capturing", "compress.kv")
 
 
+_values: Any = dict.values
+
+
+def _contents(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return module._parameters, module._modules, module._buffers
+
+
 class Unchanged:
     """What some modules were when this was made. It keeps none of their tensors alive, once they are replaced."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         known = list(modules)
-        self._parts = [held for each in known for held in (each._parameters, each._modules, each._buffers) if held]
+        self._parts: list[dict[str, Any]] = [held for each in known for held in _contents(each) if held]
         self._hooks = [hooks for each in known for hooks in (each._forward_hooks, each._forward_pre_hooks)]
         self._own = [vars(each) for each in known]
         self._ids, self._is_tensor, self._addresses = self._look(None)
@@ -39,7 +46,7 @@ class Unchanged:
         )
 
     def _look(self, is_tensor: list[bool] | None) -> tuple[list[int], list[bool], list[int]]:
-        values: list[Any] = list(chain.from_iterable(map(dict.values, self._parts)))
+        values: list[Any] = list(chain.from_iterable(map(_values, self._parts)))
         if is_tensor is None or len(is_tensor) != len(values):
             is_tensor = [isinstance(value, Tensor) for value in values]
         try:
@@ -48,7 +55,7 @@ class Unchanged:
             return [], is_tensor, []
 
     def _tensors(self) -> list[Tensor]:
-        values = chain.from_iterable(map(dict.values, self._parts))
+        values = chain.from_iterable(map(_values, self._parts))
         return [value for value in values if isinstance(value, Tensor)]
 
     def _has_no_hooks(self) -> bool:
