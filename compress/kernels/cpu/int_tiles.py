@@ -18,7 +18,7 @@ from compress.kernels.cpu.emitter import LANES, PRODUCT, Emitter, Writer
 from compress.kernels.cpu.unpack import SHORTS, NarrowTiles, whole_tiles, words
 from compress.numerics.packing import FIELDS
 
-ROWS = 16  # of the weight, that are decoded together
+BLOCK_ROWS = 16  # of the weight, that are decoded together
 ALIGNED = 64  # bytes
 # Rows of activations whose sums are in registers at once: of sixteen sums each, in one register of 512 bits or in two.
 TOKENS, TOKENS_OF_SMALL = (8, 4, 2, 1), (4, 2, 1)
@@ -45,12 +45,12 @@ class IntTiles(Writer):
         self.read = whole_tiles(self, planes, bits, tile_words, in_row, SHORTS)
         self.narrow = NarrowTiles(self, planes, PLANES[bits], NARROW, in_row, self.whole)
         self.shift = self.variable(self.floats(0.0).type)
-        self.size = ROWS if "avx512f" in llvm.features() else ROWS // 2  # of the squares that are turned
+        self.size = BLOCK_ROWS if "avx512f" in llvm.features() else BLOCK_ROWS // 2  # of the squares that are turned
         with b.goto_block(self._entry):  # codes row by row, and two columns of all rows at a time
             self.by_row = self._codes(self.vector(self.short, SHORTS), 1)
             self.turned = self._codes(self.vector(self.word, self.size), 2)
         with self.loop(last, first) as block:
-            self._start(b.mul(block, self.i64(ROWS)))
+            self._start(b.mul(block, self.i64(BLOCK_ROWS)))
             self._add_tiles()
             if has_tail:
                 self._add_tail()
@@ -59,7 +59,7 @@ class IntTiles(Writer):
 
     def _codes(self, kind: Any, shorts: int) -> Any:
         """Take memory for the codes of a tile of sixteen rows, in vectors of elements of so many codes."""
-        memory = self.b.alloca(kind, ROWS * self.columns // (kind.count * shorts))
+        memory = self.b.alloca(kind, BLOCK_ROWS * self.columns // (kind.count * shorts))
         memory.align = ALIGNED
         return memory
 
@@ -73,8 +73,8 @@ class IntTiles(Writer):
                 both = self._scale(u, m)
                 total = self.splat(self.load(self.x_sums, b.add(b.mul(self.spans, m), u), self.float), LANES)
                 b.store(self.multiply_add(b.fmul(both, self._zero(u)), total, b.load(self.shift)), self.shift)
-            self.store(self.floats(0.0), self.space, b.mul(m, self.i64(ROWS)))
-            self.store(b.load(self.shift), self.space, b.mul(b.add(self.tokens, m), self.i64(ROWS)))
+            self.store(self.floats(0.0), self.space, b.mul(m, self.i64(BLOCK_ROWS)))
+            self.store(b.load(self.shift), self.space, b.mul(b.add(self.tokens, m), self.i64(BLOCK_ROWS)))
 
     def _cell(self, u: Any) -> Any:
         """Where the scales of a span and sixteen rows are."""
@@ -84,7 +84,7 @@ class IntTiles(Writer):
     def _scale(self, u: Any, m: Any) -> Any:
         """The scales of sixteen rows times that of a row of activations."""
         b = self.b
-        scale = self.load_floats(self.scales, self._cell(u), self.scale_dtype, ROWS)
+        scale = self.load_floats(self.scales, self._cell(u), self.scale_dtype, BLOCK_ROWS)
         return b.fmul(scale, self.splat(self.load(self.x_scales, b.add(b.mul(self.spans, m), u), self.float), LANES))
 
     def _zero(self, u: Any) -> Any:
@@ -97,7 +97,7 @@ class IntTiles(Writer):
     def _add_tiles(self) -> None:
         b, spans = self.b, self.columns // self.span
         with self.loop(self.tiles) as tile:
-            with self.loop(self.i64(ROWS)) as row:
+            with self.loop(self.i64(BLOCK_ROWS)) as row:
                 for column in range(0, self.columns, SHORTS):
                     self._keep(self.read(tile, b.add(self.first_row, row), column), row, column)
             self._turn(self.columns)
@@ -108,7 +108,7 @@ class IntTiles(Writer):
     def _add_tail(self) -> None:
         b = self.b
         with self.loop(self.tail) as tile:
-            with self.loop(self.i64(ROWS)) as row:
+            with self.loop(self.i64(BLOCK_ROWS)) as row:
                 self._keep(self.narrow.codes(tile, b.add(self.first_row, row), 0, NARROW), row, 0)
             self._turn(NARROW)
             column = b.add(self.whole, b.mul(tile, self.i64(NARROW)))
@@ -123,11 +123,13 @@ class IntTiles(Writer):
         b, size = self.b, self.size
         with self.loop(self.i64(columns // 2 // size)) as i:
             first = b.mul(i, self.i64(size))
-            for row in range(0, ROWS, size):
+            for row in range(0, BLOCK_ROWS, size):
                 lines = [b.add(first, self.i64((row + r) * self.columns // 2)) for r in range(size)]
-                turned = transposed(self, [self.load(self.by_row, line, self.word, size) for line in lines])
+                turned = transpose(self, [self.load(self.by_row, line, self.word, size) for line in lines])
                 for j, pairs in enumerate(turned):
-                    self.store(pairs, self.turned, b.add(b.mul(first, self.i64(ROWS)), self.i64(j * ROWS + row)))
+                    self.store(
+                        pairs, self.turned, b.add(b.mul(first, self.i64(BLOCK_ROWS)), self.i64(j * BLOCK_ROWS + row))
+                    )
 
     def _add_columns(self, u: Any, column: Any, inside: Any, count: int) -> None:
         """Add the products of `count` columns, from a decoded column on, which has the number `inside` in its span."""
@@ -137,7 +139,7 @@ class IntTiles(Writer):
             with self.loop(tiled) as i:
                 m = b.add(token, b.mul(i, self.i64(tokens)))
                 inputs = b.add(b.mul(b.add(b.mul(u, self.tokens), m), self.i64(self.span)), inside)
-                for t, total in enumerate(self._sum(b.mul(column, self.i64(ROWS)), inputs, count, tokens)):
+                for t, total in enumerate(self._sum(b.mul(column, self.i64(BLOCK_ROWS)), inputs, count, tokens)):
                     self._add(u, b.add(m, self.i64(t)), b.load(total))
             token = b.add(token, b.mul(tiled, self.i64(tokens)))
 
@@ -150,7 +152,9 @@ class IntTiles(Writer):
         with self.loop(self.i64(count // (2 * UNROLLED))) as i:
             for part in range(UNROLLED):
                 column = b.add(b.mul(i, self.i64(2 * UNROLLED)), self.i64(2 * part))
-                w = self.load(self.turned, b.add(weights, b.mul(column, self.i64(ROWS))), self.short, 2 * ROWS)
+                w = self.load(
+                    self.turned, b.add(weights, b.mul(column, self.i64(BLOCK_ROWS))), self.short, 2 * BLOCK_ROWS
+                )
                 for m, variable in enumerate(totals):
                     x = self.at(self.x16, b.add(b.add(inputs, column), self.i64(self.span * m)), self.short)
                     pair = self.splat(b.load(x, typ=self.word, align=2), LANES)
@@ -159,8 +163,8 @@ class IntTiles(Writer):
 
     def _add(self, u: Any, m: Any, total: Any) -> None:
         """Add the sums of a span times its scales to those of the rows."""
-        place = self.b.mul(m, self.i64(ROWS))
-        held, values = self.load(self.space, place, self.float, ROWS), self.b.sitofp(total, self.floats(0.0).type)
+        place = self.b.mul(m, self.i64(BLOCK_ROWS))
+        held, values = self.load(self.space, place, self.float, BLOCK_ROWS), self.b.sitofp(total, self.floats(0.0).type)
         self.store(self.multiply_add(values, self._scale(u, m), held), self.space, place)
 
     def _finish(self) -> None:
@@ -168,33 +172,33 @@ class IntTiles(Writer):
         b = self.b
         with self.loop(self.tokens) as m:
             sums, shift = (
-                self.load(self.space, b.mul(b.add(m, skipped), self.i64(ROWS)), self.float, ROWS)
+                self.load(self.space, b.mul(b.add(m, skipped), self.i64(BLOCK_ROWS)), self.float, BLOCK_ROWS)
                 for skipped in (self.i64(0), self.tokens)
             )
             self.store(b.fsub(sums, shift), self.out, b.add(b.mul(self.rows, m), self.first_row))
 
 
-def transposed(e: Emitter, rows: list[Any]) -> list[Any]:
+def transpose(e: Emitter, rows: list[Any]) -> list[Any]:
     """Return the columns of n vectors of n int32, 8 or 16: in lanes of four as x86 shuffles them, then these lanes."""
     count = len(rows)
 
-    def unpacked(a: Any, b: Any, first: int, width: int) -> Any:
+    def unpack(a: Any, b: Any, first: int, width: int) -> Any:
         lane = [first + i + side for i in range(0, 4 // 2, width) for side in (0, count)]
         order = [place + w for place in lane for w in range(width)]
         return e.shuffled(a, b, [at + place for at in range(0, count, 4) for place in order])
 
     lanes = []  # [rows / 4][4]: a column of each lane, of four rows
     for a, b, c, d in zip(*(rows[i::4] for i in range(4)), strict=True):
-        low, high = ([unpacked(*pair, first, 1) for first in (0, 2)] for pair in ((a, b), (c, d)))
-        lanes.append([unpacked(low[half], high[half], first, 2) for half in (0, 1) for first in (0, 2)])
+        low, high = ([unpack(*pair, first, 1) for first in (0, 2)] for pair in ((a, b), (c, d)))
+        lanes.append([unpack(low[half], high[half], first, 2) for half in (0, 1) for first in (0, 2)])
     step = 1
     while step < len(lanes):
-        lanes = _exchanged(e, lanes, step)
+        lanes = _exchange(e, lanes, step)
         step *= 2
     return [column for lane in lanes for column in lane]
 
 
-def _exchanged(e: Emitter, lanes: list[list[Any]], step: int) -> list[list[Any]]:
+def _exchange(e: Emitter, lanes: list[list[Any]], step: int) -> list[list[Any]]:
     """Exchange lanes of four int32 between vectors whose numbers differ by `step`."""
     count, new = 4 * len(lanes), [list(lane) for lane in lanes]
     low = [i if i // 4 & step == 0 else count + i - 4 * step for i in range(count)]
