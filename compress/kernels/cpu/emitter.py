@@ -22,7 +22,7 @@ _INTRINSIC = {"half": "f16", "float": "f32"}  # types in names of intrinsics
 LANES = 16  # of float32 or int32; vectors of int16 have twice as many
 TOKENS = (4, 2, 1)  # rows of activations that a compiled product takes at once
 PRODUCT = "x16 x_scales x_sums out space"  # the last pointers of a function that multiplies: see small_matmul.Product
-LARGEST = 127 * 256.0 + 127  # of an activation: 256 times a byte and a byte, see int_bytes.py
+LARGEST = 127 * 256.0 + 127  # the integer that an activation becomes at most: two bytes, see int_bytes.py
 # Rows of activations up to which the kernels beat decoding and F.linear, 4096 x 4096, one thread: 12 of bfloat16 (24 of
 # codebooks), and any number of float16, whose F.linear takes as long as three kernels on CPUs without such products.
 MOST = 12

@@ -23,7 +23,7 @@ from compress.kernels.cpu.unpack import AHEAD, SHORTS, NarrowTiles, words
 from compress.numerics.packing import FIELDS
 
 BITS = (2, 3, 4)
-ROWS = 16  # of the weight, whose scales are read together
+ROWS = 16  # rows of the weight whose scales are read together
 EIGHT = 8  # words of a register of 128 bits
 LARGEST_BYTE = 128  # magnitude of the bytes of activations
 MOST = 4  # rows of the weight times rows of activations, whose sums are added up together
@@ -150,7 +150,7 @@ class IntBytes(Emitter):
 
     def _add_tile(self, tile: Any, number: Any, row: Any) -> None:
         """Write the sums of the spans of a tile of rows from `row` of the sixteen on, which is `number` of all."""
-        kept = list(self._kept())
+        kept = list(self._units())
         sums: dict[tuple[int, ...], list[Any]] = {owner: [] for owner, _ in kept}
         for r in range(self.together):
             for owner in sums:
@@ -158,7 +158,7 @@ class IntBytes(Emitter):
         for owner, unit in kept:
             self._keep(self.integer_totals(sums[owner], len(owner)), self._tile_place(tile, unit), row, len(owner))
 
-    def _kept(self) -> Iterator[tuple[tuple[int, ...], int]]:
+    def _units(self) -> Iterator[tuple[tuple[int, ...], int]]:
         """The sums of a tile that are kept apart: what they belong to, and how many are before them."""
         before = 0
         for owner in dict.fromkeys(self.owners):
@@ -179,7 +179,7 @@ class IntBytes(Emitter):
         offset = b.add(b.mul(place, self.i64(self.tokens)), b.mul(row, self.i64(self.tokens * sides)))
         self.store(totals, self.space, offset)
 
-    def _kept_sums(self, place: Any, sides: int) -> list[list[Any]]:
+    def _sums_of(self, place: Any, sides: int) -> list[list[Any]]:
         """The sums of sixteen rows, for each row of activations and side."""
         offset, size = self.b.mul(place, self.i64(self.tokens)), self.tokens * sides
         whole = self.load(self.space, offset, self.word, ROWS * size)
@@ -191,7 +191,7 @@ class IntBytes(Emitter):
     def _sum(self, tile: Any, number: Any, owner: tuple[int, ...]) -> list[Any]:
         """Return the sums of an owner and a row with each row of activations, as vectors of int32."""
         size = 2 * self.count
-        sums = [[_Sum(self, size, 2**self.bits - 1) for _ in range(2)] for _ in range(self.tokens)]
+        sums = [[_ByteSum(self, size, 2**self.bits - 1) for _ in range(2)] for _ in range(self.tokens)]
         vectors: dict[int, list[Any]] = {}
         for n, word, i in self.places:
             if self.owners[i] != owner:
@@ -220,14 +220,14 @@ class IntBytes(Emitter):
 
     def _of_three(self, read: list[Any]) -> list[Any]:
         """Words whose low and high bytes hold two fields of each, at the same bits; then the fields between them."""
-        sides = [self._either(self._masked(w, 0, 0x003F), self._masked(w, 1, 0x3F00)) for w in read]
-        middle = [self._masked(w, 6, 7) for w in read]
+        sides = [self._either(self._mask(w, 0, 0x003F), self._mask(w, 1, 0x3F00)) for w in read]
+        middle = [self._mask(w, 6, 7) for w in read]
         upper = self.b.shl(middle[1], self.constant(self.short, self.count, 8))
-        spare = [self._masked(w, 7 - i, 1 << (8 + i)) for i, w in enumerate(read)]
+        spare = [self._mask(w, 7 - i, 1 << (8 + i)) for i, w in enumerate(read)]
         last = self._either(self._either(spare[0], spare[1]), spare[2])
         return [*sides, self._either(middle[0], upper), self._either(middle[2], last)]
 
-    def _masked(self, words: Any, shift: int, mask: int) -> Any:
+    def _mask(self, words: Any, shift: int, mask: int) -> Any:
         moved = self.b.lshr(words, self.constant(words.type.element, words.type.count, shift)) if shift else words
         return self.b.and_(moved, self.constant(words.type.element, words.type.count, mask))
 
@@ -250,7 +250,7 @@ class IntBytes(Emitter):
         source, field = (words[i // 2], i % 2) if bits == 3 else (words[0], i)
         shorts = b.bitcast(source, self.vector(self.short, self.count))
         moved = b.lshr(shorts, self.constant(self.short, self.count, field * bits)) if field else shorts
-        return self._masked(b.bitcast(moved, source.type), 0, 2**bits - 1)
+        return self._mask(b.bitcast(moved, source.type), 0, 2**bits - 1)
 
     def _add_narrow(self, tile: Any, number: Any, row: Any) -> None:
         """Write the sums of a tile of the tail."""
@@ -277,15 +277,15 @@ class IntBytes(Emitter):
         with self.loop(self.tiles) as tile:
             parts = self.columns // self.span
             totals: dict[int, list[list[Any]]] = {part: [[] for _ in self.sums] for part in range(parts)}
-            for owner, unit in self._kept():
-                for m, sides in enumerate(self._kept_sums(self._tile_place(tile, unit), len(owner))):
+            for owner, unit in self._units():
+                for m, sides in enumerate(self._sums_of(self._tile_place(tile, unit), len(owner))):
                     for part, side in zip(owner, sides, strict=True):
                         totals[part][m].append(side)
             for part, of_part in totals.items():
                 self._add(start, b.add(b.mul(tile, self.i64(parts)), self.i64(part)), of_part)
         with self.loop(self.tail) as tile:
             column = b.add(self.whole, b.mul(tile, self.i64(NARROW)))
-            self._add(start, b.udiv(column, self.i64(self.span)), self._kept_sums(self._tail_place(tile), 1))
+            self._add(start, b.udiv(column, self.i64(self.span)), self._sums_of(self._tail_place(tile), 1))
         for m, (sums, shift) in enumerate(zip(self.sums, self.shift, strict=True)):
             place = b.add(b.mul(self.rows, self.i64(m)), start)
             self.store(b.fsub(b.load(sums), b.load(shift)), self.out, place)
@@ -316,7 +316,7 @@ class IntBytes(Emitter):
         return self.bit_fields(self.zeros, stream, self.bits)
 
 
-class _Sum:
+class _ByteSum:
     """A sum of products of vectors of `size` bytes, codes up to `largest` times signed bytes."""
 
     def __init__(self, e: Emitter, size: int, largest: int) -> None:

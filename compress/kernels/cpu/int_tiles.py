@@ -18,7 +18,7 @@ from compress.kernels.cpu.emitter import LANES, PRODUCT, Emitter, Writer
 from compress.kernels.cpu.unpack import SHORTS, NarrowTiles, whole_tiles, words
 from compress.numerics.packing import FIELDS
 
-ROWS = 16  # of the weight, that are decoded together
+ROWS = 16  # rows of the weight that are decoded together
 ALIGNED = 64  # bytes
 # Rows of activations whose sums are in registers at once: of sixteen sums each, in one register of 512 bits or in two.
 TOKENS, TOKENS_OF_SMALL = (8, 4, 2, 1), (4, 2, 1)
@@ -125,7 +125,7 @@ class IntTiles(Writer):
             first = b.mul(i, self.i64(size))
             for row in range(0, ROWS, size):
                 lines = [b.add(first, self.i64((row + r) * self.columns // 2)) for r in range(size)]
-                turned = transposed(self, [self.load(self.by_row, line, self.word, size) for line in lines])
+                turned = transpose(self, [self.load(self.by_row, line, self.word, size) for line in lines])
                 for j, pairs in enumerate(turned):
                     self.store(pairs, self.turned, b.add(b.mul(first, self.i64(ROWS)), self.i64(j * ROWS + row)))
 
@@ -174,27 +174,27 @@ class IntTiles(Writer):
             self.store(b.fsub(sums, shift), self.out, b.add(b.mul(self.rows, m), self.first_row))
 
 
-def transposed(e: Emitter, rows: list[Any]) -> list[Any]:
+def transpose(e: Emitter, rows: list[Any]) -> list[Any]:
     """Return the columns of n vectors of n int32, 8 or 16: in lanes of four as x86 shuffles them, then these lanes."""
     count = len(rows)
 
-    def unpacked(a: Any, b: Any, first: int, width: int) -> Any:
+    def unpack(a: Any, b: Any, first: int, width: int) -> Any:
         lane = [first + i + side for i in range(0, 4 // 2, width) for side in (0, count)]
         order = [place + w for place in lane for w in range(width)]
         return e.shuffled(a, b, [at + place for at in range(0, count, 4) for place in order])
 
     lanes = []  # [rows / 4][4]: a column of each lane, of four rows
     for a, b, c, d in zip(*(rows[i::4] for i in range(4)), strict=True):
-        low, high = ([unpacked(*pair, first, 1) for first in (0, 2)] for pair in ((a, b), (c, d)))
-        lanes.append([unpacked(low[half], high[half], first, 2) for half in (0, 1) for first in (0, 2)])
+        low, high = ([unpack(*pair, first, 1) for first in (0, 2)] for pair in ((a, b), (c, d)))
+        lanes.append([unpack(low[half], high[half], first, 2) for half in (0, 1) for first in (0, 2)])
     step = 1
     while step < len(lanes):
-        lanes = _exchanged(e, lanes, step)
+        lanes = _exchange(e, lanes, step)
         step *= 2
     return [column for lane in lanes for column in lane]
 
 
-def _exchanged(e: Emitter, lanes: list[list[Any]], step: int) -> list[list[Any]]:
+def _exchange(e: Emitter, lanes: list[list[Any]], step: int) -> list[list[Any]]:
     """Exchange lanes of four int32 between vectors whose numbers differ by `step`."""
     count, new = 4 * len(lanes), [list(lane) for lane in lanes]
     low = [i if i // 4 & step == 0 else count + i - 4 * step for i in range(count)]

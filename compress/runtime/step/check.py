@@ -17,7 +17,7 @@ from compress.runtime.step.structure import BlockParts, UnreadableBlockError, re
 
 TRIES = 2  # random states of a block: what a router decides may be close
 CACHED = 5  # random tokens before them
-LARGEST_SCALE = 4  # of states, over that of what a block adds to them: more would hide it
+LARGEST_SCALE = 4  # states over what a block adds to them, root mean squares: more would hide it
 # Of what a block adds to its input, and of its output, by the type: rounding in other places.
 BOUNDS = {torch.float32: (1e-3, 1e-5), torch.float16: (0.01, 2e-3), torch.bfloat16: (0.04, 1 / 64)}
 
