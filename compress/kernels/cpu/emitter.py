@@ -108,6 +108,7 @@ class Emitter:
         self.named: dict[str, Any] = dict(zip(names, function.args, strict=True))
         self.b = ir.IRBuilder(function.append_basic_block())
         self._entry = self.b.block
+        self._constants: dict[tuple[Any, ...], Any] = {}
 
     def i64(self, value: int) -> Any:
         return self.index(value)
@@ -133,7 +134,10 @@ class Emitter:
         self.b.store(value, self.at(pointer, offset, kind), align=_bytes(kind))
 
     def constant(self, kind: Any, lanes: int, value: float) -> Any:
-        return self.ir.Constant(self.vector(kind, lanes), [value] * lanes)
+        known = str(kind), lanes, repr(value)  # to make and to write a vector takes long
+        if known not in self._constants:
+            self._constants[known] = self.ir.Constant(self.vector(kind, lanes), [value] * lanes)
+        return self._constants[known]
 
     def splat(self, value: Any, lanes: int) -> Any:
         kind = self.vector(value.type, lanes)
@@ -142,7 +146,10 @@ class Emitter:
 
     def shuffled(self, a: Any, b: Any, order: Sequence[int]) -> Any:
         """Return elements of a, then b, in this order."""
-        return self.b.shuffle_vector(a, b, self.ir.Constant(self.vector(self.word, len(order)), list(order)))
+        known = "order", *order
+        if known not in self._constants:
+            self._constants[known] = self.ir.Constant(self.vector(self.word, len(order)), list(order))
+        return self.b.shuffle_vector(a, b, self._constants[known])
 
     def smaller(self, a: Any, b: Any) -> Any:
         return self.b.select(self.b.icmp_signed("<", a, b), a, b)

@@ -142,7 +142,7 @@ class StepState:
         before = [(layer.keys, layer.values, getattr(layer, TOKEN_COUNT, None)) for layer in asked.layers]
         output = watch.run(lambda: original(body, **kwargs))
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), llvm.without_collections():
                 self.running[key] = _make(watch.check(), asked, key[1], body.config)
         except FAILURES as error:
             self.refused = f"{type(error).__name__}: {error}"
