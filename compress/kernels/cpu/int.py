@@ -36,7 +36,9 @@ SCALE_ROWS = int_format.ROW_MULTIPLE  # of the weight, whose scales are read tog
 # Tiles are faster from so many rows of activations on (4096 x 4096, one thread of an EPYC of the fifth generation, with
 # AVX-512 and as if it had AVX2 alone), and take so many at once, for which a weight is decoded once.
 LEAST_TILED, LEAST_TILED_OF_SMALL, MOST_TILED = 12, 8, 128
-TOGETHER = 2  # rows that share a load of activations; the sums of four rows and tokens do not fit the registers
+# Sums of rows of the weight with rows of activations that are added up together: in one register of 512 bits each, or
+# of 256.
+SUMS, SUMS_OF_SMALL = 8, 4
 
 
 def span_blocks(params: Params) -> int:
@@ -143,9 +145,11 @@ class IntSums(emitter.Emitter):
         self.whole = self.b.mul(self.tiles, self.i64(self.fields * tile_words))  # columns of whole tiles
         in_row = self.b.add(self.whole, self.b.mul(self.tail, self.i64(NARROW)))
         self.lanes = vector_lanes(tile_words, span)
-        self.read = whole_tiles(self, self.planes, bits, tile_words, in_row, self.lanes)
-        self.narrow = NarrowTiles(self, self.planes, PLANES[bits], NARROW, in_row, self.whole)
-        self.together = TOGETHER
+        is_wide = "avx512bw" in llvm.features()
+        self.width = min(self.lanes, SHORTS if is_wide else SHORTS // 2)  # of a register
+        self.together = max(1, (SUMS if is_wide else SUMS_OF_SMALL) // tokens)
+        self.read = whole_tiles(self, self.planes, bits, tile_words, in_row, self.lanes, self.together)
+        self.narrow = NarrowTiles(self, self.planes, PLANES[bits], NARROW, in_row, self.whole, self.together)
         self.cells = list(pairs(range(self.together), range(tokens)))  # sums of rows and rows of activations
         self.sums = self.variable(self.vector(self.float, len(self.cells)))
         self.shift = [self.variable(self.floats16) for _ in range(tokens)]
@@ -233,7 +237,8 @@ class IntSums(emitter.Emitter):
         return self.narrow.codes(tile, row, first, self.lanes)
 
     def _no_sums(self) -> dict[tuple[int, int], Any]:
-        zeros = self.constant(self.word, self.lanes // 2, 0)
+        self.barrier()
+        zeros = self.constant(self.word, self.width // 2, 0)
         return {cell: zeros for cell in self.cells}
 
     def _add(self, totals: dict[tuple[int, int], Any], column: Any, number: Any, codes: Callable[[Any], Any]) -> None:
@@ -241,8 +246,10 @@ class IntSums(emitter.Emitter):
         inputs = [self._input(column, m) for m in range(self.tokens)]
         for r in range(self.together):
             vector = codes(self.b.add(number, self.i64(r)))
-            for m, x in enumerate(inputs):
-                totals[r, m] = self.b.add(totals[r, m], self.pair_sums(vector, x))
+            for m, first in pairs(range(self.tokens), range(0, self.lanes, self.width)):
+                part = range(first, first + self.width)
+                a, x = (self.shuffled(each, each, part) for each in (vector, inputs[m]))
+                totals[r, m] = self.b.add(totals[r, m], self.pair_sums(a, x))
 
     def _scale(self, totals: dict[tuple[int, int], Any], u: Any, row: Any) -> None:
         """Add the sums of span `u` times its scales to those of the rows."""
