@@ -54,13 +54,13 @@ class Planar:
         """`lanes` codes of a row as int16: those from `first` on of a block of a tile."""
         b, whole = self.e.b, None
         for plane, width in enumerate(self.widths):
-            part = self._field(plane, self._words(tile, row, plane), block, first)
+            part = self._field(plane, self.word_places(tile, row, plane), block, first)
             shift = self.e.constant(self.e.short, self.lanes, width)
             whole = part if whole is None else b.or_(b.shl(whole, shift), part)
         return whole
 
-    def _words(self, tile: Any, row: Any, plane: int) -> list[Any]:
-        """Where the words of a tile begin, for each of the words that belong together."""
+    def word_places(self, tile: Any, row: Any, plane: int) -> list[Any]:
+        """Return where the words of a tile begin, for each of the words that belong together."""
         e, b, width = self.e, self.e.b, self.widths[plane]
         size = self.tile_words * (self.fields // FIELDS[width])  # words of this plane in a tile of the widest
         in_row = b.udiv(self.in_row, e.i64(FIELDS[width]))
