@@ -35,15 +35,13 @@ def reads(bits: int, span: int) -> bool:
     return bits in BYTE_BITS and span % SHORTS == 0 and "avx2" in llvm.features()
 
 
-def is_faster(bits: int, tokens: int) -> bool:
-    """Return whether this kernel beats products of int16 (4096 x 4096, one thread of an EPYC of the fifth generation).
+def is_faster(bits: int, tile_words: int, tokens: int) -> bool:
+    """Return whether this kernel beats products of int16, measured as it is said in int.py.
 
-    With AVX2, bytes of 3 bits take more instructions to come by than they save up to two rows; with AVX-512, four rows
-    of activations of two bytes are more than the nearest cache holds beside the codes of 4 bits.
+    Bytes take fewer instructions to come by, except with 3 bits, and as many to multiply: that pays with one row of
+    activations, where a tile has more than a vector of words.
     """
-    if "avx512bw" in llvm.features():
-        return bits != 4 or tokens < 4
-    return bits != 3 or tokens >= 4
+    return tokens == 1 and bits != 3 and tile_words > LINE
 
 
 def fields(bits: int) -> list[tuple[int, int]]:
