@@ -34,7 +34,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def begun(model: Any, prompt: int = 9) -> DynamicCache:
+def begun(model: Any, prompt: int = 9) -> Any:
     """Return a cache after two tokens that were decoded."""
     cache = DynamicCache(config=model.config)
     for seed, count in enumerate((prompt, 1, 1)):
@@ -165,8 +165,13 @@ def test_buffers_die_with_their_cache() -> None:
 def test_positions_that_change_frequencies_make_no_new_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rotary module that replaces its own buffers with each token is called, not read."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    results, made, make = [], list[int](), decode._make
-    monkeypatch.setattr(decode, "_make", lambda *args: made.append(1) or make(*args))
+    results, made, make = [], list[Any](), decode._make
+
+    def count(*args: Any) -> Any:
+        made.append(make(*args))
+        return made[-1]
+
+    monkeypatch.setattr(decode, "_make", count)
     for is_installed in (False, True):
         model = build("llama", {"rope_parameters": rope, "max_position_embeddings": 16})
         if is_installed:
@@ -197,7 +202,7 @@ def test_another_thread_reads_as_before_while_blocks_are_read() -> None:
         with torch.no_grad():
             seen.append(model(text).logits)
 
-    def run_other(*_: Any) -> None:
+    def run_other() -> None:
         """While the model, or a twin of a module, is in the middle of a pass of the first thread."""
         if threading.current_thread() is threading.main_thread():
             thread = threading.Thread(target=other)
@@ -206,7 +211,12 @@ def test_another_thread_reads_as_before_while_blocks_are_read() -> None:
 
     activation = type(layer.mlp.act_fn)
     original = activation.forward
-    activation.forward = lambda self, x: (run_other(), original(self, x))[1]
+
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        run_other()
+        return original(self, x)
+
+    activation.forward = forward
     try:
         begun(model)
     finally:

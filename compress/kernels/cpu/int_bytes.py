@@ -23,7 +23,7 @@ from compress.kernels.cpu.unpack import AHEAD, SHORTS, NarrowTiles, words
 from compress.numerics.packing import FIELDS
 
 BYTE_BITS = (2, 3, 4)
-BLOCK_ROWS = 16  # of the weight, whose scales are read together
+BLOCK_ROWS = 16  # rows of the weight whose scales are read together
 EIGHT = 8  # words of a register of 128 bits
 LARGEST_BYTE = 128  # magnitude of the bytes of activations
 MOST = 4  # rows of the weight times rows of activations, whose sums are added up together

@@ -21,7 +21,7 @@ from compress.kernels.cpu.emitter import LANES, PRODUCT, Emitter, Writer
 from compress.kernels.cpu.unpack import SHORTS, NarrowTiles, Planar, field_codes, words
 from compress.numerics.packing import FIELDS, WORDS
 
-BLOCK_ROWS = 16  # of the weight, that are decoded together
+BLOCK_ROWS = 16  # rows of the weight that are decoded together
 ALIGNED = 64  # bytes
 # Rows of activations whose sums are in registers at once: of sixteen sums each, in one register of 512 bits or in two.
 TOKENS, TOKENS_OF_SMALL = (8, 4, 2, 1), (4, 2, 1)
@@ -183,7 +183,7 @@ class IntTiles(Writer):
             rows = [b.load(place, typ=kind, align=2) for place in read]
             turned = [transpose(self, rows[row : row + size]) for row in range(0, BLOCK_ROWS, size)]
             for j, parts in enumerate(zip(*turned, strict=True)):
-                whole = parts[0] if len(parts) == 1 else self.shuffled(*parts, range(BLOCK_ROWS))
+                whole = parts[0] if len(parts) == 1 else self.shuffled(parts[0], parts[1], range(BLOCK_ROWS))
                 self.store(whole, memory, b.mul(b.add(first, self.i64(j)), self.i64(BLOCK_ROWS)))
 
     def _add_columns(self, u: Any, column: Any, inside: Any, count: int) -> None:
