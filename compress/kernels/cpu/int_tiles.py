@@ -183,7 +183,7 @@ class IntTiles(Writer):
             rows = [b.load(place, typ=kind, align=2) for place in read]
             turned = [transpose(self, rows[row : row + size]) for row in range(0, BLOCK_ROWS, size)]
             for j, parts in enumerate(zip(*turned, strict=True)):
-                whole = parts[0] if len(parts) == 1 else self.shuffled(*parts, range(BLOCK_ROWS))
+                whole = parts[0] if len(parts) == 1 else self.shuffled(parts[0], parts[1], range(BLOCK_ROWS))
                 self.store(whole, memory, b.mul(b.add(first, self.i64(j)), self.i64(BLOCK_ROWS)))
 
     def _add_columns(self, u: Any, column: Any, inside: Any, count: int) -> None:
