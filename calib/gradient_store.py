@@ -34,7 +34,7 @@ from compress.storage.checkpoint import StoredTensor, read_header, read_json, sh
 from compress.storage.workdir import check_owner, check_space, writing
 
 OPTION = "--measurements"
-VERSION = 1
+VERSION = 2  # labels are drawn from one softmax, products are of another library
 LOCK = "lock"
 
 

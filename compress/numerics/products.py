@@ -98,8 +98,8 @@ class Backward(TorchFunctionMode):
 
 
 def _is_ours(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    takes_gradient = weight.requires_grad or (bias is not None and bias.requires_grad)
-    takes_gradient = takes_gradient and torch.is_grad_enabled()
+    needs_any = weight.requires_grad or (bias is not None and bias.requires_grad)
+    takes_gradient = needs_any and torch.is_grad_enabled()  # else a parameter gives what a plain tensor does
     return not takes_gradient and input.dtype == weight.dtype == torch.float32 and input.device.type == "cpu"
 
 

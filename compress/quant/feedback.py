@@ -211,9 +211,17 @@ def row_tiles(shape: tuple[int, int], unit: int = 1) -> list[slice]:
     return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
 
-class Result(NamedTuple):
-    residual: Tensor  # R = W - Q, [in_features, out_features] float32
-    loss: float  # tr(R H R^T), H the damped Hessian
+class Result:
+    """What the loop has made."""
+
+    def __init__(self, loop: _Loop) -> None:
+        self.residual = loop.residual  # R = W - Q, [in_features, out_features] float32
+        self._loop = loop
+
+    @property
+    def loss(self) -> float:
+        """tr(R H R^T), H the damped Hessian; summed up when it is asked for."""
+        return self._loop.loss()
 
 
 def run(weight: Tensor, factor: Tensor, rounder: Rounder, leaf: int = LEAF_COLUMNS) -> Result:
@@ -225,16 +233,16 @@ def run(weight: Tensor, factor: Tensor, rounder: Rounder, leaf: int = LEAF_COLUM
     loop = _Loop(weight, factor, rounder, max(leaf, rounder.width))
     for start, end in loop.leaves(0, weight.shape[0]):
         loop.round_leaf(start, end)
-    return Result(loop.residual, loop.loss.item())
+    return Result(loop)
 
 
 class _Loop:
     def __init__(self, weight: Tensor, factor: Tensor, rounder: Rounder, leaf: int) -> None:
         assert weight.shape[0] % rounder.width == 0, "columns are not a multiple of the block width"
         self.weight, self.factor, self.rounder, self.leaf = weight, factor, rounder, leaf
+        self.by_columns = rounder if isinstance(rounder, ColumnRounder) else None  # asked once: that is slow
         self.residual = torch.zeros_like(weight)  # R = W - Q of the columns done
         self.pending = torch.zeros_like(weight)  # P, complete for columns when their half is entered
-        self.loss = torch.zeros((), dtype=torch.float64, device=weight.device)  # read once: a GPU would be waited for
 
     def leaves(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of few columns in order, each when the errors of all columns before it are in `pending`."""
@@ -261,7 +269,7 @@ class _Loop:
         """Round the columns of a leaf one block after the other."""
         width, factor, residual, all_of_it = self.rounder.width, self.factor, self.residual, slice(start, end)
         leaf = (self.weight[all_of_it], factor[all_of_it, all_of_it], residual[all_of_it], self.pending[all_of_it])
-        is_done = isinstance(self.rounder, ColumnRounder) and self.rounder.round_columns(Leaf(start, *leaf))
+        is_done = self.by_columns is not None and self.by_columns.round_columns(Leaf(start, *leaf))
         for b in range(start, start if is_done else end, width):
             block = slice(b, b + width)
             metric = factor[block, block]
@@ -273,15 +281,16 @@ class _Loop:
             quantized = self.rounder.round_block(target, metric, b)
             torch.sub(self.weight[block], quantized, out=residual[block])
             torch.sub(target, quantized, out=self.pending[block])
-        self._count(start, end)
 
-    def _count(self, start: int, end: int) -> None:
-        """Add the loss ||(target - Q) C_BB||^2 of finished columns, whose `pending` now holds target - Q."""
-        width = self.rounder.width
-        for b in range(start, end, width) if width > 1 else ():
-            block = slice(b, b + width)
-            self.pending[block] = self.factor[block, block].T @ self.pending[block]
-        loss = self.pending[start:end].double()
-        if width == 1:
-            loss.mul_(self.factor.diagonal()[start:end, None])
-        self.loss += loss.square_().sum()
+    def loss(self) -> float:
+        """Return the sum of the losses ||(target - Q) C_BB||^2, when `pending` holds target - Q of all columns."""
+        width, columns = self.rounder.width, len(self.weight)
+        total = torch.zeros((), dtype=torch.float64, device=self.weight.device)  # read once: a GPU would be waited for
+        for start in range(0, columns, width if width > 1 else LEAF_COLUMNS):
+            block = slice(start, start + (width if width > 1 else LEAF_COLUMNS))
+            if width > 1:
+                lost = (self.factor[block, block].T @ self.pending[block]).double()
+            else:
+                lost = self.pending[block].double() * self.factor.diagonal()[block, None]
+            total += lost.square_().sum()
+        return total.item()

@@ -69,25 +69,18 @@ def params(config: GridConfig, shape: tuple[int, int], scale_dtype: str = "float
 
 def fit(target: Tensor, importance: Tensor | None, config: GridConfig, dtype: torch.dtype) -> Grid:
     """Fit the grid of one group, [rows], to target [columns, rows] float32; importance [columns] >= 0 or None."""
-    step = max(
-        16, (COMPILED_WEIGHTS_AT_A_TIME if column_loops.supports(target) else WEIGHTS_AT_A_TIME) // target.shape[0]
-    )
-    parts = [_fit(part.contiguous(), importance, config, dtype) for part in target.split(step, dim=1)]
-    return Grid(torch.cat([p.scale for p in parts]), torch.cat([p.zero for p in parts]))
+    return Grid(*(values[0] for values in fit_all(target, importance, config, dtype, len(target))))
 
 
 def fit_all(target: Tensor, importance: Tensor | None, config: GridConfig, dtype: torch.dtype, group: int) -> Grid:
     """Fit the grids [groups, rows] of all groups of `group` columns to target [columns, rows]."""
+    most = COMPILED_WEIGHTS_AT_A_TIME if column_loops.supports(target) else WEIGHTS_AT_A_TIME
+    weights = importance.split(group) if importance is not None else [None] * -(-len(target) // group)
     grids = [
-        fit(
-            target[start : start + group],
-            None if importance is None else importance[start : start + group],
-            config,
-            dtype,
-        )
-        for start in range(0, target.shape[0], group)
+        _fit([one.contiguous() for one in part.split(group)], weights, config, dtype)
+        for part in target.split(max(16, most // len(target)), dim=1)
     ]
-    return Grid(torch.stack([g.scale for g in grids]), torch.stack([g.zero for g in grids]))
+    return Grid(torch.cat([one.scale for one in grids], 1), torch.cat([one.zero for one in grids], 1))
 
 
 def codes(target: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
@@ -121,17 +114,19 @@ def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
 
 
-def _fit(target: Tensor, importance: Tensor | None, config: GridConfig, dtype: torch.dtype) -> Grid:
-    low = target.amin(0).clamp_(max=0)
-    high = target.amax(0).clamp_(min=0)
-    search = _Search(target, importance, config, dtype, low, high)
-    ratios = SYMMETRIC_RATIOS if config.symmetric else ASYMMETRIC_RATIOS
-    first = torch.ones_like(low)
-    search.offer([(first, 1 if config.symmetric else 0)])
+def _fit(
+    targets: Sequence[Tensor], importances: Sequence[Tensor | None], config: GridConfig, dtype: torch.dtype
+) -> Grid:
+    """Fit the grids [groups, rows] of groups [columns, rows] with columns of these importances [columns]."""
+    search = _Search(targets, importances, config, dtype)
+    first = torch.ones_like(search.low)
+    plain = [(first, 1 if config.symmetric else 0)]
     if not config.clip_search:
+        search.offer(plain)
         return search.best
+    ratios = SYMMETRIC_RATIOS if config.symmetric else ASYMMETRIC_RATIOS
     variants = (1, -1) if config.symmetric else (0, 1, -1)
-    search.offer([(torch.full_like(low, ratio), variant) for ratio in ratios for variant in variants])
+    search.offer(plain + [(first * ratio, variant) for ratio in ratios for variant in variants])
     step = ratios[0] - ratios[1]
     for _ in range(REFINEMENTS):
         step /= 2
@@ -141,48 +136,65 @@ def _fit(target: Tensor, importance: Tensor | None, config: GridConfig, dtype: t
 
 
 class _Search:
-    """The best grid among the offered ones, row by row."""
+    """The best grids among the offered ones, of each row of several groups of columns: tensors [groups, rows]."""
 
     def __init__(
-        self,
-        target: Tensor,
-        importance: Tensor | None,
-        config: GridConfig,
-        dtype: torch.dtype,
-        low: Tensor,
-        high: Tensor,
+        self, targets: Sequence[Tensor], importances: Sequence[Tensor | None], config: GridConfig, dtype: torch.dtype
     ) -> None:
-        self.target, self.importance, self.dtype = target, importance, dtype
-        self.is_compiled = column_loops.supports(target)
+        self.groups, self.dtype = list(zip(targets, importances, strict=True)), dtype
+        columns = sum(map(len, targets))
+        self.is_compiled = column_loops.supports(targets[0][:1].expand(columns, -1))
         self.symmetric, self.half, self.top = config.symmetric, 2 ** (config.bits - 1), 2**config.bits - 1
-        self.low, self.high = low, high
-        self.largest = torch.where(-low > high, low, high)  # signed weight of largest magnitude
-        self.loss = torch.full_like(low, float("inf"))
-        self.best = Grid(torch.ones_like(low), torch.zeros_like(low))
-        self.best_ratio: Tensor = torch.ones_like(low)
-        self.best_variant = torch.zeros_like(low)
+        self.low = torch.stack([target.amin(0) for target in targets]).clamp_(max=0)
+        self.high = torch.stack([target.amax(0) for target in targets]).clamp_(min=0)
+        self.largest = torch.where(-self.low > self.high, self.low, self.high)  # signed weight of largest magnitude
+        ones, zeros = torch.ones_like(self.low), torch.zeros_like(self.low)
+        self.loss = torch.full_like(self.low, float("inf"))
+        self._kept = torch.stack([ones, zeros, ones, zeros])  # scale, zero point, ratio and variant of the best
+
+    @property
+    def best(self) -> Grid:
+        """The grids with the least errors."""
+        return Grid(self._kept[0], self._kept[1])
+
+    @property
+    def best_ratio(self) -> Tensor:
+        """Their ratios."""
+        return self._kept[2]
+
+    @property
+    def best_variant(self) -> Tensor:
+        """Their variants."""
+        return self._kept[3]
 
     def losses(self, scale: Tensor, zero: Tensor) -> Tensor:
-        """Return the weighted squared errors [grids, rows] of grids [grids, rows], in steps of each."""
-        count = max(1, OFFERED_WEIGHTS // self.target.numel())
-        return torch.cat([self._losses(*part) for part in zip(scale.split(count), zero.split(count), strict=True)])
+        """Return the weighted squared errors of grids, all [grids, groups, rows], in steps of each."""
+        losses = torch.empty_like(scale)
+        for index, (target, importance) in enumerate(self.groups):
+            for part in torch.arange(len(scale)).split(max(1, OFFERED_WEIGHTS // max(1, target.numel()))):
+                some = slice(int(part[0]), int(part[-1]) + 1)
+                losses[some, index] = self._losses(target, importance, scale[some, index], zero[some, index])
+        return losses
 
-    def _losses(self, scale: Tensor, zero: Tensor) -> Tensor:
+    def _losses(self, target: Tensor, importance: Tensor | None, scale: Tensor, zero: Tensor) -> Tensor:
+        """Return those of one group [columns, rows], of grids [grids, rows]."""
         if self.is_compiled:
-            side_by_side = self.target.repeat(1, len(scale)) if len(scale) > 1 else self.target
+            side_by_side = target.repeat(1, len(scale)) if len(scale) > 1 else target
             grids = [bound.flatten() for bound in (scale, -zero, self.top - zero)]
-            return column_loops.grid_loss(side_by_side, grids, self.importance).view(scale.shape)
-        units = self.target / scale[:, None]
+            return column_loops.grid_loss(side_by_side, grids, importance).view(scale.shape)
+        units = target / scale[:, None]
         error = units.round().clamp_(-zero[:, None], self.top - zero[:, None]).sub_(units).square_()
-        return error.sum(1) if self.importance is None else torch.stack([self.importance @ e for e in error])
+        return error.sum(1) if importance is None else torch.stack([importance @ e for e in error])
 
     def offer(self, grids: Sequence[tuple[Tensor, Tensor | int]]) -> None:
-        """Try a ratio [rows] of the min-max scale and a variant for each grid; of equal ones the first is kept.
+        """Try a ratio [groups, rows] of the min-max scale and a variant for each grid; of equal ones the first is kept.
 
         The variant is the sign (symmetric) or the shift of the zero point.
         """
         ratio = torch.stack([ratio for ratio, _ in grids])
-        variant = torch.stack([torch.zeros_like(self.low) + variant for _, variant in grids])
+        variant = torch.stack(
+            [self.low.new_tensor(v).expand_as(self.low) if isinstance(v, int) else v for _, v in grids]
+        )
         if self.symmetric:
             scale = storable(self.largest / -self.half * ratio * variant, self.dtype)
             zero = torch.full_like(scale, self.half)
@@ -193,7 +205,6 @@ class _Search:
         loss, index = torch.where(losses.isnan(), float("inf"), losses).min(0)
         better = loss < self.loss
         self.loss = torch.where(better, loss, self.loss)
-        offered = (values.gather(0, index[None])[0] for values in (scale, zero, ratio, variant))
-        kept = (*self.best, self.best_ratio, self.best_variant)
-        chosen = [torch.where(better, new, old) for new, old in zip(offered, kept, strict=True)]
-        self.best, self.best_ratio, self.best_variant = Grid(*chosen[:2]), chosen[2], chosen[3]
+        offered = torch.stack([scale, zero, ratio, variant])
+        chosen = offered.gather(1, index.expand(len(offered), 1, *index.shape))[:, 0]
+        self._kept = torch.where(better, chosen, self._kept)

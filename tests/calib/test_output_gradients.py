@@ -35,6 +35,7 @@ from helpers.pico import save_pico
 
 TOKENS = torch.randint(256, (3, 24), generator=torch.Generator().manual_seed(0))
 SEED = 5
+BOOKS = Path(__file__).parents[1] / "models" / "books-8m"
 
 
 def store_of(skeleton: Skeleton, folder: Path, **identity: str) -> GradientStore:
@@ -84,6 +85,33 @@ def test_gradients_are_those_of_the_whole_model(tmp_path: Path, monkeypatch: pyt
             assert error.abs().max() < 2e-3 * scaled.diagonal().max()
     assert kinds == {GradientRows, Tensor}
     assert all(p.is_meta for p in skeleton.model.parameters())
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_gradients_in_bfloat16_are_near_those_in_float64(
+    is_fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a trained model, with the same labels for both; bfloat16 has 8 bits, and errors of tokens even out in G."""
+
+    def draw(self: SampledLabels, sample: int, part: slice, probabilities: Tensor) -> Tensor:
+        places = torch.arange(self.positions)[part]
+        return (31 * places + 7 * sample) % probabilities.shape[1]
+
+    torch.set_num_threads(1)  # processes are forked later, and those threads would be missing there
+    monkeypatch.setattr(SampledLabels, "draw", draw)
+    monkeypatch.setattr(products, "is_fast", lambda dtype: is_fast)
+    _, store = made(BOOKS, tmp_path / "gradients")
+    wanted, errors = reference(BOOKS), []
+    for index, linears in enumerate(store.linears):
+        block = store.read(index)
+        for name in linears:
+            moment = wanted[name].T @ wanted[name]
+            scaled = moment / moment.diagonal().mean()
+            error = block.of(name).metric(slice(None), damp=0.0).double() - scaled
+            errors.append((error.norm() / scaled.norm()).item())
+    largest = max(errors)
+    assert largest < (0.05 if is_fast else 1e-3), largest
+    assert (largest > 1e-3) is is_fast  # what is computed in bfloat16 has its errors
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -147,3 +147,18 @@ def test_gradients_of_linears(trains: bool, monkeypatch: pytest.MonkeyPatch) -> 
         gradients.append(torch.autograd.grad(out, inputs, behind)[0])
     for gradient in gradients:
         torch.testing.assert_close(gradient, behind @ layer.weight)
+
+
+def test_without_gradients_a_parameter_gives_what_a_plain_tensor_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are read back have parameters where quantized ones have none: their bits are compared."""
+    calls: list[int] = []
+
+    def multiply(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+        calls.append(len(left))
+        return functional.linear(left, right, bias)
+
+    monkeypatch.setattr(products, "multiply", multiply)
+    layer, x = nn.Linear(20, 7), tensor(9, 20, dtype=torch.float32)
+    for trains in (True, False):
+        run_block(layer.requires_grad_(trains), BlockArgs((), {}), x, "a block")
+    assert calls == [9, 9]

@@ -132,7 +132,7 @@ def to_infinity(*given: Any) -> torch.Tensor:
     return BACKWARD_OF_LOSS(*given) * float("inf")
 
 
-NOT_FINITE = r"the gradient at the outputs of model\.layers.* is not finite"
+NOT_FINITE = r"the gradient at the outputs of model\.layers.* is not finite, or too large"
 FAILURES = {
     "derivative": (BlockOutputs, "pull_back", fail(RuntimeError("no derivative\nof x")), "no derivative"),
     "code": (BlockOutputs, "pull_back", fail(UnsupportedModelError("blocks differ; use int4")), "blocks differ"),

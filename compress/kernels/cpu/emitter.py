@@ -22,7 +22,7 @@ _INTRINSIC = {"half": "f16", "float": "f32"}  # types in names of intrinsics
 LANES = 16  # of float32 or int32; vectors of int16 have twice as many
 TOKENS = (4, 2, 1)  # rows of activations that a compiled product takes at once
 PRODUCT = "x16 x_scales x_sums out space"  # the last pointers of a function that multiplies: see small_matmul.Product
-LARGEST = 127 * 256.0 + 127  # of an activation: 256 times a byte and a byte, see int_bytes.py
+LARGEST = 127 * 256.0 + 127  # the integer that an activation becomes at most: two bytes, see int_bytes.py
 # Rows of activations up to which the kernels beat decoding and F.linear, 4096 x 4096, one thread: 12 of bfloat16 (24 of
 # codebooks), and any number of float16, whose F.linear takes as long as three kernels on CPUs without such products.
 MOST = 12
@@ -108,6 +108,7 @@ class Emitter:
         self.named: dict[str, Any] = dict(zip(names, function.args, strict=True))
         self.b = ir.IRBuilder(function.append_basic_block())
         self._entry = self.b.block
+        self._constants: dict[tuple[Any, ...], Any] = {}
 
     def i64(self, value: int) -> Any:
         return self.index(value)
@@ -133,7 +134,10 @@ class Emitter:
         self.b.store(value, self.at(pointer, offset, kind), align=_bytes(kind))
 
     def constant(self, kind: Any, lanes: int, value: float) -> Any:
-        return self.ir.Constant(self.vector(kind, lanes), [value] * lanes)
+        known = str(kind), lanes, repr(value)  # to make and to write a vector takes long
+        if known not in self._constants:
+            self._constants[known] = self.ir.Constant(self.vector(kind, lanes), [value] * lanes)
+        return self._constants[known]
 
     def splat(self, value: Any, lanes: int) -> Any:
         kind = self.vector(value.type, lanes)
@@ -142,7 +146,10 @@ class Emitter:
 
     def shuffled(self, a: Any, b: Any, order: Sequence[int]) -> Any:
         """Return elements of a, then b, in this order."""
-        return self.b.shuffle_vector(a, b, self.ir.Constant(self.vector(self.word, len(order)), list(order)))
+        known = "order", *order
+        if known not in self._constants:
+            self._constants[known] = self.ir.Constant(self.vector(self.word, len(order)), list(order))
+        return self.b.shuffle_vector(a, b, self._constants[known])
 
     def smaller(self, a: Any, b: Any) -> Any:
         return self.b.select(self.b.icmp_signed("<", a, b), a, b)

@@ -10,6 +10,7 @@ bit, the others up to the order of sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -95,9 +96,9 @@ def _check(columns: int, *tensors: Tensor) -> None:
 
 def _in_parallel(step: Callable[..., None], rows: int, tensors: Sequence[Tensor], sizes: dict[str, int]) -> None:
     """Run a loop over rows on several threads, each with its own `space` and a range from `first` to `last`."""
-    run = compiler.compiled(step)
+    run, names = _called(step)
     values = {name: each.data_ptr() for name, each in zip(run.signature.pointers, tensors, strict=False)} | sizes
-    before, behind = run.signature.around(("space", "first", "last"), values)
+    before, behind = ([values[name] for name in some] for some in names)
 
     def work(first: int, last: int) -> None:
         space = torch.empty((MAX_COLUMNS + 1) * BLOCK_ROWS, dtype=torch.float32, device="cpu")
@@ -105,6 +106,15 @@ def _in_parallel(step: Callable[..., None], rows: int, tensors: Sequence[Tensor]
         run(*before, space.data_ptr(), *ends, *behind)
 
     llvm.parallel(work, -(-rows // BLOCK_ROWS), ROWS_PER_THREAD // BLOCK_ROWS)
+
+
+@cache
+def _called(step: Callable[..., None]) -> tuple[llvm.Function, list[list[str]]]:
+    """Return a loop as a function, and what its arguments before and behind those of a thread are called."""
+    run = compiler.compiled(step)
+    names = [*run.signature.pointers, *run.signature.integers]
+    at = names.index("space")
+    return run, [names[:at], names[at + 3 :]]  # ... space, first, last ...
 
 
 # What follows is compiled. Sums of several columns are taken in one pass, in their order, so that they stay in
