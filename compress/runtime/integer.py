@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -39,6 +39,12 @@ MIN_TOKENS = 32  # torch._int_mm on a GPU takes more than 16
 FEW = 4  # tokens up to which the CPU multiplies one after another: a product of more of them reorders the weight
 EXACT_IN_FP8 = 5  # bits: integers to 16 are numbers of float8_e4m3fn
 LARGEST_INT32 = 2**31 - 1
+# Numbers of a temporary on a CPU: it stays in the cache, and in memory that was used before. That took half of the time
+# of a product with 512 tokens.
+PIECE = 1 << 18
+LEAST_WIDTH = 256  # outputs of a piece
+
+Sums = Callable[[int, int], Tensor]  # from one output to another -> float32 [tokens, outputs], without scales of tokens
 
 
 class IntegerProduct(NamedTuple):
@@ -178,36 +184,58 @@ def operands(product: IntegerProduct, tensors: Mapping[str, Tensor]) -> tuple[Te
 def multiply(product: IntegerProduct, x: Tensor, held: tuple[Tensor, ...], in_scale: Tensor | None) -> Tensor:
     """x [..., in] times the weight whose `operands` are held -> [..., out] of the type of x."""
     out_features, in_features = product.shape
-    q, tokens = inputs.quantize(x.reshape(-1, in_features), product.activations, in_scale)
-    scales, *pieces = held
-    q = q.to(inputs.FP8 if product.activations.dtype == "fp8" else torch.int8)
-    if pieces[0].dtype == torch.uint8:
-        y = _direct(q, pieces[0], product.params)[:, :out_features] * scales
-    else:
-        group = pieces[0].shape[1]
-        y = _sums(q[:, :group], pieces[0], out_features) * scales[0]
-        for part, piece, scale in zip(q.split(group, dim=1)[1:], pieces[1:], scales[1:], strict=True):
-            y.addcmul_(_sums(part, piece, out_features).float(), scale)
-    y = y.mul_(tokens).to(x.dtype).contiguous()
+    given = x.reshape(-1, in_features)
+    count, on_cpu = len(given), x.device.type == "cpu"
+    some = max(1, PIECE // in_features) if on_cpu else max(1, count)
+    parts = [_quantize(part, product.activations, in_scale) for part in given.split(some)]
+    q, tokens = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*parts, strict=True))
+    sums = _direct_sums(q, held, product.params) if held[1].dtype == torch.uint8 else _sums_of_groups(q, held)
+    width = max(LEAST_WIDTH, PIECE // max(1, count)) if on_cpu else out_features
+    y = x.new_empty(count, out_features)
+    for first in range(0, out_features, width):
+        last = min(first + width, out_features)
+        y[:, first:last] = sums(first, last).mul_(tokens)
     return y.view(*x.shape[:-1], out_features)
 
 
-def _direct(q: Tensor, words: Tensor, params: int_format.Params) -> Tensor:
-    """q [tokens, in] times stored bytes [padded out, padded in], which are codes + 128 -> int32 [tokens, padded out].
+def _quantize(x: Tensor, activations: Activations, in_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x [tokens, in] in the type that is multiplied, and its scales float32 [tokens, 1]."""
+    q, tokens = inputs.quantize(x, activations, in_scale)
+    return q.to(inputs.FP8 if activations.dtype == "fp8" else torch.int8), tokens
+
+
+def _direct_sums(q: Tensor, held: tuple[Tensor, ...], params: int_format.Params) -> Sums:
+    """q [tokens, in] times stored bytes [padded out, padded in], which are codes + 128, times the scales.
 
     The two bytes of a word are columns that lie a tile's words apart (compress/numerics/packing.py): q is put in their
     order.
     """
+    scales, words = held
     padded = F.pad(q, (0, words.shape[1] - q.shape[1]))
     tile = (padded.shape[1] // (2 * params.tile_words), 2, params.tile_words)
     ordered = padded.unflatten(1, tile).transpose(-1, -2).reshape(padded.shape)
     shift = 128 * q.sum(1, keepdim=True, dtype=torch.int32)
-    return _on_cpu(ordered, words) - shift
+    whole = _on_cpu(ordered, words)
+    return lambda first, last: whole[:, first:last].contiguous().sub_(shift).mul(scales[:, first:last])
 
 
-def _sums(q: Tensor, codes: Tensor, out_features: int) -> Tensor:
-    """q [tokens, group] times codes [out or more, group or more] -> int32 (float32 for fp8) [tokens, out]."""
-    return _on_cpu(q, codes) if _is_on_cpu(codes) else _on_gpu(q, codes)[:, :out_features]
+def _sums_of_groups(q: Tensor, held: tuple[Tensor, ...]) -> Sums:
+    """q [tokens, in] times the codes of each group of columns, int8 or fp8 [out or more, group], times the scales."""
+    scales, *pieces = held
+    parts = q.split(pieces[0].shape[1], dim=1) if _is_on_cpu(pieces[0]) else (q,)
+
+    def sums(first: int, last: int) -> Tensor:
+        y = _sums(parts[0], pieces[0], first, last) * scales[0, first:last]
+        for part, piece, scale in zip(parts[1:], pieces[1:], scales[1:], strict=True):
+            y.addcmul_(_sums(part, piece, first, last).float(), scale[first:last])
+        return y
+
+    return sums
+
+
+def _sums(q: Tensor, codes: Tensor, first: int, last: int) -> Tensor:
+    """q [tokens, group] times rows of codes [out or more, group or more] -> int32 (float32 for fp8)."""
+    return _on_cpu(q, codes[first:last]) if _is_on_cpu(codes) else _on_gpu(q, codes)[:, first:last]
 
 
 def _is_on_cpu(codes: Tensor) -> bool:
@@ -216,8 +244,9 @@ def _is_on_cpu(codes: Tensor) -> bool:
 
 def _on_cpu(q: Tensor, codes: Tensor) -> Tensor:
     """int32 [tokens, out]; the weight comes first: oneDNN reorders its second operand in every call."""
-    parts = q.split(1) if 0 < q.shape[0] <= FEW else (q,)
-    return torch.cat([torch._int_mm(codes, part.t()) for part in parts], dim=1).t()
+    if q.shape[0] > FEW or q.shape[0] <= 1:
+        return torch._int_mm(codes, q.t()).t()
+    return torch.cat([torch._int_mm(codes, part.t()) for part in q.split(1)], dim=1).t()
 
 
 def _on_gpu(q: Tensor, codes: Tensor) -> Tensor:

@@ -133,6 +133,16 @@ def test_sums_are_exact_to_the_last_unit(bits: int, group: int, tokens: int, ext
 
 
 @needs_bytes
+@pytest.mark.parametrize(("bits", "group"), [(8, -1), (4, 64)])
+def test_products_do_not_depend_on_pieces(bits: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = layer_of(int_weight((150, 192), bits, group), INT8), random(11, 192)
+    whole = layer(x)
+    monkeypatch.setattr(integer, "PIECE", 3 * 192)  # 3 tokens, and 64 outputs
+    monkeypatch.setattr(integer, "LEAST_WIDTH", 64)
+    assert torch.equal(layer(x), whole)
+
+
+@needs_bytes
 @pytest.mark.parametrize(("bits", "group"), [(8, -1), (4, -1), (4, 64)])
 def test_a_token_does_not_depend_on_the_others(bits: int, group: int) -> None:
     layer, x = layer_of(int_weight((48, 128), bits, group), INT8), random(9, 128)

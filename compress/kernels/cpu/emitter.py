@@ -197,7 +197,7 @@ class Emitter:
         for half in halves[: count.bit_length() - 1]:
             is_first = [place // half % 2 == 0 for place in range(size)]
             pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
-            vectors = [b.add(self._blend(*pair, is_first), self._swap(*pair, half)) for pair in pairs]
+            vectors = [b.add(self._blend(*pair, is_first), self._swap_blocks(*pair, half)) for pair in pairs]
             owners = [
                 [x if own else y for own, x, y in zip(is_first, *pair, strict=True)]
                 for pair in zip(owners[::2], owners[1::2], strict=True)
@@ -216,7 +216,7 @@ class Emitter:
         """Return the elements of a where `of_first`, those of b elsewhere."""
         return self.shuffled(a, b, [i if first else len(of_first) + i for i, first in enumerate(of_first)])
 
-    def _swap(self, a: Any, b: Any, half: int) -> Any:
+    def _swap_blocks(self, a: Any, b: Any, half: int) -> Any:
         """Return the second blocks of a before the first ones of b: what `_blend` of first blocks leaves."""
         size = a.type.count
         others = self._blend(a, b, [place // half % 2 == 1 for place in range(size)])
