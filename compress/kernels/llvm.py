@@ -10,6 +10,7 @@ kept on disk: a later process writes functions anew, but compiles only those tha
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import logging
 import os
@@ -17,9 +18,9 @@ import platform
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -145,7 +146,23 @@ class Function(Protocol):
 @cache
 def function(kind: Callable[..., Any], *settings: Any) -> Function:
     """Return the function that kind(*settings) writes, compiled once for a process."""
-    return compiled(kind(*settings))
+    with without_collections():
+        return compiled(kind(*settings))
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """While active, let Python not look for unreachable objects among all that torch and transformers have made.
+
+    What is written makes so many objects that it would, several times, and take longer than the writing.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def compiled(emitter: Any) -> Function:

@@ -59,11 +59,13 @@ def uses_onednn(processor: Mapping[str, Any] = _capabilities) -> bool:
 def multiply(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return left @ right.T (+ bias) of float32 matrices [rows, columns] and [outputs, columns]; bias [outputs].
 
-    oneDNN falls back to plain loops where rows do not lie one behind the other. Such matrices go to torch.
+    oneDNN falls back to plain loops where rows do not lie one behind the other. Such matrices are copied, so that the
+    layout of a weight in memory changes no bit.
     """
-    is_plain = left.is_contiguous() and right.is_contiguous() and left.numel() > 0 and right.numel() > 0
-    if is_plain and left.device.type == "cpu" and left.dtype == right.dtype == torch.float32 and uses_onednn():
-        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], ""))
+    is_plain = left.dtype == right.dtype == torch.float32 and left.numel() > 0 and right.numel() > 0
+    if is_plain and left.device.type == "cpu" and uses_onednn():
+        operands = left.contiguous(), right.contiguous()
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(*operands, bias, "none", [], ""))
     return functional.linear(left, right, bias)
 
 

@@ -225,7 +225,8 @@ class CompressQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
                 _check_loaded(name, module)
-        step.speed_up(model)
+        if any(isinstance(module, PackedModule) for module in model.modules()):
+            step.speed_up(model)  # a model of which nothing is packed computes as its original
         if self.quantization_config.kv_cache is not None:
             from compress.runtime import kv_config
 

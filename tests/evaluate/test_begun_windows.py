@@ -112,11 +112,10 @@ def test_plans_reports_and_scores_say_it(model: Path, tmp_path: Path) -> None:
 
 
 def test_the_own_text_begins_alike_and_cannot_begin_with_nothing(model: Path, tmp_path: Path) -> None:
-    words = [word for word in command(model, GPTQ, tmp_path / "out") if word not in ("--calib", str(TEXT))]
-    done = cli(*words)
-    assert done.code == 0 and report_of(tmp_path / "out")["calibration"]["begins_with"] == "<bos>"
-    refused = cli(*words[:-2], "--out", str(tmp_path / "bare"), "--set", "calibration.bos=never")
-    assert refused.code == 1 and "give --calib" in one_line(refused) and not (tmp_path / "bare.partial").exists()
+    written, bare = (command(model, GPTQ.set(f"calibration.bos={bos}"), tmp_path / bos) for bos in ("auto", "never"))
+    done, refused = (cli(*("self" if word == str(TEXT) else word for word in words)) for words in (written, bare))
+    assert done.code == 0 and report_of(tmp_path / "auto")["calibration"]["begins_with"] == "<bos>"
+    assert refused.code == 1 and "give --calib" in one_line(refused) and not (tmp_path / "never.partial").exists()
 
 
 def test_an_interrupted_run_goes_on_with_the_same_beginning_only(model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -182,3 +183,16 @@ def test_the_oldest_files_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(llvm, "LIMIT", 3 * size)
     llvm.store_object(keys[5], CODE)
     assert [i for i, key in enumerate(keys) if llvm.load_object(key)] == [1, 4, 5]
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_collections_are_as_before_afterwards(is_enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if is_enabled else gc.disable)()
+        with pytest.raises(KeyError), llvm.without_collections():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() == is_enabled
+    finally:
+        (gc.enable if before else gc.disable)()

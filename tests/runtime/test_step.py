@@ -20,13 +20,13 @@ from compress.runtime.linear import PackedLinear
 from compress.runtime.step import decode
 from compress.types import PackedWeight, WeightTransforms
 from helpers.cpu_weights import int_weight, trellis_weight
-from helpers.pico import PICO, build
+from helpers.decoding import assert_close, ready, step_of, tokens
+from helpers.pico import build
 from helpers.stored import random_parts
 
 pytestmark = pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here")
 READ = ("llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "mixtral", "qwen3_moe")
 LEFT = ("gpt_neox", "opt")  # to transformers
-RATIO = 1e-4  # of logits in float32: sums in another order
 
 
 @pytest.fixture(autouse=True)
@@ -37,32 +37,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def tokens(rows: int, count: int, seed: int = 1) -> Tensor:
-    return torch.randint(0, 250, (rows, count), generator=torch.Generator().manual_seed(seed))
-
-
-def ready(name: str = "llama") -> PreTrainedModel:
-    model = PICO[name]()
-    config: Any = model.generation_config
-    config.eos_token_id, config.pad_token_id = None, 0
-    return model
-
-
-def step_of(model: nn.Module) -> decode.StepState:
-    (step,) = (vars(each)[decode.MARK] for each in model.modules() if decode.MARK in vars(each))
-    return step
-
-
 def generated(model: Any, ids: Tensor, mask: Tensor | None = None, **settings: Any) -> tuple[Tensor, Tensor]:
     """Return the text and the logits of its new tokens."""
     mask = torch.ones_like(ids) if mask is None else mask
     settings = {"max_new_tokens": 12, "do_sample": False, **settings}
     output = model.generate(ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **settings)
     return output.sequences, torch.stack(output.logits)
-
-
-def assert_close(got: Tensor, expected: Tensor, ratio: float = RATIO) -> None:
-    assert float((got - expected).norm()) <= ratio * float(expected.norm())
 
 
 @pytest.mark.parametrize("name", READ)

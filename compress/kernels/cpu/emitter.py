@@ -22,7 +22,7 @@ _INTRINSIC = {"half": "f16", "float": "f32"}  # types in names of intrinsics
 LANES = 16  # of float32 or int32; vectors of int16 have twice as many
 TOKENS = (4, 2, 1)  # rows of activations that a compiled product takes at once
 PRODUCT = "x16 x_scales x_sums out space"  # the last pointers of a function that multiplies: see small_matmul.Product
-LARGEST = 127 * 256.0 + 127  # of an activation: 256 times a byte and a byte, see int_bytes.py
+LARGEST = 127 * 256.0 + 127  # the integer that an activation becomes at most: two bytes, see int_bytes.py
 # Rows of activations up to which the kernels beat decoding and F.linear, 4096 x 4096, one thread: 12 of bfloat16 (24 of
 # codebooks), and any number of float16, whose F.linear takes as long as three kernels on CPUs without such products.
 MOST = 12
@@ -108,6 +108,7 @@ class Emitter:
         self.named: dict[str, Any] = dict(zip(names, function.args, strict=True))
         self.b = ir.IRBuilder(function.append_basic_block())
         self._entry = self.b.block
+        self._constants: dict[tuple[Any, ...], Any] = {}
 
     def i64(self, value: int) -> Any:
         return self.index(value)
@@ -133,7 +134,10 @@ class Emitter:
         self.b.store(value, self.at(pointer, offset, kind), align=_bytes(kind))
 
     def constant(self, kind: Any, lanes: int, value: float) -> Any:
-        return self.ir.Constant(self.vector(kind, lanes), [value] * lanes)
+        known = str(kind), lanes, repr(value)  # to make and to write a vector takes long
+        if known not in self._constants:
+            self._constants[known] = self.ir.Constant(self.vector(kind, lanes), [value] * lanes)
+        return self._constants[known]
 
     def splat(self, value: Any, lanes: int) -> Any:
         kind = self.vector(value.type, lanes)
@@ -142,7 +146,10 @@ class Emitter:
 
     def shuffled(self, a: Any, b: Any, order: Sequence[int]) -> Any:
         """Return elements of a, then b, in this order."""
-        return self.b.shuffle_vector(a, b, self.ir.Constant(self.vector(self.word, len(order)), list(order)))
+        known = "order", *order
+        if known not in self._constants:
+            self._constants[known] = self.ir.Constant(self.vector(self.word, len(order)), list(order))
+        return self.b.shuffle_vector(a, b, self._constants[known])
 
     def smaller(self, a: Any, b: Any) -> Any:
         return self.b.select(self.b.icmp_signed("<", a, b), a, b)
@@ -182,15 +189,38 @@ class Emitter:
     def integer_totals(self, vectors: Sequence[Any], parts: int = 1) -> Any:
         """Return the sums of the elements of 2^n vectors of integers, as a vector; of `parts` of each four elements."""
         b, vectors, size = self.b, list(vectors), vectors[0].type.count
-        halves = [half for half in (16, 8, 4, 2, 1) if half < size and (half >= 4 or half * parts < 4)]
-        # Each step adds the halves of blocks of elements; the blocks of two vectors become those of one.
-        for half in halves:
-            pairs = zip(vectors[::2], vectors[1::2], strict=True) if len(vectors) > 1 else [(vectors[0],) * 2]
-            places = range((2 if len(vectors) > 1 else 1) * vectors[0].type.count)
-            low = [place for place in places if place // half % 2 == 0]
-            high = [place + half for place in low]
-            vectors = [b.add(self.shuffled(*pair, low), self.shuffled(*pair, high)) for pair in pairs]
-        return vectors[0]
+        halves = [half for half in (1, 2, 4, 8, 16) if half < size and (half >= 4 or half * parts < 4)]
+        count = len(vectors)
+        # Each step adds neighbouring blocks of elements. As long as there are two vectors, the first blocks become sums
+        # of one and the second blocks those of the other, so that one vector holds both.
+        owners = [[i] * size for i in range(count)]
+        for half in halves[: count.bit_length() - 1]:
+            is_first = [place // half % 2 == 0 for place in range(size)]
+            pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
+            vectors = [b.add(self._blend(*pair, is_first), self._swapped(*pair, half)) for pair in pairs]
+            owners = [
+                [x if own else y for own, x, y in zip(is_first, *pair, strict=True)]
+                for pair in zip(owners[::2], owners[1::2], strict=True)
+            ]
+        (total,), (owner,) = vectors, owners
+        lanes = list(range(size))  # of `total`, as places of elements of the beginning
+        for half in reversed(halves[count.bit_length() - 1 :]):
+            kept = [i for i, lane in enumerate(lanes) if lane // half % 2 == 0]
+            gone = [lanes.index(lanes[i] + half) for i in kept]
+            total = b.add(self.shuffled(total, total, kept), self.shuffled(total, total, gone))
+            lanes = [lanes[i] for i in kept]
+        order = sorted(range(len(lanes)), key=lambda i: (owner[lanes[i]], lanes[i] & 3 if parts > 1 else 0))
+        return total if order == list(range(len(lanes))) else self.shuffled(total, total, order)
+
+    def _blend(self, a: Any, b: Any, of_first: Sequence[bool]) -> Any:
+        """Return the elements of a where `of_first`, those of b elsewhere."""
+        return self.shuffled(a, b, [i if first else len(of_first) + i for i, first in enumerate(of_first)])
+
+    def _swapped(self, a: Any, b: Any, half: int) -> Any:
+        """Return the second blocks of a before the first ones of b: what `_blend` of first blocks leaves."""
+        size = a.type.count
+        others = self._blend(a, b, [place // half % 2 == 1 for place in range(size)])
+        return self.shuffled(others, others, [place ^ half for place in range(size)])
 
     def scaled_sums(self, scales: Any, sums: Any, m: Any, spans: Any) -> Any:
         """Return the sum over all spans of scale times sum of the activations of row m, a value."""
@@ -317,6 +347,10 @@ class Emitter:
         """Ask for a line of memory that is read soon; an address past the end does no harm."""
         here = self.at(pointer, offset, kind)
         self.intrinsic("llvm.prefetch.p0", self.ir.VoidType(), here, self.word(0), self.word(3), self.word(1))
+
+    def barrier(self) -> None:
+        """Have memory read anew from here on, so that values are not kept in registers that are needed for others."""
+        self.b.asm(self.ir.FunctionType(self.ir.VoidType(), []), "", "~{memory}", [], True)
 
     def floats(self, value: float) -> Any:
         return self.constant(self.float, LANES, value)

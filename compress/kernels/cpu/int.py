@@ -24,19 +24,15 @@ from compress.formats import int as int_format
 from compress.formats.int import NARROW, PLANES, Params
 from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
-from compress.kernels.cpu import emitter, int_bytes, small_matmul
+from compress.kernels.cpu import emitter, int_bytes, int_tiles, small_matmul
 from compress.kernels.cpu.emitter import LANES, PRODUCT
 from compress.kernels.cpu.int_bytes import IntBytes
-from compress.kernels.cpu.int_tiles import IntTiles
+from compress.kernels.cpu.int_tiles import SHORT, IntTiles
 from compress.kernels.cpu.small_matmul import Product, ProductSizes
 from compress.kernels.cpu.unpack import SHORTS, NarrowTiles, vector_lanes, whole_tiles, words
 from compress.numerics.packing import FIELDS
 
 SCALE_ROWS = int_format.ROW_MULTIPLE  # of the weight, whose scales are read together
-# Tiles are faster from so many rows of activations on (4096 x 4096, one thread of an EPYC of the fifth generation, with
-# AVX-512 and as if it had AVX2 alone), and take so many at once, for which a weight is decoded once.
-LEAST_TILED, LEAST_TILED_OF_SMALL, MOST_TILED = 12, 8, 128
-TOGETHER = 2  # rows that share a load of activations; the sums of four rows and tokens do not fit the registers
 
 
 def span_blocks(params: Params) -> int:
@@ -50,6 +46,13 @@ def span_blocks(params: Params) -> int:
     if blocks % fields == 0:
         return fields
     return blocks if fields % blocks == 0 else 1
+
+
+def rows_together(span: int, tokens: int) -> int:
+    """Return the rows of the weight whose sums with few rows of activations meet their scales together."""
+    if "avx512bw" in llvm.features():
+        return 4 if span > SHORT and tokens == 1 else 8 // tokens
+    return max(1, (2 if span > SHORT else 4) // tokens)
 
 
 def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Int | None:
@@ -93,7 +96,7 @@ class Int(Product):
         return emitter.EVERY if self._has_tiles else emitter.MOST_OF_INTEGERS
 
     def together(self, tokens: int) -> int:
-        return min(tokens, MOST_TILED) if self._is_tiled(tokens) else super().together(tokens)
+        return min(tokens, int_tiles.MOST_TILED) if self._is_tiled(tokens) else super().together(tokens)
 
     def lanes(self, tokens: int) -> int:
         return self.layout.span if self._is_tiled(tokens) else self.layout.lanes
@@ -101,11 +104,12 @@ class Int(Product):
     def kernel(self, tokens: int) -> llvm.Function:
         if self._is_tiled(tokens):
             return llvm.function(IntTiles, *self._settings)
-        reads = int_bytes.reads(self.params.bits, self.layout.span) and int_bytes.is_faster(self.params.bits, tokens)
+        bits, tile_words = self.params.bits, self.params.tile_words
+        reads = int_bytes.reads(bits, self.layout.span) and int_bytes.is_faster(bits, tile_words, tokens)
         return llvm.function(IntBytes if reads else IntSums, *self._settings, tokens)
 
     def _is_tiled(self, tokens: int) -> bool:
-        return self._has_tiles and tokens >= (LEAST_TILED if "avx512f" in llvm.features() else LEAST_TILED_OF_SMALL)
+        return self._has_tiles and tokens >= int_tiles.least_tiled(self.params.tile_words, self.layout.span)
 
     def decoder(self, dtype: torch.dtype) -> Decoder:
         function = llvm.function(_IntRows, *self._settings, dtype)
@@ -143,9 +147,10 @@ class IntSums(emitter.Emitter):
         self.whole = self.b.mul(self.tiles, self.i64(self.fields * tile_words))  # columns of whole tiles
         in_row = self.b.add(self.whole, self.b.mul(self.tail, self.i64(NARROW)))
         self.lanes = vector_lanes(tile_words, span)
-        self.read = whole_tiles(self, self.planes, bits, tile_words, in_row, self.lanes)
-        self.narrow = NarrowTiles(self, self.planes, PLANES[bits], NARROW, in_row, self.whole)
-        self.together = TOGETHER
+        self.width = min(self.lanes, SHORTS if "avx512bw" in llvm.features() else SHORTS // 2)  # of a register
+        self.together = rows_together(span, tokens)
+        self.read = whole_tiles(self, self.planes, bits, tile_words, in_row, self.lanes, self.together)
+        self.narrow = NarrowTiles(self, self.planes, PLANES[bits], NARROW, in_row, self.whole, self.together)
         self.cells = list(pairs(range(self.together), range(tokens)))  # sums of rows and rows of activations
         self.sums = self.variable(self.vector(self.float, len(self.cells)))
         self.shift = [self.variable(self.floats16) for _ in range(tokens)]
@@ -233,7 +238,8 @@ class IntSums(emitter.Emitter):
         return self.narrow.codes(tile, row, first, self.lanes)
 
     def _no_sums(self) -> dict[tuple[int, int], Any]:
-        zeros = self.constant(self.word, self.lanes // 2, 0)
+        self.barrier()
+        zeros = self.constant(self.word, self.width // 2, 0)
         return {cell: zeros for cell in self.cells}
 
     def _add(self, totals: dict[tuple[int, int], Any], column: Any, number: Any, codes: Callable[[Any], Any]) -> None:
@@ -241,8 +247,10 @@ class IntSums(emitter.Emitter):
         inputs = [self._input(column, m) for m in range(self.tokens)]
         for r in range(self.together):
             vector = codes(self.b.add(number, self.i64(r)))
-            for m, x in enumerate(inputs):
-                totals[r, m] = self.b.add(totals[r, m], self.pair_sums(vector, x))
+            for m, first in pairs(range(self.tokens), range(0, self.lanes, self.width)):
+                part = range(first, first + self.width)
+                a, x = (self.shuffled(each, each, part) for each in (vector, inputs[m]))
+                totals[r, m] = self.b.add(totals[r, m], self.pair_sums(a, x))
 
     def _scale(self, totals: dict[tuple[int, int], Any], u: Any, row: Any) -> None:
         """Add the sums of span `u` times its scales to those of the rows."""

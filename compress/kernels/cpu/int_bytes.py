@@ -22,8 +22,8 @@ from compress.kernels.cpu.emitter import PRODUCT, Emitter
 from compress.kernels.cpu.unpack import AHEAD, SHORTS, NarrowTiles, words
 from compress.numerics.packing import FIELDS
 
-BITS = (2, 3, 4)
-ROWS = 16  # of the weight, whose scales are read together
+BYTE_BITS = (2, 3, 4)
+BLOCK_ROWS = 16  # of the weight, whose scales are read together
 EIGHT = 8  # words of a register of 128 bits
 LARGEST_BYTE = 128  # magnitude of the bytes of activations
 MOST = 4  # rows of the weight times rows of activations, whose sums are added up together
@@ -32,18 +32,16 @@ LINE = 32  # words of a line of the cache
 
 def reads(bits: int, span: int) -> bool:
     """Return whether this processor has such instructions, and codes and spans are those of this kernel."""
-    return bits in BITS and span % SHORTS == 0 and "avx2" in llvm.features()
+    return bits in BYTE_BITS and span % SHORTS == 0 and "avx2" in llvm.features()
 
 
-def is_faster(bits: int, tokens: int) -> bool:
-    """Return whether this kernel beats products of int16 (4096 x 4096, one thread of an EPYC of the fifth generation).
+def is_faster(bits: int, tile_words: int, tokens: int) -> bool:
+    """Return whether this kernel beats products of int16, measured as it is said in int.py.
 
-    With AVX2, bytes of 3 bits take more instructions to come by than they save up to two rows; with AVX-512, four rows
-    of activations of two bytes are more than the nearest cache holds beside the codes of 4 bits.
+    Bytes take fewer instructions to come by, except with 3 bits, and as many to multiply: that pays with one row of
+    activations, where a tile has more than a vector of words.
     """
-    if "avx512bw" in llvm.features():
-        return bits != 4 or tokens < 4
-    return bits != 3 or tokens >= 4
+    return tokens == 1 and bits != 3 and tile_words > LINE
 
 
 def fields(bits: int) -> list[tuple[int, int]]:
@@ -68,7 +66,7 @@ def units(bits: int, tile_words: int, span: int) -> int:
 
 def count_floats(bits: int, tile_words: int, span: int, columns: int, tiles: int, tail: int) -> int:
     """Return the float32 that a thread works in, for one row of activations."""
-    return (tiles * units(bits, tile_words, span) + tail) * ROWS + columns // 2
+    return (tiles * units(bits, tile_words, span) + tail) * BLOCK_ROWS + columns // 2
 
 
 class IntBytes(Emitter):
@@ -92,14 +90,14 @@ class IntBytes(Emitter):
         self.together = max(1, MOST // tokens)  # rows of the weight whose sums are added up together
         self.owners = owners(bits, tile_words, span)
         kept = b.add(b.mul(self.tiles, self.i64(units(bits, tile_words, span))), self.tail)
-        self.bytes = self.at(self.space, b.mul(kept, self.i64(ROWS * tokens)), self.float)
-        kind = self.vector(self.float, ROWS)
+        self.bytes = self.at(self.space, b.mul(kept, self.i64(BLOCK_ROWS * tokens)), self.float)
+        kind = self.vector(self.float, BLOCK_ROWS)
         self.sums, self.shift = ([self.variable(kind) for _ in range(tokens)] for _ in range(2))
         with self.loop(self.tiles) as tile:
             self._split_inputs(tile)
         with self.loop(last, first) as block:
-            start = b.mul(block, self.i64(ROWS))
-            with self.loop(self.i64(ROWS // self.together)) as some:
+            start = b.mul(block, self.i64(BLOCK_ROWS))
+            with self.loop(self.i64(BLOCK_ROWS // self.together)) as some:
                 row = b.mul(some, self.i64(self.together))
                 with self.loop(self.tiles) as tile:
                     self._add_tile(tile, b.add(start, row), row)
@@ -150,7 +148,7 @@ class IntBytes(Emitter):
 
     def _add_tile(self, tile: Any, number: Any, row: Any) -> None:
         """Write the sums of the spans of a tile of rows from `row` of the sixteen on, which is `number` of all."""
-        kept = list(self._kept())
+        kept = list(self._owner_units())
         sums: dict[tuple[int, ...], list[Any]] = {owner: [] for owner, _ in kept}
         for r in range(self.together):
             for owner in sums:
@@ -158,7 +156,7 @@ class IntBytes(Emitter):
         for owner, unit in kept:
             self._keep(self.integer_totals(sums[owner], len(owner)), self._tile_place(tile, unit), row, len(owner))
 
-    def _kept(self) -> Iterator[tuple[tuple[int, ...], int]]:
+    def _owner_units(self) -> Iterator[tuple[tuple[int, ...], int]]:
         """The sums of a tile that are kept apart: what they belong to, and how many are before them."""
         before = 0
         for owner in dict.fromkeys(self.owners):
@@ -168,10 +166,13 @@ class IntBytes(Emitter):
     def _tile_place(self, tile: Any, unit: int) -> Any:
         """Where the sums of sixteen rows begin that are `unit` of a tile, in rows of activations."""
         b = self.b
-        return b.add(b.mul(tile, self.i64(ROWS * units(self.bits, self.tile_words, self.span))), self.i64(ROWS * unit))
+        return b.add(
+            b.mul(tile, self.i64(BLOCK_ROWS * units(self.bits, self.tile_words, self.span))),
+            self.i64(BLOCK_ROWS * unit),
+        )
 
     def _tail_place(self, tile: Any) -> Any:
-        return self.b.add(self._tile_place(self.tiles, 0), self.b.mul(tile, self.i64(ROWS)))
+        return self.b.add(self._tile_place(self.tiles, 0), self.b.mul(tile, self.i64(BLOCK_ROWS)))
 
     def _keep(self, totals: Any, place: Any, row: Any, sides: int) -> None:
         """Write [rows, tokens, sides] sums."""
@@ -182,16 +183,16 @@ class IntBytes(Emitter):
     def _kept_sums(self, place: Any, sides: int) -> list[list[Any]]:
         """The sums of sixteen rows, for each row of activations and side."""
         offset, size = self.b.mul(place, self.i64(self.tokens)), self.tokens * sides
-        whole = self.load(self.space, offset, self.word, ROWS * size)
+        whole = self.load(self.space, offset, self.word, BLOCK_ROWS * size)
         return [
-            [self.shuffled(whole, whole, range(m * sides + side, ROWS * size, size)) for side in range(sides)]
+            [self.shuffled(whole, whole, range(m * sides + side, BLOCK_ROWS * size, size)) for side in range(sides)]
             for m in range(self.tokens)
         ]
 
     def _sum(self, tile: Any, number: Any, owner: tuple[int, ...]) -> list[Any]:
         """Return the sums of an owner and a row with each row of activations, as vectors of int32."""
         size = 2 * self.count
-        sums = [[_Sum(self, size, 2**self.bits - 1) for _ in range(2)] for _ in range(self.tokens)]
+        sums = [[_ByteProducts(self, size, 2**self.bits - 1) for _ in range(2)] for _ in range(self.tokens)]
         vectors: dict[int, list[Any]] = {}
         for n, word, i in self.places:
             if self.owners[i] != owner:
@@ -220,14 +221,14 @@ class IntBytes(Emitter):
 
     def _of_three(self, read: list[Any]) -> list[Any]:
         """Words whose low and high bytes hold two fields of each, at the same bits; then the fields between them."""
-        sides = [self._either(self._masked(w, 0, 0x003F), self._masked(w, 1, 0x3F00)) for w in read]
-        middle = [self._masked(w, 6, 7) for w in read]
+        sides = [self._either(self._mask(w, 0, 0x003F), self._mask(w, 1, 0x3F00)) for w in read]
+        middle = [self._mask(w, 6, 7) for w in read]
         upper = self.b.shl(middle[1], self.constant(self.short, self.count, 8))
-        spare = [self._masked(w, 7 - i, 1 << (8 + i)) for i, w in enumerate(read)]
+        spare = [self._mask(w, 7 - i, 1 << (8 + i)) for i, w in enumerate(read)]
         last = self._either(self._either(spare[0], spare[1]), spare[2])
         return [*sides, self._either(middle[0], upper), self._either(middle[2], last)]
 
-    def _masked(self, words: Any, shift: int, mask: int) -> Any:
+    def _mask(self, words: Any, shift: int, mask: int) -> Any:
         moved = self.b.lshr(words, self.constant(words.type.element, words.type.count, shift)) if shift else words
         return self.b.and_(moved, self.constant(words.type.element, words.type.count, mask))
 
@@ -250,7 +251,7 @@ class IntBytes(Emitter):
         source, field = (words[i // 2], i % 2) if bits == 3 else (words[0], i)
         shorts = b.bitcast(source, self.vector(self.short, self.count))
         moved = b.lshr(shorts, self.constant(self.short, self.count, field * bits)) if field else shorts
-        return self._masked(b.bitcast(moved, source.type), 0, 2**bits - 1)
+        return self._mask(b.bitcast(moved, source.type), 0, 2**bits - 1)
 
     def _add_narrow(self, tile: Any, number: Any, row: Any) -> None:
         """Write the sums of a tile of the tail."""
@@ -267,17 +268,19 @@ class IntBytes(Emitter):
         """Write the sums of sixteen rows with all rows of activations."""
         b = self.b
         for variable in (*self.sums, *self.shift):
-            b.store(self.constant(self.float, ROWS, 0.0), variable)
+            b.store(self.constant(self.float, BLOCK_ROWS, 0.0), variable)
         with self.loop(self.spans) as u:
             zero = self._zero(start, u)
             for m, variable in enumerate(self.shift):
-                total = self.splat(self.load(self.x_sums, b.add(b.mul(self.spans, self.i64(m)), u), self.float), ROWS)
+                total = self.splat(
+                    self.load(self.x_sums, b.add(b.mul(self.spans, self.i64(m)), u), self.float), BLOCK_ROWS
+                )
                 both = b.fmul(self._scale(start, u, m), zero)
                 b.store(self.multiply_add(both, total, b.load(variable)), variable)
         with self.loop(self.tiles) as tile:
             parts = self.columns // self.span
             totals: dict[int, list[list[Any]]] = {part: [[] for _ in self.sums] for part in range(parts)}
-            for owner, unit in self._kept():
+            for owner, unit in self._owner_units():
                 for m, sides in enumerate(self._kept_sums(self._tile_place(tile, unit), len(owner))):
                     for part, side in zip(owner, sides, strict=True):
                         totals[part][m].append(side)
@@ -293,7 +296,7 @@ class IntBytes(Emitter):
     def _add(self, start: Any, u: Any, integers: list[list[Any]]) -> None:
         """Add the integers of a span, for each row of activations, times their scales."""
         for m, each in enumerate(integers):
-            values = self.b.sitofp(reduce(self.b.add, each), self.vector(self.float, ROWS))
+            values = self.b.sitofp(reduce(self.b.add, each), self.vector(self.float, BLOCK_ROWS))
             both, held = self._scale(start, u, m), self.sums[m]
             self.b.store(self.multiply_add(values, both, self.b.load(held)), held)
 
@@ -304,19 +307,19 @@ class IntBytes(Emitter):
     def _scale(self, start: Any, u: Any, m: int) -> Any:
         """The scales of sixteen rows times that of a row of activations."""
         b = self.b
-        scale = self.load_floats(self.scales, self._cell(start, u), self.scale_dtype, ROWS)
+        scale = self.load_floats(self.scales, self._cell(start, u), self.scale_dtype, BLOCK_ROWS)
         of_inputs = self.load(self.x_scales, b.add(b.mul(self.spans, self.i64(m)), u), self.float)
-        return b.fmul(scale, self.splat(of_inputs, ROWS))
+        return b.fmul(scale, self.splat(of_inputs, BLOCK_ROWS))
 
     def _zero(self, start: Any, u: Any) -> Any:
         """Zero points of sixteen rows."""
         if self.symmetric:
-            return self.constant(self.float, ROWS, 2 ** (self.bits - 1))
+            return self.constant(self.float, BLOCK_ROWS, 2 ** (self.bits - 1))
         stream = self.b.udiv(self.b.mul(self._cell(start, u), self.i64(self.bits)), self.i64(8))
         return self.bit_fields(self.zeros, stream, self.bits)
 
 
-class _Sum:
+class _ByteProducts:
     """A sum of products of vectors of `size` bytes, codes up to `largest` times signed bytes."""
 
     def __init__(self, e: Emitter, size: int, largest: int) -> None:

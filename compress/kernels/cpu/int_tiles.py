@@ -1,13 +1,16 @@
 """Multiply the `int` format with many rows of activations: decode sixteen rows of the weight, multiply them in tiles.
 
-The codes of a tile of words are decoded to int16 and turned, so that a vector holds two neighbouring columns of sixteen
-rows. It is multiplied with two columns of a row of activations, which are copied to all lanes: each lane sums for its
-own row of the weight, so that a span's sum meets its scales once for sixteen rows, however short the span is. The sums
-of a span are exact, and are added in the order of spans, as those of int.py, to the bit.
+The words of a tile are turned, so that a vector holds two neighbouring words of sixteen rows, and decoded to int16: two
+neighbouring columns of sixteen rows. It is multiplied with two columns of a row of activations, which are copied to all
+lanes: each lane sums for its own row of the weight, so that a span's sum meets its scales once for sixteen rows,
+however short the span is. The sums of a span are exact, and are added in the order of spans, as those of int.py, to the
+bit.
 """
 
 from __future__ import annotations
 
+from functools import reduce
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,14 +18,29 @@ import torch
 from compress.formats.int import NARROW, PLANES
 from compress.kernels import llvm
 from compress.kernels.cpu.emitter import LANES, PRODUCT, Emitter, Writer
-from compress.kernels.cpu.unpack import SHORTS, NarrowTiles, whole_tiles, words
-from compress.numerics.packing import FIELDS
+from compress.kernels.cpu.unpack import SHORTS, NarrowTiles, Planar, field_codes, words
+from compress.numerics.packing import FIELDS, WORDS
 
-ROWS = 16  # of the weight, that are decoded together
+BLOCK_ROWS = 16  # of the weight, that are decoded together
 ALIGNED = 64  # bytes
 # Rows of activations whose sums are in registers at once: of sixteen sums each, in one register of 512 bits or in two.
 TOKENS, TOKENS_OF_SMALL = (8, 4, 2, 1), (4, 2, 1)
-UNROLLED = 2  # pairs of columns in a step of the inner loop
+SUMS = 16  # registers of sums where there are 32: a product is added to one of them only after the one before is there
+SHORT = 64  # columns of a span, up to which most of the time goes to what is done once for a span
+MOST_TILED = 128  # rows of activations that are taken at once, for which a weight is decoded once
+
+
+def least_tiled(tile_words: int, span: int) -> int:
+    """Return the rows of activations from which this kernel is faster than that of few rows, several times.
+
+    Measured with one thread of an EPYC of the fifth generation, with AVX-512 and as if it had AVX2 alone: 4096 x 4096
+    out of memory, 576 x 576 and 576 x 1536 in the cache, 2, 3, 4, 6 and 8 bits. The sums are the same to the bit.
+    """
+    if "avx512f" not in llvm.features():
+        return 5 if span <= SHORT else 8
+    if span > SHORT:
+        return 12
+    return 5 if tile_words < SHORTS else 8
 
 
 class IntTiles(Writer):
@@ -42,50 +60,61 @@ class IntTiles(Writer):
         self.columns = max(FIELDS[w] for w in PLANES[bits]) * tile_words  # of a tile
         self.whole = b.mul(self.tiles, self.i64(self.columns))
         in_row = b.add(self.whole, b.mul(self.tail, self.i64(NARROW)))
-        self.read = whole_tiles(self, planes, bits, tile_words, in_row, SHORTS)
+        self.planar = Planar(self, planes, PLANES[bits], tile_words, in_row)
         self.narrow = NarrowTiles(self, planes, PLANES[bits], NARROW, in_row, self.whole)
-        self.shift = self.variable(self.floats(0.0).type)
-        self.size = ROWS if "avx512f" in llvm.features() else ROWS // 2  # of the squares that are turned
-        with b.goto_block(self._entry):  # codes row by row, and two columns of all rows at a time
-            self.by_row = self._codes(self.vector(self.short, SHORTS), 1)
-            self.turned = self._codes(self.vector(self.word, self.size), 2)
+        self.size = BLOCK_ROWS if "avx512f" in llvm.features() else BLOCK_ROWS // 2  # of the squares that are turned
+        with b.goto_block(self._entry):
+            # [pairs of words, rows] of the words of a tile that belong together, for each plane
+            self.turned_words = [
+                [self._memory(self._plane_words(w) // 2) for _ in range(WORDS[w])] for w in PLANES[bits]
+            ]
+            self.turned = self._memory(self.columns // 2)  # [pairs of columns, rows], codes
+            self.by_row = self._memory(NARROW // 2)  # [rows, pairs of columns], of a tile of the tail
         with self.loop(last, first) as block:
-            self._start(b.mul(block, self.i64(ROWS)))
+            self._start(b.mul(block, self.i64(BLOCK_ROWS)))
             self._add_tiles()
             if has_tail:
                 self._add_tail()
             self._finish()
         b.ret_void()
 
-    def _codes(self, kind: Any, shorts: int) -> Any:
-        """Take memory for the codes of a tile of sixteen rows, in vectors of elements of so many codes."""
-        memory = self.b.alloca(kind, ROWS * self.columns // (kind.count * shorts))
+    def _memory(self, pairs: int) -> Any:
+        """Take memory for pairs of int16 of sixteen rows."""
+        memory = self.b.alloca(self.vector(self.word, LANES), pairs * BLOCK_ROWS // LANES)
         memory.align = ALIGNED
+        memory.type = self.ir.PointerType()  # of anything
         return memory
+
+    def _plane_words(self, width: int) -> int:
+        """Words of a plane in a tile, of those that belong together the first of each."""
+        return self.columns // FIELDS[width]
 
     def _start(self, first_row: Any) -> None:
         """Set the sums of sixteen rows to zero, and sum what zero points take off."""
         b = self.b
         self.first_row = first_row
-        with self.loop(self.tokens) as m:
-            b.store(self.floats(0.0), self.shift)
-            with self.loop(self.spans) as u:
-                both = self._scale(u, m)
+        with self.loop(b.mul(self.tokens, self.i64(2))) as i:
+            self.store(self.floats(0.0), self.space, b.mul(i, self.i64(BLOCK_ROWS)))
+        with self.loop(self.spans) as u:
+            scale, zero = self._scale(u), self._zero(u)
+            with self.loop(self.tokens) as m:
+                both = b.fmul(self._with_inputs(scale, u, m), zero)
                 total = self.splat(self.load(self.x_sums, b.add(b.mul(self.spans, m), u), self.float), LANES)
-                b.store(self.multiply_add(b.fmul(both, self._zero(u)), total, b.load(self.shift)), self.shift)
-            self.store(self.floats(0.0), self.space, b.mul(m, self.i64(ROWS)))
-            self.store(b.load(self.shift), self.space, b.mul(b.add(self.tokens, m), self.i64(ROWS)))
+                self._add(b.add(self.tokens, m), both, total)
 
     def _cell(self, u: Any) -> Any:
         """Where the scales of a span and sixteen rows are."""
         group = self.b.udiv(self.b.mul(u, self.i64(self.span)), self.group)
         return self.b.add(self.b.mul(group, self.rows), self.first_row)
 
-    def _scale(self, u: Any, m: Any) -> Any:
-        """The scales of sixteen rows times that of a row of activations."""
-        b = self.b
-        scale = self.load_floats(self.scales, self._cell(u), self.scale_dtype, ROWS)
-        return b.fmul(scale, self.splat(self.load(self.x_scales, b.add(b.mul(self.spans, m), u), self.float), LANES))
+    def _scale(self, u: Any) -> Any:
+        """The scales of sixteen rows."""
+        return self.load_floats(self.scales, self._cell(u), self.scale_dtype, BLOCK_ROWS)
+
+    def _with_inputs(self, scale: Any, u: Any, m: Any) -> Any:
+        """Scales of sixteen rows times that of a row of activations."""
+        of_inputs = self.load(self.x_scales, self.b.add(self.b.mul(self.spans, m), u), self.float)
+        return self.b.fmul(scale, self.splat(of_inputs, LANES))
 
     def _zero(self, u: Any) -> Any:
         """Zero points of sixteen rows."""
@@ -97,104 +126,138 @@ class IntTiles(Writer):
     def _add_tiles(self) -> None:
         b, spans = self.b, self.columns // self.span
         with self.loop(self.tiles) as tile:
-            with self.loop(self.i64(ROWS)) as row:
-                for column in range(0, self.columns, SHORTS):
-                    self._keep(self.read(tile, b.add(self.first_row, row), column), row, column)
-            self._turn(self.columns)
+            self._turn_words(tile)
+            with self.loop(self.i64(self.planar.tile_words // 2)) as pair:
+                for block in range(self.planar.fields):
+                    place = b.add(pair, self.i64(block * self.planar.tile_words // 2))
+                    self.store(self._codes(pair, block), self.turned, b.mul(place, self.i64(2 * BLOCK_ROWS)))
             with self.loop(self.i64(spans)) as part:
                 u, column = b.add(b.mul(tile, self.i64(spans)), part), b.mul(part, self.i64(self.span))
                 self._add_columns(u, column, self.i64(0), self.span)
 
+    def _turn_words(self, tile: Any) -> None:
+        """Write the words of a tile of sixteen rows in the order of `turned_words`."""
+        for plane, width in enumerate(self.planar.widths):
+            starts = [self.planar.word_places(tile, self._row(r), plane) for r in range(BLOCK_ROWS)]
+            for i, memory in enumerate(self.turned_words[plane]):
+                lines = [of_row[i] for of_row in starts]
+                self._turn(self.planar.planes[plane], lines, self._plane_words(width) // 2, memory)
+
+    def _row(self, r: int) -> Any:
+        return self.b.add(self.first_row, self.i64(r))
+
+    def _codes(self, pair: Any, block: int) -> Any:
+        """Two neighbouring columns of sixteen rows as int16, a pair of words of a block of a tile."""
+        b, whole = self.b, None
+        for plane, width in enumerate(self.planar.widths):
+            skipped, field = divmod(block, FIELDS[width])
+            place = b.add(pair, self.i64(skipped * self.planar.tile_words // 2))
+
+            def word(i: int, plane: int = plane, place: Any = place) -> Any:
+                here = b.mul(place, self.i64(2 * BLOCK_ROWS))
+                return self.load(self.turned_words[plane][i], here, self.short, 2 * BLOCK_ROWS)
+
+            part = field_codes(self, width, field, word)
+            shift = self.constant(self.short, 2 * BLOCK_ROWS, width)
+            whole = part if whole is None else b.or_(b.shl(whole, shift), part)
+        return whole
+
     def _add_tail(self) -> None:
         b = self.b
         with self.loop(self.tail) as tile:
-            with self.loop(self.i64(ROWS)) as row:
-                self._keep(self.narrow.codes(tile, b.add(self.first_row, row), 0, NARROW), row, 0)
-            self._turn(NARROW)
+            with self.loop(self.i64(BLOCK_ROWS)) as row:
+                codes = self.narrow.codes(tile, b.add(self.first_row, row), 0, NARROW)
+                self.store(codes, self.by_row, b.mul(row, self.i64(NARROW)))
+            self._turn(self.by_row, [self.i64(r * NARROW) for r in range(BLOCK_ROWS)], NARROW // 2, self.turned)
             column = b.add(self.whole, b.mul(tile, self.i64(NARROW)))
             u, inside = (operation(column, self.i64(self.span)) for operation in (b.udiv, b.urem))
             self._add_columns(u, self.i64(0), inside, NARROW)
 
-    def _keep(self, codes: Any, row: Any, column: int) -> None:
-        self.store(codes, self.by_row, self.b.add(self.b.mul(row, self.i64(self.columns)), self.i64(column)))
-
-    def _turn(self, columns: int) -> None:
-        """Write [pairs of columns, rows] of the codes that are kept row by row."""
-        b, size = self.b, self.size
-        with self.loop(self.i64(columns // 2 // size)) as i:
+    def _turn(self, given: Any, lines: list[Any], pairs: int, memory: Any) -> None:
+        """Write [pairs, rows] to memory of sixteen rows of pairs of int16, which begin at `lines` of what is given."""
+        b, size = self.b, min(self.size, pairs)
+        kind = self.vector(self.word, size)
+        with self.loop(self.i64(pairs // size)) as i:
             first = b.mul(i, self.i64(size))
-            for row in range(0, ROWS, size):
-                lines = [b.add(first, self.i64((row + r) * self.columns // 2)) for r in range(size)]
-                turned = transposed(self, [self.load(self.by_row, line, self.word, size) for line in lines])
-                for j, pairs in enumerate(turned):
-                    self.store(pairs, self.turned, b.add(b.mul(first, self.i64(ROWS)), self.i64(j * ROWS + row)))
+            read = [self.at(given, b.add(line, b.mul(first, self.i64(2))), self.short) for line in lines]
+            rows = [b.load(place, typ=kind, align=2) for place in read]
+            turned = [transpose(self, rows[row : row + size]) for row in range(0, BLOCK_ROWS, size)]
+            for j, parts in enumerate(zip(*turned, strict=True)):
+                whole = parts[0] if len(parts) == 1 else self.shuffled(*parts, range(BLOCK_ROWS))
+                self.store(whole, memory, b.mul(b.add(first, self.i64(j)), self.i64(BLOCK_ROWS)))
 
     def _add_columns(self, u: Any, column: Any, inside: Any, count: int) -> None:
         """Add the products of `count` columns, from a decoded column on, which has the number `inside` in its span."""
-        b, token = self.b, self.i64(0)
+        b, token, scale = self.b, self.i64(0), self._scale(u)
         for tokens in TOKENS if "avx512f" in llvm.features() else TOKENS_OF_SMALL:
             tiled = b.udiv(b.sub(self.tokens, token), self.i64(tokens))
             with self.loop(tiled) as i:
                 m = b.add(token, b.mul(i, self.i64(tokens)))
                 inputs = b.add(b.mul(b.add(b.mul(u, self.tokens), m), self.i64(self.span)), inside)
-                for t, total in enumerate(self._sum(b.mul(column, self.i64(ROWS)), inputs, count, tokens)):
-                    self._add(u, b.add(m, self.i64(t)), b.load(total))
+                for t, total in enumerate(self._sum(b.mul(column, self.i64(BLOCK_ROWS)), inputs, count, tokens)):
+                    row = b.add(m, self.i64(t))
+                    self._add(row, self._with_inputs(scale, u, row), b.sitofp(total, scale.type))
             token = b.add(token, b.mul(tiled, self.i64(tokens)))
 
     def _sum(self, weights: Any, inputs: Any, count: int, tokens: int) -> list[Any]:
         """Return the int32 sums of sixteen rows over `count` columns, for each row of activations."""
         b, int32 = self.b, self.vector(self.word, LANES)
-        totals = [self.variable(int32) for _ in range(tokens)]
-        for variable in totals:
+        unrolled = max(2, min(SUMS // tokens, 8))  # pairs of columns in a step of the loop
+        parts = unrolled if "avx512f" in llvm.features() else 1  # that are summed apart
+        totals = [[self.variable(int32) for _ in range(parts)] for _ in range(tokens)]
+        for variable in chain.from_iterable(totals):
             b.store(self.constant(self.word, LANES, 0), variable)
-        with self.loop(self.i64(count // (2 * UNROLLED))) as i:
-            for part in range(UNROLLED):
-                column = b.add(b.mul(i, self.i64(2 * UNROLLED)), self.i64(2 * part))
-                w = self.load(self.turned, b.add(weights, b.mul(column, self.i64(ROWS))), self.short, 2 * ROWS)
-                for m, variable in enumerate(totals):
+        with self.loop(self.i64(count // (2 * unrolled))) as i:
+            for part in range(unrolled):
+                column = b.add(b.mul(i, self.i64(2 * unrolled)), self.i64(2 * part))
+                w = self.load(
+                    self.turned, b.add(weights, b.mul(column, self.i64(BLOCK_ROWS))), self.short, 2 * BLOCK_ROWS
+                )
+                for m, variables in enumerate(totals):
                     x = self.at(self.x16, b.add(b.add(inputs, column), self.i64(self.span * m)), self.short)
                     pair = self.splat(b.load(x, typ=self.word, align=2), LANES)
-                    b.store(b.add(b.load(variable), self.pair_sums(w, b.bitcast(pair, w.type))), variable)
-        return totals
+                    products = self.pair_sums(w, b.bitcast(pair, w.type))
+                    b.store(b.add(b.load(variables[part % parts]), products), variables[part % parts])
+        return [reduce(b.add, map(b.load, variables)) for variables in totals]
 
-    def _add(self, u: Any, m: Any, total: Any) -> None:
-        """Add the sums of a span times its scales to those of the rows."""
-        place = self.b.mul(m, self.i64(ROWS))
-        held, values = self.load(self.space, place, self.float, ROWS), self.b.sitofp(total, self.floats(0.0).type)
-        self.store(self.multiply_add(values, self._scale(u, m), held), self.space, place)
+    def _add(self, m: Any, scale: Any, values: Any) -> None:
+        """Add values times scales to the sums `m` of sixteen rows."""
+        place = self.b.mul(m, self.i64(BLOCK_ROWS))
+        held = self.load(self.space, place, self.float, BLOCK_ROWS)
+        self.store(self.multiply_add(scale, values, held), self.space, place)
 
     def _finish(self) -> None:
         """Write the sums of sixteen rows with all rows of activations."""
         b = self.b
         with self.loop(self.tokens) as m:
             sums, shift = (
-                self.load(self.space, b.mul(b.add(m, skipped), self.i64(ROWS)), self.float, ROWS)
+                self.load(self.space, b.mul(b.add(m, skipped), self.i64(BLOCK_ROWS)), self.float, BLOCK_ROWS)
                 for skipped in (self.i64(0), self.tokens)
             )
             self.store(b.fsub(sums, shift), self.out, b.add(b.mul(self.rows, m), self.first_row))
 
 
-def transposed(e: Emitter, rows: list[Any]) -> list[Any]:
+def transpose(e: Emitter, rows: list[Any]) -> list[Any]:
     """Return the columns of n vectors of n int32, 8 or 16: in lanes of four as x86 shuffles them, then these lanes."""
     count = len(rows)
 
-    def unpacked(a: Any, b: Any, first: int, width: int) -> Any:
+    def unpack(a: Any, b: Any, first: int, width: int) -> Any:
         lane = [first + i + side for i in range(0, 4 // 2, width) for side in (0, count)]
         order = [place + w for place in lane for w in range(width)]
         return e.shuffled(a, b, [at + place for at in range(0, count, 4) for place in order])
 
     lanes = []  # [rows / 4][4]: a column of each lane, of four rows
     for a, b, c, d in zip(*(rows[i::4] for i in range(4)), strict=True):
-        low, high = ([unpacked(*pair, first, 1) for first in (0, 2)] for pair in ((a, b), (c, d)))
-        lanes.append([unpacked(low[half], high[half], first, 2) for half in (0, 1) for first in (0, 2)])
+        low, high = ([unpack(*pair, first, 1) for first in (0, 2)] for pair in ((a, b), (c, d)))
+        lanes.append([unpack(low[half], high[half], first, 2) for half in (0, 1) for first in (0, 2)])
     step = 1
     while step < len(lanes):
-        lanes = _exchanged(e, lanes, step)
+        lanes = _exchange(e, lanes, step)
         step *= 2
     return [column for lane in lanes for column in lane]
 
 
-def _exchanged(e: Emitter, lanes: list[list[Any]], step: int) -> list[list[Any]]:
+def _exchange(e: Emitter, lanes: list[list[Any]], step: int) -> list[list[Any]]:
     """Exchange lanes of four int32 between vectors whose numbers differ by `step`."""
     count, new = 4 * len(lanes), [list(lane) for lane in lanes]
     low = [i if i // 4 & step == 0 else count + i - 4 * step for i in range(count)]

@@ -31,8 +31,20 @@ def lanes(tile_words: int) -> int:
 class Planar:
     """Reads codes [rows, columns] from the planes of a row-major matrix of words."""
 
-    def __init__(self, emitter: Emitter, planes: Sequence[Any], widths: Sequence[int], tile_words: int, in_row: Any):
-        """planes: pointers to words of these widths, high bits first; in_row: columns of a stored row, a value."""
+    def __init__(
+        self,
+        emitter: Emitter,
+        planes: Sequence[Any],
+        widths: Sequence[int],
+        tile_words: int,
+        in_row: Any,
+        rows: int = 0,
+    ):
+        """planes: pointers to words of these widths, high bits first; in_row: columns of a stored row, a value.
+
+        rows: of those that are read together, see `words_ahead`.
+        """
+        self.rows = rows
         self.e, self.planes, self.widths = emitter, planes, widths
         self.tile_words, self.in_row = tile_words, in_row
         self.fields = max(FIELDS[w] for w in widths)  # blocks of tile_words codes in a tile
@@ -42,13 +54,13 @@ class Planar:
         """`lanes` codes of a row as int16: those from `first` on of a block of a tile."""
         b, whole = self.e.b, None
         for plane, width in enumerate(self.widths):
-            part = self._field(plane, self._words(tile, row, plane), block, first)
+            part = self._field(plane, self.word_places(tile, row, plane), block, first)
             shift = self.e.constant(self.e.short, self.lanes, width)
             whole = part if whole is None else b.or_(b.shl(whole, shift), part)
         return whole
 
-    def _words(self, tile: Any, row: Any, plane: int) -> list[Any]:
-        """Where the words of a tile begin, for each of the words that belong together."""
+    def word_places(self, tile: Any, row: Any, plane: int) -> list[Any]:
+        """Return where the words of a tile begin, for each of the words that belong together."""
         e, b, width = self.e, self.e.b, self.widths[plane]
         size = self.tile_words * (self.fields // FIELDS[width])  # words of this plane in a tile of the widest
         in_row = b.udiv(self.in_row, e.i64(FIELDS[width]))
@@ -63,7 +75,8 @@ class Planar:
         def word(index: int) -> Any:
             value = e.load(self.planes[plane], b.add(words[index], skip), e.short, self.lanes)
             if field == 0:
-                e.prefetch(self.planes[plane], b.add(b.add(words[index], skip), e.i64(AHEAD)), e.short)
+                ahead = words_ahead(e, self.in_row, width, self.rows)
+                e.prefetch(self.planes[plane], b.add(b.add(words[index], skip), ahead), e.short)
             return value
 
         return field_codes(e, width, field, word)
@@ -77,9 +90,17 @@ class NarrowTiles:
     """
 
     def __init__(
-        self, emitter: Emitter, planes: Sequence[Any], widths: Sequence[int], columns: int, in_row: Any, before: Any
+        self,
+        emitter: Emitter,
+        planes: Sequence[Any],
+        widths: Sequence[int],
+        columns: int,
+        in_row: Any,
+        before: Any,
+        rows: int = 0,
     ):
-        """in_row: columns of a stored row; before: those of its whole tiles; both values."""
+        """in_row: columns of a stored row; before: those of its whole tiles; both values. rows: see `words_ahead`."""
+        self.rows = rows
         self.e, self.planes, self.widths, self.columns = emitter, planes, widths, columns
         self.in_row, self.before = in_row, before
 
@@ -106,7 +127,7 @@ class NarrowTiles:
         words = [e.load(plane, each, e.short, count) for each in starts]
         if columns[0] == 0 and len(columns) < count * FIELDS[width]:  # the first vector of several
             for each in starts:
-                e.prefetch(plane, b.add(each, e.i64(AHEAD)), e.short)
+                e.prefetch(plane, b.add(each, words_ahead(e, self.in_row, width, self.rows)), e.short)
         places = [divmod(column, count) for column in columns]  # field, word
         mask = e.constant(e.short, len(columns), (1 << width) - 1)
         if width != 3:
@@ -128,8 +149,12 @@ class NarrowTiles:
 class ShortTiles(NarrowTiles):
     """Reads codes of whole tiles of so few words that a vector takes several fields of each."""
 
-    def __init__(self, emitter: Emitter, planes: Sequence[Any], widths: Sequence[int], tile_words: int, in_row: Any):
-        super().__init__(emitter, planes, widths, tile_words * max(FIELDS[w] for w in widths), in_row, emitter.i64(0))
+    def __init__(
+        self, emitter: Emitter, planes: Sequence[Any], widths: Sequence[int], tile_words: int, in_row: Any, rows: int
+    ):
+        super().__init__(
+            emitter, planes, widths, tile_words * max(FIELDS[w] for w in widths), in_row, emitter.i64(0), rows
+        )
         self.tile_words = tile_words
 
     def _plane(self, plane: Any, width: int, tile: Any, row: Any, columns: range) -> Any:
@@ -137,6 +162,13 @@ class ShortTiles(NarrowTiles):
         skipped, first = divmod(columns[0], size)
         own = b.add(b.mul(tile, self.e.i64(self.columns // size)), self.e.i64(skipped))
         return self._fields(plane, width, self.tile_words, own, row, range(first, first + len(columns)))
+
+
+def words_ahead(e: Emitter, in_row: Any, width: int, rows: int) -> Any:
+    """Return how many words of a plane ahead are asked for: with `rows` that are read together, the next such rows."""
+    if not rows:
+        return e.i64(AHEAD)
+    return e.b.mul(e.b.udiv(in_row, e.i64(FIELDS[width])), e.i64(rows * WORDS[width]))
 
 
 def field_codes(emitter: Emitter, width: int, field: int, word: Callable[[int], Any]) -> Any:
@@ -163,11 +195,11 @@ def vector_lanes(tile_words: int, span: int) -> int:
 
 
 def whole_tiles(
-    e: Emitter, planes: Sequence[Any], bits: int, tile_words: int, in_row: Any, vector: int
+    e: Emitter, planes: Sequence[Any], bits: int, tile_words: int, in_row: Any, vector: int, rows: int = 0
 ) -> Callable[[Any, Any, int], Any]:
     """Return the function of (tile, row, column of the tile) that reads `vector` codes of whole tiles."""
     if vector > tile_words:
-        short = ShortTiles(e, planes, PLANES[bits], tile_words, in_row)
+        short = ShortTiles(e, planes, PLANES[bits], tile_words, in_row, rows)
         return lambda tile, row, column: short.codes(tile, row, column, vector)
-    planar = Planar(e, planes, PLANES[bits], tile_words, in_row)
+    planar = Planar(e, planes, PLANES[bits], tile_words, in_row, rows)
     return lambda tile, row, column: planar.codes(tile, row, *divmod(column, tile_words))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from compress.runtime.step.assemble import Assembly, Turns
@@ -17,6 +17,7 @@ from compress.runtime.step.structure import BlockParts, UnreadableBlockError, re
 
 TRIES = 2  # random states of a block: what a router decides may be close
 CACHED = 5  # random tokens before them
+LARGEST_SCALE = 4  # states over what a block adds to them, root mean squares: more would hide it
 # Of what a block adds to its input, and of its output, by the type: rounding in other places.
 BOUNDS = {torch.float32: (1e-3, 1e-5), torch.float16: (0.01, 2e-3), torch.bfloat16: (0.04, 1 / 64)}
 
@@ -28,7 +29,8 @@ def read_block(call: BlockCall, turns: tuple[Tensor, Tensor] | None, like: Tenso
     """
     states = _random(like.shape, 0, like.dtype) * call.scale
     heads = _heads(call, states)
-    parts = read(call.block, lambda: _call(call, states, _cache(call, heads, 0, states.dtype)), states)
+    states = _random(like.shape, 0, like.dtype) * call.scale
+    parts = read(call.block, lambda twin: _call(call, states, _cache(call, heads, 0, states.dtype), twin), states)
     for turned in _widths(turns):
         if any(_agrees(call, parts, turns, turned, like, seed) for seed in range(TRIES)):
             return parts, turned
@@ -42,9 +44,11 @@ def _widths(turns: tuple[Tensor, Tensor] | None) -> Iterator[int]:
 
 
 def _heads(call: BlockCall, states: Tensor) -> tuple[int, int]:
-    """Return heads and width of the keys that a block stores."""
+    """Return heads and width of the keys that a block stores; its states become so small that what it adds counts."""
     cache = DynamicCache()
-    _call(call, states, cache)
+    added = float((_call(call, states, cache).float() - states.float()).square().mean().sqrt())
+    if 0 < added < call.scale / LARGEST_SCALE:
+        call.scale = added * LARGEST_SCALE
     held: list[Any] = cache.layers
     layers = [layer for layer in held if layer.is_initialized and layer.keys.numel()]
     if len(layers) != 1 or layers[0].keys.dim() != 4 or layers[0].keys.shape != layers[0].values.shape:
@@ -60,12 +64,12 @@ def _cache(call: BlockCall, heads: tuple[int, int], seed: int, dtype: torch.dtyp
     return cache
 
 
-def _call(call: BlockCall, states: Tensor, cache: DynamicCache) -> Tensor:
-    """Return what a block makes of states [rows, 1, hidden] with a cache of its own."""
+def _call(call: BlockCall, states: Tensor, cache: DynamicCache, block: nn.Module | None = None) -> Tensor:
+    """Return what a block, or its twin, makes of states [rows, 1, hidden] with a cache of its own."""
     own = {name: value for name, value in call.kwargs.items() if not isinstance(value, DynamicCache)}
     names = [name for name, value in call.kwargs.items() if isinstance(value, DynamicCache)]
     own = {**own, "attention_mask": None, **dict.fromkeys(names, cache)}
-    output = call.block(states, **own)
+    output = (block or call.block)(states, **own)
     return output[0] if isinstance(output, tuple) else output
 
 

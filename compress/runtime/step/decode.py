@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ TYPES = (torch.bfloat16, torch.float16, torch.float32)
 USED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache"}
 # Layers that forget tokens count them here.
 TOKEN_COUNT = "cumulative_length"
+FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers, as configurations call them
 FLAGS = ("output_attentions", "output_hidden_states", "output_router_logits")
 # What may be raised where a model is of another shape than what is read.
 FAILURES = (UnreadableBlockError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -69,7 +71,17 @@ class _StepProgram:
     embed: nn.Module
     factor: float
     output: type
-    bound: Any = None  # the buffers that the tables say
+    heads: list[tuple[int, int]]  # of keys, and their width, by layer
+    bound: Any = None  # refers to the buffers that the tables say; None after an error, when they may say anything
+
+    def fits(self, layers: list[Any]) -> bool:
+        """Return whether the program reads and writes such layers of a cache."""
+        rows, dtype = self.memory.rows, self.memory.dtype
+        return len(layers) == len(self.heads) and all(
+            each.is_cpu and each.dtype == dtype and (*each.shape[:2], each.shape[3]) == (rows, stored, width)
+            for layer, (stored, width) in zip(layers, self.heads, strict=True)
+            for each in (layer.keys, layer.values)
+        )
 
 
 class StepState:
@@ -101,7 +113,8 @@ class StepState:
             key = len(asked.given), torch.get_num_threads()
             if key not in self.running:
                 return self._read(body, original, kwargs, asked, key)
-            return self._run(self.running[key], asked)
+            output = self._run(self.running[key], asked)
+            return original(body, **kwargs) if output is None else output
         finally:
             self._lock.release()
 
@@ -120,23 +133,23 @@ class StepState:
         blocks = blocks_of(body)
         assert blocks is not None
         watch, self._owner = PassWatch(body, blocks), id(body)
-        beside = [child for child in body.children() if child is not blocks and next(child.children(), None) is None]
-        known = [*blocks.modules(), *(each for each in beside if not isinstance(each, nn.Embedding))]
-        unchanged = Unchanged(known)
+        beside = [child for child in body.children() if child is not blocks and _is_read(child)]
+        known, own = [*blocks.modules(), *beside], [body._modules]
+        unchanged = Unchanged(known, own)
         if not unchanged.is_plain:
             self.refused, self._unchanged = "hooks, or tensors that are elsewhere", unchanged
             return original(body, **kwargs)
         before = [(layer.keys, layer.values, getattr(layer, TOKEN_COUNT, None)) for layer in asked.layers]
         output = watch.run(lambda: original(body, **kwargs))
         try:
-            with torch.inference_mode(False), torch.no_grad():
-                self.running[key] = _make(watch.check(), asked, key[1])
+            with torch.inference_mode(False), torch.no_grad(), llvm.without_collections():
+                self.running[key] = _make(watch.check(), asked, key[1], body.config)
         except FAILURES as error:
             self.refused = f"{type(error).__name__}: {error}"
             _log.info("%s decodes without a program: %s", type(body).__name__, self.refused)
-            self._unchanged = Unchanged(known)
+            self._unchanged = Unchanged(known, own)
             return output
-        self._unchanged = Unchanged(known)
+        self._unchanged = Unchanged(known, own)
         for layer, (keys, values, count) in zip(asked.layers, before, strict=True):
             layer.keys, layer.values = keys, values
             if count is not None:
@@ -144,14 +157,18 @@ class StepState:
         return self._run(self.running[key], asked)  # so that every pass is rounded alike
 
     def _run(self, running: _StepProgram, asked: _StepRequest) -> Any:
+        """Return what the program gives; None for a cache of other sizes or types."""
         memory, layers = running.memory, asked.layers
         held = self._held.get(asked.cache)
         is_new = held is None or not held.is_of(layers)
         if held is None or is_new:
+            if not running.fits(layers):
+                return None
             with torch.inference_mode(False), torch.no_grad():
                 self._held[asked.cache] = held = Held(layers)
-        held.prepare(memory, running.windows, asked.pads, asked.seen, is_new or running.bound is not held)
-        running.bound = held
+        is_bound = running.bound is not None and running.bound() is held
+        running.bound = None
+        held.prepare(memory, running.windows, asked.pads, asked.seen, is_new or not is_bound)
         running.steps.reserve(held.longest)
         states = running.embed(asked.given) if not asked.given.is_floating_point() else asked.given
         states = states if running.factor == 1 else states * running.factor
@@ -165,6 +182,7 @@ class StepState:
             sin.copy_(made[1].view(-1, sin.shape[1]))
         running.steps.run()
         held.append(layers)
+        running.bound = weakref.ref(held)  # which lives as long as the cache
         final = running.final.clone().unsqueeze(1)
         return running.output(last_hidden_state=final, past_key_values=asked.cache)
 
@@ -180,6 +198,8 @@ def _request(body: nn.Module, kwargs: dict[str, Any]) -> _StepRequest | None:
         return None
     seen, first = layers[0].get_seq_length(), layers[0].keys
     if len(first) != len(given) or first.dtype not in TYPES or not first.is_cpu:
+        return None
+    if given.is_floating_point() and given.dtype != first.dtype:
         return None
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if positions is not None and (positions.dim() != 2 or positions.shape[1] != 1):
@@ -212,8 +232,10 @@ def _is_usual(body: nn.Module, kwargs: dict[str, Any]) -> bool:
     if any(value is not None and value is not False for name, value in kwargs.items() if name not in USED):
         return False
     config: Any = body.config
-    is_asked_more = kwargs.get("use_cache") is False or any(getattr(config, flag, False) for flag in FLAGS)
-    return not is_asked_more and getattr(config, "return_dict", True)
+    uses_cache = kwargs.get("use_cache")
+    uses_cache = getattr(config, "use_cache", True) if uses_cache is None else uses_cache
+    is_asked_more = not uses_cache or any(getattr(config, flag, False) for flag in FLAGS)
+    return not is_asked_more and getattr(config, "return_dict", True) and kwargs.get("return_dict") is not False
 
 
 def _padding(mask: Any, rows: int, tokens: int) -> Tensor | None:
@@ -229,7 +251,7 @@ def _padding(mask: Any, rows: int, tokens: int) -> Tensor | None:
 
 
 @torch.no_grad()
-def _make(reading: ModelReading, asked: _StepRequest, threads: int) -> _StepProgram:
+def _make(reading: ModelReading, asked: _StepRequest, threads: int, config: Any) -> _StepProgram:
     """Return the program of what was read; UnreadableBlockError where there is none."""
     last = reading.output["last_hidden_state"]
     rows, _, hidden = last.shape
@@ -243,7 +265,7 @@ def _make(reading: ModelReading, asked: _StepRequest, threads: int) -> _StepProg
             raise UnreadableBlockError("rotary factors have another type than hidden states")
         turns.append((pair[0], pair[1]))
     assembly = Assembly(memory, hidden, threads)
-    windows = []
+    windows, heads = list[int](), list[tuple[int, int]]()
     for layer, call in enumerate(reading.calls):
         own: Turns = turns[call.turning] if call.turning >= 0 else None
         parts, turned = read_block(call, own, last)
@@ -251,13 +273,33 @@ def _make(reading: ModelReading, asked: _StepRequest, threads: int) -> _StepProg
             raise UnreadableBlockError("blocks and layers of the cache are not in the same order")
         assembly.add_block(parts, layer, own, turned)
         windows.append(parts.attention.window)
+        heads.append((parts.attention.stored, parts.attention.width))
         if assembly.compiled < LEAST_COMPILED * assembly.linears:  # of the first blocks, which is as good as of all
             raise UnreadableBlockError(f"{assembly.compiled} of {assembly.linears} linears are compiled")
+    _check_windows(config, windows, asked.layers)
     final = assembly.states if reading.norm is None else assembly.add_norm(reading.norm)
     output = type(reading.output)
     embed, factor = reading.embed, reading.factor
     steps = assembly.finish()
-    return _StepProgram(memory, steps, assembly.states, final, windows, turns, reading.turnings, embed, factor, output)
+    states, turnings = assembly.states, reading.turnings
+    return _StepProgram(memory, steps, states, final, windows, turns, turnings, embed, factor, output, heads)
+
+
+def _check_windows(config: Any, windows: list[int], layers: list[Any]) -> None:
+    """Raise UnreadableBlockError if masks may hide more than attention was told: positions out of a window or chunk."""
+    width = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None) or [WINDOWED if width else FULL] * len(windows)
+    for window, kind, layer in zip(windows, kinds, layers, strict=True):
+        if kind not in (FULL, WINDOWED) or window != (width if kind == WINDOWED else 0):
+            raise UnreadableBlockError(f"attention of the kind {kind} is told a window of {window} positions")
+        if layer.is_sliding and layer.sliding_window != window:
+            raise UnreadableBlockError("the cache forgets what attention sees")
+
+
+def _is_read(child: nn.Module) -> bool:
+    """Return whether a program knows where the tensors of a module beside the blocks lie, rather than calling it."""
+    is_called = isinstance(child, nn.Embedding) or (child._buffers and not child._parameters)
+    return next(child.children(), None) is None and not is_called
 
 
 def blocks_of(body: nn.Module) -> nn.ModuleList | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ class ModelReading:
 
 
 class PassWatch:
-    """Watches a forward pass of a body, the module that holds the blocks."""
+    """Watches a forward pass of a body, the module that holds the blocks, in the thread that makes the watch."""
 
     def __init__(self, body: nn.Module, blocks: nn.ModuleList) -> None:
         self.body, self.blocks = body, blocks
@@ -72,6 +73,7 @@ class PassWatch:
         self._embedded: Tensor | None = None
         self._normed: Tensor | None = None
         self._error: UnreadableBlockError | None = None
+        self._thread = threading.get_ident()  # other threads may run the same modules
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Return what the forward pass returns."""
@@ -88,6 +90,8 @@ class PassWatch:
         return self.reading.output
 
     def _enter(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if self._is_elsewhere():
+            return
         try:
             self._see_call(block, args, kwargs)
         except UnreadableBlockError as error:  # the pass goes on
@@ -113,9 +117,15 @@ class PassWatch:
         self.reading.calls.append(call)
 
     def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
-        self._last = output[0] if isinstance(output, tuple) else output
+        if not self._is_elsewhere():
+            self._last = output[0] if isinstance(output, tuple) else output
+
+    def _is_elsewhere(self) -> bool:
+        return threading.get_ident() != self._thread
 
     def _beside(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if self._is_elsewhere():
+            return
         self._alive.append(output)
         if isinstance(output, tuple) and len(output) == 2 and all(isinstance(each, Tensor) for each in output):
             self.reading.turnings.append(Turning(module, args, dict(kwargs), output))
@@ -145,7 +155,7 @@ def _factor(embedded: Tensor, states: Tensor) -> float:
         return 1.0
     if embedded.shape == states.shape:
         place = embedded.abs().flatten().argmax()
-        factor = float(states.flatten()[place].double() / embedded.flatten()[place].double())
+        factor = float(states.flatten()[place].double() / embedded.flatten()[place].double())  # NaN of 0 / 0
         if torch.equal(embedded * factor, states):
             return factor
     raise UnreadableBlockError("embeddings are changed before the first block")

@@ -12,8 +12,8 @@ stays a module that is called. What is read may be wrong: whoever makes a progra
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple, cast
@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from compress.kernels.cpu.norm import NormKind
 from compress.runtime.linear import PackedLinear, is_plain_linear
 
-READING = "compress_reading"  # the name of our attention function while a block is read
+READING = "compress_reading"  # the name of our attention function, which blocks that are read are told
 # What attention may be told: what is read here, and what does not change what it computes.
 KNOWN = {"scaling", "softcap", "sliding_window", "dropout", "is_causal", "position_ids", "cache_position", "use_cache"}
 # Norms in 16 bits give what float32 gives up to this part of it.
@@ -96,28 +96,44 @@ class _Attended(NamedTuple):
     events: int  # that were before
 
 
-def read(block: nn.Module, call: Callable[[], Tensor], states: Tensor) -> BlockParts:
-    """Return the parts of a block. call() runs it on `states` [B, 1, hidden]; UnreadableBlockError for other shapes."""
+_reading = threading.local()  # `attend`: the attention function of the block that is read in this thread
+
+
+def read(block: nn.Module, call: Callable[[nn.Module], Tensor], states: Tensor) -> BlockParts:
+    """Return the parts of a block; UnreadableBlockError for other shapes.
+
+    call(twin) runs a twin of the block on `states` [B, 1, hidden]. It shares all tensors, but is watched and told
+    another attention function without other threads, which may be running the block, seeing it.
+    """
     events, attended, alive = list[_Event](), list[_Attended](), list[Any]()
+    twins: dict[nn.Module, nn.Module] = {}
+    twin = _twin(block, twins)
+    originals = {id(copied): module for module, copied in twins.items()}
 
     def record(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         source = args[0] if args else kwargs.get("hidden_states")
         result = output[0] if isinstance(output, tuple) else output
         if isinstance(source, Tensor) and isinstance(result, Tensor):
             alive.extend((source, result))  # memory that is freed would be used again
-            events.append(_Event(name, module, source.data_ptr(), result.data_ptr()))
+            events.append(_Event(name, originals[id(module)], source.data_ptr(), result.data_ptr()))
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **told: Any) -> Any:
-        attended.append(_Attended(module, query, key, told, len(events)))
+        attended.append(_Attended(originals[id(module)], query, key, told, len(events)))
         return _attend(query, key, value, told), None
 
-    with ExitStack() as stack:
-        for name, module in block.named_modules():
-            if name and not isinstance(module, nn.Dropout):
-                hook = module.register_forward_hook(_with_name(record, name), with_kwargs=True)
-                stack.callback(hook.remove)
-        stack.enter_context(_watch_attention(block, attend))
-        call()
+    for name, module in twin.named_modules():
+        if name and not isinstance(module, nn.Dropout):
+            module.register_forward_hook(_with_name(record, name), with_kwargs=True)
+        config = vars(module).get("config")
+        if hasattr(config, "_attn_implementation"):
+            vars(module)["config"] = own = copy.copy(config)
+            own._attn_implementation_internal = READING
+    ALL_ATTENTION_FUNCTIONS.register(READING, _attend_here)
+    _reading.attend = attend
+    try:
+        call(twin)
+    finally:
+        del _reading.attend
     if len(attended) != 1:
         raise UnreadableBlockError(f"{type(block).__name__} attends {len(attended)} times")
     return _parts(block, events, attended[0], states.data_ptr())
@@ -127,24 +143,19 @@ def _with_name(record: Callable[..., None], name: str) -> Callable[..., None]:
     return lambda module, args, kwargs, output: record(name, module, args, kwargs, output)
 
 
-@contextmanager
-def _watch_attention(block: nn.Module, attend: Callable[..., Any]) -> Iterator[None]:
-    """While active, let the modules of a block that choose an attention function by their configuration call this one.
+def _twin(module: nn.Module, twins: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Return a module with the attributes of another one, and hooks and children of its own, which are twins, too."""
+    if module not in twins:
+        twins[module] = twin = object.__new__(type(module))
+        vars(twin).update(vars(module))
+        vars(twin).update({name: copy.copy(held) for name, held in vars(module).items() if name.startswith("_forward")})
+        children = module._modules.items()
+        vars(twin)["_modules"] = {name: None if each is None else _twin(each, twins) for name, each in children}
+    return twins[module]
 
-    They are given copies of the configuration: other models that share it do not see the change.
-    """
-    ALL_ATTENTION_FUNCTIONS.register(READING, attend)
-    changed = [each for each in block.modules() if hasattr(vars(each).get("config"), "_attn_implementation")]
-    before = [vars(each)["config"] for each in changed]
-    try:
-        for each, config in zip(changed, before, strict=True):
-            own = copy.copy(config)
-            own._attn_implementation_internal = READING
-            vars(each)["config"] = own
-        yield
-    finally:
-        for each, config in zip(changed, before, strict=True):
-            vars(each)["config"] = config
+
+def _attend_here(*args: Any, **kwargs: Any) -> Any:
+    return _reading.attend(*args, **kwargs)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, told: Mapping[str, Any]) -> Tensor:
@@ -270,6 +281,7 @@ def norm_kind(norm: nn.Module, width: int, dtype: torch.dtype) -> NormKind:
     x = torch.randn(4, width, generator=torch.Generator().manual_seed(0), device="cpu")
     x = (x * torch.tensor([1.0, 1.0, 1e-2, 1e-3], device="cpu")[:, None] + 0.1 * x[:, :1]).to(dtype)
     expected = norm(x).float()
+    best, least = None, NORM_TOLERANCE
     for eps, offset, centred in product(_small_numbers(norm), (False, True), (False, True)):
         if weight is None and offset:
             continue
@@ -277,9 +289,12 @@ def norm_kind(norm: nn.Module, width: int, dtype: torch.dtype) -> NormKind:
         y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         y = y if weight is None else y * (weight.float() + offset)
         y = y if bias is None else y + bias.float()
-        if bool(((y - expected).norm(dim=-1) <= NORM_TOLERANCE * expected.norm(dim=-1)).all()):
+        error = float(((y - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+        if error < least:
             types = [None if each is None else each.dtype for each in (weight, bias)]
-            return NormKind(eps, types[0], offset, centred, types[1])
+            best, least = NormKind(eps, types[0], offset, centred, types[1]), error
+    if best is not None:
+        return best
     raise UnreadableBlockError(f"{type(norm).__name__} is no norm that is known")
 
 

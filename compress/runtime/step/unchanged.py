@@ -25,9 +25,11 @@ def _contents(module: nn.Module) -> tuple[dict[str, Any], ...]:
 class Unchanged:
     """What some modules were when this was made. It keeps none of their tensors alive, once they are replaced."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], others: Iterable[dict[str, Any]] = ()) -> None:
+        """others: tables whose values have to stay what they are."""
         known = list(modules)
         self._parts: list[dict[str, Any]] = [held for each in known for held in _contents(each) if held]
+        self._parts += others
         self._hooks = [hooks for each in known for hooks in (each._forward_hooks, each._forward_pre_hooks)]
         self._own = [vars(each) for each in known]
         self._sized: list[dict[Any, Any]] = [*self._own, *self._hooks]  # what is added to them shows in their lengths
