@@ -42,6 +42,7 @@ FORMAT = "int"
 NEEDS = frozenset({"hessian"})
 INCOHERENCE = False
 TWO_SIDED = True
+WEIGHT_STEPS = 600  # measured: its scale is fitted, it is rounded, and swept
 PACKED = 4 << 20  # bytes; up to 2.3 MiB were seen, depending on where buffers lie
 
 
@@ -90,7 +91,7 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
 
 def work(config: Config, shape: tuple[int, int]) -> Work:
     """Return what `quantize` takes."""
-    return feedback.work(shape, config.sweeps).plus(Work(0, 2 * grid.WEIGHT_STEPS * shape[0] * shape[1]))
+    return feedback.work(shape, config.sweeps).plus(Work(0, WEIGHT_STEPS * shape[0] * shape[1]))
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:

@@ -25,7 +25,7 @@ from compress.types import PackedWeight, Stored
 
 WEIGHTS_AT_A_TIME = 1 << 17  # temporaries stay in the cache
 COMPILED_WEIGHTS_AT_A_TIME = 1 << 20  # compiled loops have no temporaries
-WEIGHT_STEPS = 400  # measured: its scale is fitted, and it is rounded
+WEIGHT_STEPS = 100  # measured: its scale is fitted, and it is rounded
 OFFERED_WEIGHTS = 1 << 18  # weights times grids whose errors are taken at a time
 # Shares of the min-max scale that are tried; those above 1 use the mirrored levels only.
 SYMMETRIC_RATIOS = tuple(1.1 - 0.08 * i for i in range(10))
