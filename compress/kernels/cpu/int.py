@@ -28,6 +28,7 @@ from compress.kernels.cpu import emitter, int_bytes, int_tiles, small_matmul
 from compress.kernels.cpu.emitter import LANES, PRODUCT
 from compress.kernels.cpu.int_bytes import IntBytes
 from compress.kernels.cpu.int_tiles import SHORT, IntTiles
+from compress.kernels.cpu.integer_totals import integer_totals
 from compress.kernels.cpu.small_matmul import Product, ProductSizes
 from compress.kernels.cpu.unpack import SHORTS, NarrowTiles, vector_lanes, whole_tiles, words
 from compress.numerics.packing import FIELDS
@@ -257,7 +258,7 @@ class IntSums(emitter.Emitter):
         b = self.b
         cell = b.add(b.mul(u, self.i64(SCALE_ROWS)), row)
         scales = self.load(self.space, b.mul(cell, self.i64(self.tokens)), self.float, len(self.cells))
-        sums = b.sitofp(self.integer_totals(list(totals.values())), scales.type)
+        sums = b.sitofp(integer_totals(self, list(totals.values())), scales.type)
         b.store(self.multiply_add(sums, scales, b.load(self.sums)), self.sums)
 
     def _input(self, column: Any, m: int) -> Any:

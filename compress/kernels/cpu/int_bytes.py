@@ -19,6 +19,7 @@ import torch
 from compress.formats.int import NARROW, PLANES
 from compress.kernels import llvm
 from compress.kernels.cpu.emitter import PRODUCT, Emitter
+from compress.kernels.cpu.integer_totals import integer_totals
 from compress.kernels.cpu.unpack import AHEAD, SHORTS, NarrowTiles, words
 from compress.numerics.packing import FIELDS
 
@@ -154,7 +155,7 @@ class IntBytes(Emitter):
             for owner in sums:
                 sums[owner] += self._sum(tile, self.b.add(number, self.i64(r)), owner)
         for owner, unit in kept:
-            self._keep(self.integer_totals(sums[owner], len(owner)), self._tile_place(tile, unit), row, len(owner))
+            self._keep(integer_totals(self, sums[owner], len(owner)), self._tile_place(tile, unit), row, len(owner))
 
     def _owner_units(self) -> Iterator[tuple[tuple[int, ...], int]]:
         """The sums of a tile that are kept apart: what they belong to, and how many are before them."""
@@ -262,7 +263,7 @@ class IntBytes(Emitter):
         for r in range(self.together):
             codes = self.narrow.codes(tile, b.add(number, self.i64(r)), 0, NARROW)
             sums += [self.pair_sums(codes, x) for x in inputs]
-        self._keep(self.integer_totals(sums), self._tail_place(tile), row, 1)
+        self._keep(integer_totals(self, sums), self._tail_place(tile), row, 1)
 
     def _finish(self, start: Any) -> None:
         """Write the sums of sixteen rows with all rows of activations."""
