@@ -96,7 +96,7 @@ def _check(columns: int, *tensors: Tensor) -> None:
 
 def _in_parallel(step: Callable[..., None], rows: int, tensors: Sequence[Tensor], sizes: dict[str, int]) -> None:
     """Run a loop over rows on several threads, each with its own `space` and a range from `first` to `last`."""
-    run, names = _call_of(step)
+    run, names = _function_of(step)
     values = {name: each.data_ptr() for name, each in zip(run.signature.pointers, tensors, strict=False)} | sizes
     before, behind = ([values[name] for name in some] for some in names)
 
@@ -109,7 +109,7 @@ def _in_parallel(step: Callable[..., None], rows: int, tensors: Sequence[Tensor]
 
 
 @cache
-def _call_of(step: Callable[..., None]) -> tuple[llvm.Function, list[list[str]]]:
+def _function_of(step: Callable[..., None]) -> tuple[llvm.Function, list[list[str]]]:
     """Return a loop as a function, and what its arguments before and behind those of a thread are called."""
     run = compiler.compiled(step)
     names = [*run.signature.pointers, *run.signature.integers]
