@@ -44,14 +44,14 @@ REQUIRED = inspect.Parameter.empty
 
 Writes = Literal["checkpoint", "measurements"] | None
 
-
 QUICK = (
     "calibration.tokens=auto",
     "calibration.num_samples=8",
     "calibration.seq_len=512",
     "calibration.gradient_tokens=2048",
 )
-QUICK_ROUNDING = "quantize.two_sided=false"  # with --quick: no gradients are taken, and rows are rounded all together
+# --quick takes no gradients either.
+ONE_SIDED_ROUNDING = "quantize.two_sided=false"
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class RunOptions:
         note(recipes.ambiguous(self.recipe))
         recipe = recipes.load(self.recipe, overrides)
         if self.quick and recipe.quantize.two_sided and not any("two_sided" in each for each in self.overrides or ()):
-            recipe = recipes.load(self.recipe, [*overrides, QUICK_ROUNDING])
+            recipe = recipes.load(self.recipe, [*overrides, ONE_SIDED_ROUNDING])
         if not pack and not recipe.transform:
             raise RecipeError(f"recipe {recipe.name!r} has no transform to apply; give one that has, or use quantize")
         if self.budget is not None and not hasattr(getattr(recipe.allocate, "config", None), "estimator"):

@@ -194,7 +194,7 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
             f"{duration(took['predicted_quantize'])})"
         )
     if report.get("quick"):
-        lines.append("calibrated with little text and rounded one-sided, as --quick asks for: without it less is lost")
+        lines.append("made with little effort, as --quick asks for: without it less is lost")
     if unused := report.get("unused"):
         names = sorted(unused, key=lambda name: -unused[name])
         largest = [*names[:MAX_NAMED_TENSORS], *(["..."] if len(names) > MAX_NAMED_TENSORS else [])]

@@ -78,7 +78,7 @@ def _work(layer: LayerPlan) -> Work | None:
 
 
 def _statistics(layers: list[LayerPlan], tokens: int) -> Work:
-    """Return what summing x x^T over the tokens takes; an expert is given its share of them."""
+    """Return what summing x x^T over the tokens takes; that of experts, which share the tokens, is left out."""
     inputs = {key: users[0].spec for key, users in sizes.readers(layers).items()}
     return Work(sum(UPPER * tokens * spec.shape[1] ** 2 for spec in inputs.values() if not spec.is_expert), 0)
 

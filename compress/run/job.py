@@ -52,13 +52,12 @@ class Job:
     budget: float | None = None  # seconds for the run, by which an allocation chooses how to measure; None: not told
     processes: int = 1  # that measure choices side by side; changes no result
     allocation: Mapping[str, Any] | None = None  # how the recipe's bits were allocated, for the report
+    quick: bool = False  # little effort was asked for, for the report
 
     @property
     def model_name(self) -> str:
         """The last part of the model's path or hub id, printable."""
         return one_line(self.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(paths.GGUF))
-
-    quick: bool = False  # little calibration text was asked for
 
     @property
     def is_paired(self) -> bool:

@@ -49,10 +49,10 @@ def of_machine(dtype: torch.dtype) -> Speeds:
 
 def measure(dtype: torch.dtype) -> Speeds:
     """Measure the speeds."""
-    x, weight = torch.ones(TOKENS, COLUMNS), torch.ones(OUTPUTS, COLUMNS)
+    x, weight = torch.ones(TOKENS, COLUMNS, device="cpu"), torch.ones(OUTPUTS, COLUMNS, device="cpu")
     x16, weight16 = x.to(dtype), weight.to(dtype)
-    states = torch.ones(1, HEADS, TOKENS, HEAD_DIM, dtype=dtype)
-    a, b, c = (torch.ones(NUMBERS) for _ in range(3))
+    states = torch.ones(1, HEADS, TOKENS, HEAD_DIM, dtype=dtype, device="cpu")
+    a, b, c = (torch.ones(NUMBERS, device="cpu") for _ in range(3))
 
     def block() -> None:
         with products.Widened():

@@ -116,7 +116,7 @@ def test_what_is_packed_no_more_leaves_the_list(packed: Path, tmp_path: Path) ->
     model.set_submodule(name, was.to_linear(torch.float32))
     model.save_pretrained(tmp_path / "mixed")
     mixed = AutoModelForCausalLM.from_pretrained(tmp_path / "mixed")
-    assert type(mixed.get_submodule(name)) is torch.nn.Linear
+    assert isinstance(mixed.get_submodule(name), torch.nn.Linear)
     torch.testing.assert_close(logits(mixed), expected, rtol=1e-3, atol=1e-4)
     model.set_submodule(name, was)
     model.save_pretrained(tmp_path / "packed")

@@ -11,7 +11,7 @@ states and costs have 32 bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -121,14 +121,12 @@ class Kind(NamedTuple):
         return self.symbols // self.decisions_per_byte
 
 
-@cache
 def kinds_of_steps(symbol_bits: float) -> list[Kind]:
     """Return the kinds of steps, which take turns."""
     bits = step_bits(symbol_bits)
     return [Kind(new, bits[(i + 1) % len(bits)]) for i, new in enumerate(bits)]
 
 
-@cache
 def workspace(steps: int, state_bits: int, symbol_bits: float, levels: int, lanes: int = 2 * LANES) -> int:
     """Return the bytes of a thread.
 
