@@ -190,7 +190,7 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
     ]
     if took["predicted_quantize"] is not None:
         lines.append(
-            f"time {duration(took['total'])}; quantizing {duration(took['quantize'])} (predicted from the first block "
+            f"time {duration(took['total'])}; quantizing {duration(took['quantize'])} (predicted "
             f"{duration(took['predicted_quantize'])})"
         )
     if report.get("quick"):
