@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from compress import formats
+from compress.errors import CheckpointError
 from compress.formats import codebook, kquant
 from compress.kernels import dispatch, llvm
 from compress.kernels.calls import ActivationRows, run
@@ -68,8 +69,9 @@ def test_widths_of_a_damaged_lattice_stay_inside() -> None:
     kernel, x = kernel_of(weight), problems.random(2, 512)
     for bits in (3, 200):
         weight.tensors["group_bits"].fill_(bits)
-        kernel(x)
-        kernel.decode(torch.float32)
+        assert kernel(x).shape == (2, 20) and kernel.decode(torch.float32).shape == (20, 512)
+        with pytest.raises(CheckpointError, match="group_bits"):
+            formats.check(weight, "a weight")
 
 
 def test_weights_that_read_the_same_activations_share_them() -> None:

@@ -106,7 +106,7 @@ class Int(Product):
         if self._is_tiled(tokens):
             return llvm.function(IntTiles, *self._settings)
         bits, tile_words = self.params.bits, self.params.tile_words
-        reads = int_bytes.reads(bits, self.layout.span) and int_bytes.is_faster(bits, tile_words, tokens)
+        reads = int_bytes.reads(bits, self.layout.span) and int_bytes.is_faster(tile_words, tokens)
         return llvm.function(IntBytes if reads else IntSums, *self._settings, tokens)
 
     def _is_tiled(self, tokens: int) -> bool:

@@ -1,4 +1,4 @@
-"""Multiply codes of 2 to 4 bits with few rows of activations on x86, as bytes.
+"""Multiply codes of 2 and 4 bits with few rows of activations on x86, as bytes.
 
 An activation x is two bytes, x = 256 high + low, whose products with codes are summed apart: by instructions that take
 twice as many bytes as int16 (vpmaddubsw, or vpdpbusd where there is one). The two bytes of a word hold fields that lie
@@ -23,7 +23,7 @@ from compress.kernels.cpu.integer_totals import integer_totals
 from compress.kernels.cpu.unpack import AHEAD, SHORTS, NarrowTiles, words
 from compress.numerics.packing import FIELDS
 
-BYTE_BITS = (2, 3, 4)
+BYTE_BITS = (2, 4)
 BLOCK_ROWS = 16  # rows of the weight whose scales are read together
 EIGHT = 8  # words of a register of 128 bits
 LARGEST_BYTE = 128  # magnitude of the bytes of activations
@@ -36,22 +36,19 @@ def reads(bits: int, span: int) -> bool:
     return bits in BYTE_BITS and span % SHORTS == 0 and "avx2" in llvm.features()
 
 
-def is_faster(bits: int, tile_words: int, tokens: int) -> bool:
+def is_faster(tile_words: int, tokens: int) -> bool:
     """Return whether this kernel beats products of int16, measured as it is said in int.py.
 
-    Bytes take fewer instructions to come by, except with 3 bits, and as many to multiply: that pays with one row of
-    activations, where a tile has more than a vector of words.
+    Bytes take fewer instructions to come by, and as many to multiply: that pays with one row of activations, where a
+    tile has more than a vector of words. Codes of 3 bits take more instructions as bytes, and are left out.
     """
-    return tokens == 1 and bits != 3 and tile_words > LINE
+    return tokens == 1 and tile_words > LINE
 
 
 def fields(bits: int) -> list[tuple[int, int]]:
     """Return the fields of the low and the high bytes of each vector of bytes that a vector of words makes."""
-    if bits != 3:
-        half = FIELDS[bits] // 2
-        return [(field, field + half) for field in range(half)]
-    sides = [(5 * plane + i, 5 * plane + i + 3) for plane in range(3) for i in range(2)]
-    return [*sides, (2, 7), (12, 15)]
+    half = FIELDS[bits] // 2
+    return [(field, field + half) for field in range(half)]
 
 
 def owners(bits: int, tile_words: int, span: int) -> list[tuple[int, ...]]:
@@ -194,7 +191,7 @@ class IntBytes(Emitter):
         """Return the sums of an owner and a row with each row of activations, as vectors of int32."""
         size = 2 * self.count
         sums = [[_ByteProducts(self, size, 2**self.bits - 1) for _ in range(2)] for _ in range(self.tokens)]
-        vectors: dict[int, list[Any]] = {}
+        vectors: dict[int, Any] = {}
         for n, word, i in self.places:
             if self.owners[i] != owner:
                 continue
@@ -206,35 +203,16 @@ class IntBytes(Emitter):
         eight = self.constant(self.word, size // 4, 8)
         return [self.b.add(low.total(), self.b.shl(high.total(), eight)) for low, high in sums]
 
-    def _words(self, tile: Any, number: Any, word: int) -> list[Any]:
-        """The words of a row from one of a tile on; with 3 bits, those that belong together, and then other bytes."""
+    def _words(self, tile: Any, number: Any, word: int) -> Any:
+        """The bytes of the words of a row from one of a tile on."""
         b, (width,) = self.b, PLANES[self.bits]
         in_row = b.udiv(self.in_row, self.i64(FIELDS[width]))
-        planes = 3 if self.bits == 3 else 1
-        first = b.add(b.mul(b.mul(number, self.i64(planes)), in_row), b.mul(tile, self.i64(self.tile_words)))
-        read = []
-        for plane in range(planes):
-            offset = b.add(b.add(first, b.mul(in_row, self.i64(plane))), self.i64(word))
-            read.append(self.load(self.plane, offset, self.short, self.count))
-            if word % LINE == 0:
-                self.prefetch(self.plane, b.add(offset, self.i64(AHEAD)), self.short)
-        return [self._apart(each) for each in (self._of_three(read) if self.bits == 3 else read)]
-
-    def _of_three(self, read: list[Any]) -> list[Any]:
-        """Words whose low and high bytes hold two fields of each, at the same bits; then the fields between them."""
-        sides = [self._either(self._mask(w, 0, 0x003F), self._mask(w, 1, 0x3F00)) for w in read]
-        middle = [self._mask(w, 6, 7) for w in read]
-        upper = self.b.shl(middle[1], self.constant(self.short, self.count, 8))
-        spare = [self._mask(w, 7 - i, 1 << (8 + i)) for i, w in enumerate(read)]
-        last = self._either(self._either(spare[0], spare[1]), spare[2])
-        return [*sides, self._either(middle[0], upper), self._either(middle[2], last)]
-
-    def _mask(self, words: Any, shift: int, mask: int) -> Any:
-        moved = self.b.lshr(words, self.constant(words.type.element, words.type.count, shift)) if shift else words
-        return self.b.and_(moved, self.constant(words.type.element, words.type.count, mask))
-
-    def _either(self, a: Any, b: Any) -> Any:
-        return self.b.or_(a, b)
+        first = b.add(b.mul(number, in_row), b.mul(tile, self.i64(self.tile_words)))
+        offset = b.add(first, self.i64(word))
+        read = self.load(self.plane, offset, self.short, self.count)
+        if word % LINE == 0:
+            self.prefetch(self.plane, b.add(offset, self.i64(AHEAD)), self.short)
+        return self._apart(read)
 
     def _apart(self, words: Any) -> Any:
         """The low bytes of each eight words before their high bytes."""
@@ -244,15 +222,12 @@ class IntBytes(Emitter):
             octets, octets, [at + i + side for at in lanes for side in (0, 1) for i in range(0, 16, 2)]
         )
 
-    def _codes(self, words: list[Any], i: int) -> Any:
-        """Vector number i of the bytes that words make."""
-        b, bits = self.b, self.bits
-        if bits == 3 and i >= 6:
-            return words[i - 3]
-        source, field = (words[i // 2], i % 2) if bits == 3 else (words[0], i)
-        shorts = b.bitcast(source, self.vector(self.short, self.count))
-        moved = b.lshr(shorts, self.constant(self.short, self.count, field * bits)) if field else shorts
-        return self._mask(b.bitcast(moved, source.type), 0, 2**bits - 1)
+    def _codes(self, octets: Any, i: int) -> Any:
+        """Vector number i of the codes that bytes of words hold."""
+        b, kind = self.b, octets.type
+        shorts = b.bitcast(octets, self.vector(self.short, self.count))
+        moved = b.lshr(shorts, self.constant(self.short, self.count, i * self.bits)) if i else shorts
+        return b.and_(b.bitcast(moved, kind), self.constant(kind.element, kind.count, 2**self.bits - 1))
 
     def _add_narrow(self, tile: Any, number: Any, row: Any) -> None:
         """Write the sums of a tile of the tail."""
