@@ -2,7 +2,7 @@
 
 What is measured of an input of n channels is its Hessian, n x n numbers, so that the tokens that it takes grow with n.
 docs/results/calibration.md has the measurements that the numbers below come from: the KL of several methods and bits
-against tokens, on two models. A method that needs more than a Hessian does says so itself, by TOKENS_FACTOR: one that
+against tokens, on two models. A method that needs more than a Hessian does says so itself, by `tokens_factor` of its settings: one that
 learns codebooks, trains what it has rounded, or fits rotations.
 """
 
