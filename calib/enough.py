@@ -1,9 +1,9 @@
 """Choose how many tokens of calibration are enough for a recipe that leaves it open.
 
 What is measured of an input of n channels is its Hessian, n x n numbers, so that the tokens that it takes grow with n.
-docs/results/calibration.md has the measurements that the numbers below come from: the KL of several methods and bits
-against tokens, on two models. A method that needs more than a Hessian does says so itself, by `tokens_factor` of its settings: one that
-learns codebooks, trains what it has rounded, or fits rotations.
+docs/results/calibration.md has the KL against tokens that the least number comes from, on two models; the other numbers
+below are choices. A method that needs more than a Hessian does says so by `tokens_factor` of its settings: one that
+trains what it has rounded, or learns rotations.
 """
 
 from __future__ import annotations
