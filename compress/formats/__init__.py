@@ -9,7 +9,8 @@ A format file has
   an order of columns or a number of bits: ValueError, which begins with the tensor's name. Where every pattern of bits
   decodes to a weight, there is nothing to check;
 - `decode_rows(tensors, params, shape, rows, dtype) -> Tensor [n, in_features]` and `join_rows(parts) -> tensors`, only
-  where rows lie apart: a table of embeddings needs them;
+  where rows lie apart: a table of embeddings needs them. `has_rows(params) -> bool` beside them says for which
+  parameters they do, if not for all;
 - `ROW_FACTORS`, names of stored tensors, only where the weight is a product with them: of one number, or of one for
   each row, and one or more behind the last;
 - `cut(tensors, params, shape, rows, columns) -> (Params, tensors)`, for tensor parallelism: exactly what decoding and
@@ -126,8 +127,10 @@ def has_rows(stored: Stored) -> bool:
 
     Its format must be able to, and nothing may be beside the matrix, nor around it that rows have in common.
     """
+    format: Any = get(stored.format)
     lies_alone = not stored.ops.output and stored.activations is None and stored.lowrank is None
-    return lies_alone and hasattr(get(stored.format), "decode_rows")
+    has_own = hasattr(format, "decode_rows") and (not hasattr(format, "has_rows") or format.has_rows(stored.params))
+    return lies_alone and bool(has_own)
 
 
 def decode_rows(weight: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:

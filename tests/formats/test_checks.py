@@ -90,6 +90,8 @@ def test_numbers_that_are_not_finite(name: str, bad: float) -> None:
             if tensor.is_floating_point():
                 changed = tensor.clone()
                 changed.view(-1)[-1] = bad
+                if changed.float().isfinite().all():
+                    continue  # a type without infinities
                 assert "not finite" in refusal(weight, key, changed)
 
 

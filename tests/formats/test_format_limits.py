@@ -15,6 +15,7 @@ INT = {"bits": 4, "group_size": 128, "symmetric": True, "tile_words": 32}
 NF = {"bits": 4, "block_size": 64, "tile_words": 32}
 CODEBOOK = {"bits": (8,), "vector_dim": 4, "tile_words": 32}
 LATTICE = {"bits": 2, "dim": 8, "group_size": 128, "compand": False, "row_scales": False}
+GRID = {"values": "e2m1", "block_columns": 16, "scale_type": "e4m3"}
 PVQ = {"vector_dim": 16, "pulses": 8, "gain_bits": 4}
 TRELLIS = {"bits": 2, "state_bits": 12, "tile_rows": 256}
 SIDES = {"rows": 4, "columns": 4}
@@ -45,6 +46,10 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("trellis", {**TRELLIS, "bits": 2.5}, "code", ("mul1",), ("1mad", "3inst", "mcg", "hyb")),
     ("trellis", TRELLIS, "state_bits", (4, 16), (3, 17)),
     ("trellis", TRELLIS, "tile_rows", (16, 256), (8, 272)),
+    ("grid", GRID, "values", ("e2m1", "e4m3", "nf4", "fp4", "dynamic8"), ("int4",)),
+    ("grid", GRID, "scale_type", ("e8m0", "e4m3", "nested", "float16", "bfloat16", "float32"), ("int8",)),
+    ("grid", GRID, "block_columns", (1, 16, -1), (0,)),
+    ("grid", GRID, "block_rows", (1, 128, -1), (0,)),
     ("structured", SIDES, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
     ("dense", {}, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
     ("lowrank", {"rank": 4}, "bits", (16, 8, 4), (2, 32)),
@@ -81,5 +86,5 @@ def test_types_of_kquants() -> None:
     assert {layout.bits for layout in layouts.values()} == set(range(2, 7))
 
 
-def test_only_integers_give_single_rows() -> None:
-    assert [name for name in plugins.names("formats") if hasattr(formats.get(name), "decode_rows")] == ["int"]
+def test_formats_that_give_single_rows() -> None:
+    assert [name for name in plugins.names("formats") if hasattr(formats.get(name), "decode_rows")] == ["grid", "int"]

@@ -18,6 +18,7 @@ METHODS = plugins.names("quant")
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gptq": [{"symmetric": False, "group_size": 32}],
     "kquant": [{"type": "q2_k"}, {"type": "q3_k"}, {"type": "q6_k", "sweeps": 0}],
+    "grid_rtn": [{"type": name} for name in ("mxfp4", "mxfp8", "fp8", "fp8-channel", "fp8-block", "nf4", "dynamic8")],
     "e8p": [{"bits": 3}, {"bits": 4, "row_scales": True}],
     "structured": [{"rows": 0.5}, {"columns": 0.3, "dtype": "float16"}, {"rows": 0.5, "columns": 0.5}],
     "glvq": [{"bits": 3}],
@@ -67,8 +68,12 @@ def random_parts(stored: Stored, shape: tuple[int, int], seed: int = 0) -> dict[
             return torch.arange(size[0]).to(dtype)
         if name == "group_bits":
             return torch.full(size, stored.params.bits, dtype=dtype)
+        if name == "codes" and dtype == torch.float8_e4m3fn:
+            return (torch.randn(size, generator=generator) * 100).to(dtype)
         if dtype.is_floating_point:
             return (0.001 + 0.01 * torch.rand(size, generator=generator)).to(dtype)
+        if name == "scales" and getattr(stored.params, "scale_type", "") == "e8m0":
+            return torch.randint(110, 125, size, generator=generator).to(dtype)
         info = torch.iinfo(dtype)
         return torch.randint(info.min, info.max + 1, size, generator=generator).to(dtype)
 
