@@ -265,7 +265,10 @@ class Scheme:
 
     method: str  # how codes are chosen: a file of compress/quant; its settings stand beside it
     config: Any  # settings of the method
-    incoherence: bool = False  # choose the codes in a random rotated basis; by default what suits the method
+    incoherence: bool | int = (
+        False  # choose the codes in a random rotated basis; of a number, behind Hadamard transforms
+    )
+    # of blocks of so many inputs; by default what suits the method
     activations: Activations | None = None  # quantize the inputs at run time, too: keys of recipe/activations; null:
     # they stay as they are
     lowrank: Correction | None = None  # add a low-rank part: keys of recipe/lowrank; null: none
