@@ -83,7 +83,9 @@ def restore(packed: Path, _: Path) -> dict[str, Tensor]:
 def decode(parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
     """Return the weight [out, in] of integers or of a data type."""
     weights = config["config_groups"]["group_0"]["weights"]
-    return decode_type(parts, weights) if weights.get("type") == "float" else decode_integers(parts, weights["num_bits"])
+    return (
+        decode_type(parts, weights) if weights.get("type") == "float" else decode_integers(parts, weights["num_bits"])
+    )
 
 
 def decode_integers(parts: Mapping[str, Tensor], bits: int) -> Tensor:
