@@ -80,6 +80,7 @@ SETTINGS: list[tuple[str, tuple[int, int], dict[str, Any]]] = [  # of layouts th
     ("lattice", (40, 128), {"bits": 3, "dim": 8, "group_size": 32, "compand": True, "row_scales": True}),
     ("lattice", (40, 96), {"bits": 2, "dim": 16, "group_size": 16, "compand": False, "row_scales": False}),
     ("trellis", (160, 96), {"bits": 2, "state_bits": 8, "tile_rows": 32, "code": "hyb"}),
+    ("trellis", (192, 96), {"bits": 1.75, "state_bits": 12, "tile_rows": 64, "row_scales": True}),
     ("trellis", (160, 96), {"bits": 1.5, "state_bits": 12, "tile_rows": 32, "row_scales": True}),
     ("trellis", (160, 96), {"bits": 3, "state_bits": 12, "tile_rows": 16, "code": "3inst", "row_scales": True}),
 ]

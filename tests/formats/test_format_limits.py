@@ -41,7 +41,7 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("pvq", PVQ, "vector_dim", (8, 16, 32, 64, 128), (4, 256)),
     ("pvq", PVQ, "pulses", (1, 1023), (0, 1024)),
     ("pvq", PVQ, "gain_bits", (1, 8), (0, 9)),
-    ("trellis", TRELLIS, "bits", (*range(1, 7), 1.5, 2.5, 3.5), (0, 9, 0.5, 2.25, 4.5)),
+    ("trellis", TRELLIS, "bits", (*range(1, 7), 1.25, 1.5, 1.75, 2.5, 3.75), (0, 9, 0.75, 2.3, 4.25)),
     ("trellis", {**TRELLIS, "bits": 2.5}, "tile_rows", (32, 256), (16, 48, 288)),
     ("trellis", {**TRELLIS, "bits": 2.5}, "code", ("mul1",), ("1mad", "3inst", "mcg", "hyb")),
     ("trellis", TRELLIS, "state_bits", (4, 16), (3, 17)),
