@@ -66,6 +66,8 @@ SETTINGS: list[tuple[str, tuple[int, int], dict[str, Any]]] = [  # of layouts th
     ("structured", (40, 96), {"rows": 30, "columns": 70, "dtype": "float32"}),
     ("kquant", (160, 512), {"type": "q4_k"}),
     ("kquant", (40, 600), {"type": "q3_k"}),
+    ("salient", (40, 96), {"salient": 19}),
+    ("salient", (33, 50), {"salient": 0}),
     ("nf", (40, 96), {"bits": 4, "block_size": 16, "tile_words": 16}),
     ("nf", (33, 100), {"bits": 3, "block_size": 16, "tile_words": 4, "scale_bits": 3, "scale_block": 4}),
     ("grid", (40, 96), {"values": "e2m1", "block_columns": 16, "scale_type": "e4m3", "tensor_scale": True}),

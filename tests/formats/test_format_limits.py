@@ -51,6 +51,7 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("grid", GRID, "block_columns", (1, 16, -1), (0,)),
     ("grid", GRID, "block_rows", (1, 128, -1), (0,)),
     ("structured", SIDES, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
+    ("salient", {}, "salient", (0, 100), (-1,)),
     ("dense", {}, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
     ("lowrank", {"rank": 4}, "bits", (16, 8, 4), (2, 32)),
     ("lowrank", {"rank": 4}, "dtype", ("float16", "bfloat16"), ("float32",)),
