@@ -66,6 +66,8 @@ SETTINGS: list[tuple[str, tuple[int, int], dict[str, Any]]] = [  # of layouts th
     ("structured", (40, 96), {"rows": 30, "columns": 70, "dtype": "float32"}),
     ("kquant", (160, 512), {"type": "q4_k"}),
     ("kquant", (40, 600), {"type": "q3_k"}),
+    ("salient", (40, 96), {"salient": 19}),
+    ("salient", (33, 50), {"salient": 0}),
     ("nf", (40, 96), {"bits": 4, "block_size": 16, "tile_words": 16}),
     ("nf", (33, 100), {"bits": 3, "block_size": 16, "tile_words": 4, "scale_bits": 3, "scale_block": 4}),
     ("grid", (40, 96), {"values": "e2m1", "block_columns": 16, "scale_type": "e4m3", "tensor_scale": True}),
@@ -83,6 +85,7 @@ SETTINGS: list[tuple[str, tuple[int, int], dict[str, Any]]] = [  # of layouts th
     ("lattice", (40, 128), {"bits": 3, "dim": 8, "group_size": 32, "compand": True, "row_scales": True}),
     ("lattice", (40, 96), {"bits": 2, "dim": 16, "group_size": 16, "compand": False, "row_scales": False}),
     ("trellis", (160, 96), {"bits": 2, "state_bits": 8, "tile_rows": 32, "code": "hyb"}),
+    ("trellis", (192, 96), {"bits": 1.75, "state_bits": 12, "tile_rows": 64, "row_scales": True}),
     ("trellis", (160, 96), {"bits": 1.5, "state_bits": 12, "tile_rows": 32, "row_scales": True}),
     ("trellis", (160, 96), {"bits": 3, "state_bits": 12, "tile_rows": 16, "code": "3inst", "row_scales": True}),
 ]

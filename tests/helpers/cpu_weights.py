@@ -55,6 +55,7 @@ TRELLIS: list[tuple[Any, ...]] = [  # shape, bits, state_bits, tile_rows, code, 
     ((16, 1030), 8, 16, 16, "mul1", True),
     ((64, 31), 5, 13, 32, "1mad", False),
     ((96, 540), 1.5, 12, 32, "mul1", False),
+    ((150, 70), 1.75, 12, 64, "mul1", False),
     ((200, 520), 2.5, 14, 96, "mul1", True),
     ((50, 1060), 3.5, 16, 64, "mul1", False),
 ]
