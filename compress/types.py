@@ -59,12 +59,14 @@ class Stats:
     drift = sum over tokens of (y - x) x^T [in, in], float32, y being the same input in the full-precision model; None
     where it was not taken. The engine uses it up (compress/quant/target_correction.py): methods never see it.
     output: what errors of a linear's outputs cost, None where they cost all the same.
+    largest: the largest magnitude of each input over all tokens [in], float32; None in a rotated basis.
     """
 
     hessian: Tensor
     count: int  # tokens summed
     drift: Tensor | None = None
     output: OutputMetric | None = None
+    largest: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,8 @@ def finish_statistics(
     if alpha is not None:
         correction, correction_note = target_correction.correction(stats, alpha, tokens)
     notes = tuple(filter(None, (note, correction_note)))
-    return InputStatistics(Stats(stats.hessian, stats.count), correction, notes, seed)
+    kept = Stats(stats.hessian, stats.count, largest=stats.largest)
+    return InputStatistics(kept, correction, notes, seed)
 
 
 class LinearTask(NamedTuple):
