@@ -18,6 +18,7 @@ LATTICE = {"bits": 2, "dim": 8, "group_size": 128, "compand": False, "row_scales
 GRID = {"values": "e2m1", "block_columns": 16, "scale_type": "e4m3"}
 PVQ = {"vector_dim": 16, "pulses": 8, "gain_bits": 4}
 TRELLIS = {"bits": 2, "state_bits": 12, "tile_rows": 256}
+TERNARY = {"packing": "base3", "group_size": 64}
 SIDES = {"rows": 4, "columns": 4}
 
 # format, other parameters, key, what it takes, what it refuses
@@ -50,6 +51,10 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("grid", GRID, "scale_type", ("e8m0", "e4m3", "nested", "float16", "bfloat16", "float32"), ("int8",)),
     ("grid", GRID, "block_columns", (1, 16, -1), (0,)),
     ("grid", GRID, "block_rows", (1, 128, -1), (0,)),
+    ("ternary", TERNARY, "packing", ("base3", "planar", "binary"), ("base4",)),
+    ("ternary", TERNARY, "group_size", (-1, 1, 64, 100), (0, -2)),
+    ("ternary", TERNARY, "scale_dtype", ("float16", "bfloat16", "float32"), ("float64",)),
+    ("ternary", TERNARY, "tensor_scale", (False,), (True,)),
     ("structured", SIDES, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
     ("salient", {}, "salient", (0, 100), (-1,)),
     ("dense", {}, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
@@ -88,4 +93,8 @@ def test_types_of_kquants() -> None:
 
 
 def test_formats_that_give_single_rows() -> None:
-    assert [name for name in plugins.names("formats") if hasattr(formats.get(name), "decode_rows")] == ["grid", "int"]
+    assert [name for name in plugins.names("formats") if hasattr(formats.get(name), "decode_rows")] == [
+        "grid",
+        "int",
+        "ternary",
+    ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress import formats, plugins
-from compress.formats import codebook
+from compress.formats import codebook, ternary
 from compress.numerics.packing import pack_stream
 from compress.types import PackedWeight, Stored
 from helpers import problems
@@ -76,6 +76,10 @@ def random_parts(stored: Stored, shape: tuple[int, int], seed: int = 0) -> dict[
             return torch.full(size, stored.params.bits, dtype=dtype)
         if name == "codes" and dtype == torch.float8_e4m3fn:
             return (torch.randn(size, generator=generator) * 100).to(dtype)
+        if name == "codes" and stored.format == "ternary":
+            count = ternary.DIGITS[stored.params.packing]
+            trits = torch.randint(-1, 2, (*size, count), generator=generator).to(torch.int8)
+            return ternary._to_bytes(trits, stored.params.packing)
         if dtype.is_floating_point:
             return (0.001 + 0.01 * torch.rand(size, generator=generator)).to(dtype)
         if name == "scales" and getattr(stored.params, "scale_type", "") == "e8m0":
