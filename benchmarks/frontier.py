@@ -107,9 +107,9 @@ def build_ours(args: argparse.Namespace, recipe: str, work: Path) -> Built:
     """Quantize with a recipe of ours as it stands, but for the calibration windows."""
     values = [f"calibration.num_samples={args.samples}", f"calibration.seq_len={args.seq_len}"]
     options = [word for value in values for word in ("--set", value)]
-    run, report = run_quantize(args.model, recipe, args.calib, work / "out", args.env, options)
+    run, _ = run_quantize(args.model, recipe, args.calib, work / "out", args.env, options)
     sizes = in_fresh_process(count_sizes, work / "out", args.model)
-    facts = {"tool": "compress", "version": version("compress-llm"), **asdict(run), **sizes, "bpw": report["bpw"]}
+    facts = {"tool": "compress", "version": version("compress-llm"), **asdict(run), **sizes}
     return Built(work / "out", facts)
 
 

@@ -70,6 +70,8 @@ SETTINGS: list[tuple[str, tuple[int, int], dict[str, Any]]] = [  # of layouts th
     ("salient", (33, 50), {"salient": 0}),
     ("nf", (40, 96), {"bits": 4, "block_size": 16, "tile_words": 16}),
     ("nf", (33, 100), {"bits": 3, "block_size": 16, "tile_words": 4, "scale_bits": 3, "scale_block": 4}),
+    ("affine", (40, 96), {"bits": 4, "group_size": 16, "tile_words": 4}),
+    ("affine", (33, 100), {"bits": 3, "group_size": -1, "tile_words": 4, "column_scales": True}),
     ("grid", (40, 96), {"values": "e2m1", "block_columns": 16, "scale_type": "e4m3", "tensor_scale": True}),
     ("grid", (40, 97), {"values": "nf4", "block_columns": 32, "scale_type": "float32"}),
     ("grid", (40, 96), {"values": "e4m3", "block_columns": -1, "scale_type": "float32"}),

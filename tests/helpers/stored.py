@@ -27,6 +27,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "pvq": [{"bpw": 1.5, "vector_dim": 16}],
     "lord": [{"bits": 8}, {"bits": 4, "group_size": 32, "dtype": "float16"}, {"ratio": 2.0, "metric": "sizes"}],
     "nf": [{"bits": 3, "scale_bits": 3, "block_size": 16}, {"bits": 2, "scale_bits": 2}],
+    "hqq": [{"bits": 3, "group_size": 32}, {"bits": 2, "group_size": 24}],
     "trellis": [
         {"bits": 3, "state_bits": 6, "row_scales": True},
         {"code": "hyb", "state_bits": 8},
