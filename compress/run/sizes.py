@@ -41,9 +41,9 @@ def needs_statistics(layer: LayerPlan) -> bool:
     return "hessian" in method.NEEDS or correct.needs_statistics(layer.scheme.lowrank)
 
 
-def needs_largest(layer: LayerPlan) -> bool:
+def needs_largest_weight(layer: LayerPlan) -> bool:
     """Return whether a method is told the largest of all weights that read the same input: no text is needed."""
-    return layer.scheme.config is not None and "largest" in plugins.load("quant", layer.scheme.method).NEEDS
+    return layer.scheme.config is not None and "largest_weight" in plugins.load("quant", layer.scheme.method).NEEDS
 
 
 def needs_gradients(layer: LayerPlan) -> bool:
