@@ -19,18 +19,18 @@ from helpers import (
 from helpers.stored import product, random_weight
 
 CASES = [
-    (Params("base3", 64), (100, 300)),
+    (Params("base3", 64), (70, 200)),
     (Params("base3", -1), (50, 333)),
-    (Params("base3", -1, "bfloat16", tensor_scale=True), (40, 700)),
-    (Params("planar", 16), (70, 300)),
-    (Params("planar", 128, "bfloat16"), (70, 400)),
+    (Params("base3", -1, "bfloat16", tensor_scale=True), (40, 350)),
+    (Params("planar", 16), (70, 150)),
+    (Params("planar", 128, "bfloat16"), (30, 400)),
     (Params("base3", 80), (20, 400)),
     (Params("planar", -1, "float32"), (30, 77)),
-    (Params("binary", 32), (33, 500)),
+    (Params("binary", 32), (33, 200)),
 ]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("rows", [3, 16])
 @pytest.mark.parametrize(("params", "shape"), CASES)
 def test_matmul_is_that_of_the_decoded_weight(params: Params, shape: tuple[int, int], rows: int) -> None:
     assert dispatch.supported("cuda", "ternary", params, shape)
