@@ -12,6 +12,7 @@ from compress import formats, plugins
 
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 INT = {"bits": 4, "group_size": 128, "symmetric": True, "tile_words": 32}
+AFFINE = {"bits": 4, "group_size": 64, "tile_words": 32}
 NF = {"bits": 4, "block_size": 64, "tile_words": 32}
 CODEBOOK = {"bits": (8,), "vector_dim": 4, "tile_words": 32}
 LATTICE = {"bits": 2, "dim": 8, "group_size": 128, "compand": False, "row_scales": False}
@@ -31,6 +32,10 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("nf", NF, "scale_bits", tuple(range(2, 9)), (1, 9)),
     ("nf", NF, "block_size", (1, 64, 100), (0,)),
     ("nf", NF, "scale_dtype", ("float32", "float16", "bfloat16"), ("float64",)),
+    ("affine", AFFINE, "bits", tuple(range(2, 9)), (1, 9)),
+    ("affine", AFFINE, "group_size", (-1, 1, 64, 100), (0, -2)),
+    ("affine", AFFINE, "scale_dtype", ("float16", "bfloat16"), ("float32",)),
+    ("affine", AFFINE, "column_scales", (False, True), ()),
     ("codebook", CODEBOOK, "bits", ((1,), (16,), (8, 8, 8)), ((), (0,), (17,))),
     ("codebook", CODEBOOK, "vector_dim", (1, 4, 8), (0,)),
     ("codebook", CODEBOOK, "outlier_bits", (4, 8), (2, 16)),
@@ -42,7 +47,7 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("pvq", PVQ, "vector_dim", (8, 16, 32, 64, 128), (4, 256)),
     ("pvq", PVQ, "pulses", (1, 1023), (0, 1024)),
     ("pvq", PVQ, "gain_bits", (1, 8), (0, 9)),
-    ("trellis", TRELLIS, "bits", (*range(1, 7), 1.5, 2.5, 3.5), (0, 9, 0.5, 2.25, 4.5)),
+    ("trellis", TRELLIS, "bits", (*range(1, 7), 1.25, 1.5, 1.75, 2.5, 3.75), (0, 9, 0.75, 2.3, 4.25)),
     ("trellis", {**TRELLIS, "bits": 2.5}, "tile_rows", (32, 256), (16, 48, 288)),
     ("trellis", {**TRELLIS, "bits": 2.5}, "code", ("mul1",), ("1mad", "3inst", "mcg", "hyb")),
     ("trellis", TRELLIS, "state_bits", (4, 16), (3, 17)),
@@ -56,6 +61,7 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("ternary", TERNARY, "scale_dtype", ("float16", "bfloat16", "float32"), ("float64",)),
     ("ternary", TERNARY, "tensor_scale", (False,), (True,)),
     ("structured", SIDES, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
+    ("salient", {}, "salient", (0, 100), (-1,)),
     ("dense", {}, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
     ("lowrank", {"rank": 4}, "bits", (16, 8, 4), (2, 32)),
     ("lowrank", {"rank": 4}, "dtype", ("float16", "bfloat16"), ("float32",)),
