@@ -45,7 +45,7 @@ SMALL = {  # method -> settings of a short search
 }
 SMALL_TRANSFORM = {"awq": ("transform.0.ratios=2",), "outlier_suppression": ("transform.0.thresholds=2",)}
 ALL = {name: recipe.load(name) for name in recipe.names()}
-BINARY = {"ptq161", "bitnet"}  # or ternary, without feedback: more bits than 1.9 on small weights
+BINARY = {"ptq161", "bitnet", "ternary"}  # more bits than 1.9 on small weights
 SPECIAL = {"lord", "structured", "nf"}  # low rank: what they store, and which linears, is tested in files of their own
 METHOD = {
     name: r.quantize.method

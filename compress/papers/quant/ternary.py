@@ -22,7 +22,7 @@ Not done: one scale for the whole weight (formats/ternary.py has it for models t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -133,9 +133,15 @@ def prepare(weight: Tensor, stats: Stats | None, config: Config) -> Rounding:
 
 def quantize_rows(rounding: Rounding, rows: slice) -> tuple[Tensor, grid.Grid]:
     """Return codes [in, rows] uint8, trits plus one, and grids of a tile."""
-    target, order = rounding.target[:, rows].contiguous(), rounding.order
-    if rounding.output is not None:
-        return _join_tiles(two_sided.by_groups(target, rounding.output, rows, partial(_quantize_group, rounding)))
+    target = rounding.target[:, rows].contiguous()
+    if rounding.output is None:
+        return _round(rounding, target)
+    return _join_tiles(two_sided.by_groups(target, rounding.output, rows, partial(_round_group, rounding)))
+
+
+def _round(rounding: Rounding, target: Tensor) -> tuple[Tensor, grid.Grid]:
+    """Return codes [in, rows] uint8 and grids for a target [in, rows]."""
+    order = rounding.order
     rounder = _TernaryRounder(target, order, rounding.upper, rounding.params)
     feedback.run(target[order], rounding.upper, rounder)
     codes = torch.empty_like(rounder.codes).index_copy_(0, order, rounder.codes)
@@ -145,10 +151,9 @@ def quantize_rows(rounding: Rounding, rows: slice) -> tuple[Tensor, grid.Grid]:
     return state.codes, grid.Grid(state.scale, state.zero)
 
 
-def _quantize_group(rounding: Rounding, _: slice, target: Tensor) -> tuple[tuple[Tensor, grid.Grid], Tensor]:
+def _round_group(rounding: Rounding, _: slice, target: Tensor) -> tuple[tuple[Tensor, grid.Grid], Tensor]:
     """Return codes [in, rows] and grids for a target [in, rows], and the values [in, rows] that they are."""
-    one_sided = replace(rounding, target=target, output=None)
-    codes, fitted = quantize_rows(one_sided, slice(0, target.shape[1]))
+    codes, fitted = _round(rounding, target)
     return (codes, fitted), fitted.values(codes, rounding.params.group(len(target)))
 
 
