@@ -31,6 +31,7 @@ def code_lengths(counts: Tensor) -> Tensor:
 
     A symbol that is alone has a code of one bit.
     """
+    leaves: list[tuple[int, tuple[int, ...]]]
     leaves = sorted((count, (symbol,)) for symbol, count in enumerate(counts.tolist()) if count)
     lengths = torch.zeros(SYMBOLS, dtype=torch.uint8)
     if len(leaves) == 1:

@@ -254,12 +254,12 @@ def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any
 
 def with_sizes(plan: Plan, rows: Sequence[LayerReport]) -> Plan:
     """Return the plan with the bytes that were stored in the place of those that were estimated."""
-    known = {row.name: row for row in rows}
+    known = {each.name: each for each in rows}
 
     def settle(layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
         return tuple(
-            dataclasses.replace(layer, stored=row.stored, nbytes=row.nbytes)
-            if (row := known.get(layer.spec.name)) is not None and formats.is_estimated(layer.stored)
+            dataclasses.replace(layer, stored=made.stored, nbytes=made.nbytes)
+            if (made := known.get(layer.spec.name)) is not None and formats.is_estimated(layer.stored)
             else layer
             for layer in layers
         )
