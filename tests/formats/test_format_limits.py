@@ -12,12 +12,14 @@ from compress import formats, plugins
 
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 INT = {"bits": 4, "group_size": 128, "symmetric": True, "tile_words": 32}
+AFFINE = {"bits": 4, "group_size": 64, "tile_words": 32}
 NF = {"bits": 4, "block_size": 64, "tile_words": 32}
 CODEBOOK = {"bits": (8,), "vector_dim": 4, "tile_words": 32}
 LATTICE = {"bits": 2, "dim": 8, "group_size": 128, "compand": False, "row_scales": False}
 GRID = {"values": "e2m1", "block_columns": 16, "scale_type": "e4m3"}
 PVQ = {"vector_dim": 16, "pulses": 8, "gain_bits": 4}
 TRELLIS = {"bits": 2, "state_bits": 12, "tile_rows": 256}
+TERNARY = {"packing": "base3", "group_size": 64}
 SIDES = {"rows": 4, "columns": 4}
 
 # format, other parameters, key, what it takes, what it refuses
@@ -30,6 +32,10 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("nf", NF, "scale_bits", tuple(range(2, 9)), (1, 9)),
     ("nf", NF, "block_size", (1, 64, 100), (0,)),
     ("nf", NF, "scale_dtype", ("float32", "float16", "bfloat16"), ("float64",)),
+    ("affine", AFFINE, "bits", tuple(range(2, 9)), (1, 9)),
+    ("affine", AFFINE, "group_size", (-1, 1, 64, 100), (0, -2)),
+    ("affine", AFFINE, "scale_dtype", ("float16", "bfloat16"), ("float32",)),
+    ("affine", AFFINE, "column_scales", (False, True), ()),
     ("codebook", CODEBOOK, "bits", ((1,), (16,), (8, 8, 8)), ((), (0,), (17,))),
     ("codebook", CODEBOOK, "vector_dim", (1, 4, 8), (0,)),
     ("codebook", CODEBOOK, "outlier_bits", (4, 8), (2, 16)),
@@ -41,7 +47,7 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("pvq", PVQ, "vector_dim", (8, 16, 32, 64, 128), (4, 256)),
     ("pvq", PVQ, "pulses", (1, 1023), (0, 1024)),
     ("pvq", PVQ, "gain_bits", (1, 8), (0, 9)),
-    ("trellis", TRELLIS, "bits", (*range(1, 7), 1.5, 2.5, 3.5), (0, 9, 0.5, 2.25, 4.5)),
+    ("trellis", TRELLIS, "bits", (*range(1, 7), 1.25, 1.5, 1.75, 2.5, 3.75), (0, 9, 0.75, 2.3, 4.25)),
     ("trellis", {**TRELLIS, "bits": 2.5}, "tile_rows", (32, 256), (16, 48, 288)),
     ("trellis", {**TRELLIS, "bits": 2.5}, "code", ("mul1",), ("1mad", "3inst", "mcg", "hyb")),
     ("trellis", TRELLIS, "state_bits", (4, 16), (3, 17)),
@@ -54,7 +60,12 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("exponents", {}, "base", (0, 240), (-1, 241)),
     ("exponents", {}, "stream", (0, 9), (-1,)),
     ("exponents", {}, "escapes", (0, 9), (-1,)),
+    ("ternary", TERNARY, "packing", ("base3", "planar", "binary"), ("base4",)),
+    ("ternary", TERNARY, "group_size", (-1, 1, 64, 100), (0, -2)),
+    ("ternary", TERNARY, "scale_dtype", ("float16", "bfloat16", "float32"), ("float64",)),
+    ("ternary", TERNARY, "tensor_scale", (False,), (True,)),
     ("structured", SIDES, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
+    ("salient", {}, "salient", (0, 100), (-1,)),
     ("dense", {}, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
     ("lowrank", {"rank": 4}, "bits", (16, 8, 4), (2, 32)),
     ("lowrank", {"rank": 4}, "dtype", ("float16", "bfloat16"), ("float32",)),
@@ -91,5 +102,10 @@ def test_types_of_kquants() -> None:
 
 
 def test_formats_that_give_single_rows() -> None:
-    with_rows = [name for name in plugins.names("formats") if hasattr(formats.get(name), "decode_rows")]
-    assert with_rows == ["dense", "exponents", "grid", "int"]
+    assert [name for name in plugins.names("formats") if hasattr(formats.get(name), "decode_rows")] == [
+        "dense",
+        "exponents",
+        "grid",
+        "int",
+        "ternary",
+    ]

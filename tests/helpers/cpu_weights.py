@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from compress.formats import codebook, e8p, kquant, trellis
+from compress.formats import codebook, e8p, grid, kquant, trellis
 from compress.formats import int as int_format
 from compress.kernels import dispatch
 from compress.kernels.contract import Prepared
-from compress.papers.formats import lattice, nf
+from compress.papers.formats import affine, lattice, nf
 from compress.runtime import integer
 from compress.types import Activations, PackedWeight
 from helpers import stored
@@ -55,6 +55,7 @@ TRELLIS: list[tuple[Any, ...]] = [  # shape, bits, state_bits, tile_rows, code, 
     ((16, 1030), 8, 16, 16, "mul1", True),
     ((64, 31), 5, 13, 32, "1mad", False),
     ((96, 540), 1.5, 12, 32, "mul1", False),
+    ((150, 70), 1.75, 12, 64, "mul1", False),
     ((200, 520), 2.5, 14, 96, "mul1", True),
     ((50, 1060), 3.5, 16, 64, "mul1", False),
 ]
@@ -76,6 +77,12 @@ NF: list[tuple[Any, ...]] = [  # shape, bits, block_size, bits of a size
     ((40, 576), 3, 16, 3),
     ((16, 1000), 2, 64, 2),
     ((33, 70), 6, 32, 8),
+]
+AFFINE: list[tuple[Any, ...]] = [  # shape, bits, group_size, type of scales, whether columns have scales
+    ((37, 300), 4, 64, "float16", False),
+    ((40, 576), 2, 32, "bfloat16", False),
+    ((16, 1000), 3, -1, "float16", True),
+    ((33, 72), 5, 16, "float16", True),
 ]
 LATTICE: list[tuple[Any, ...]] = [  # shape, bits, dim, group_size
     ((37, 300), 2, 8, 128),
@@ -120,6 +127,30 @@ def nf_weight(shape: tuple[int, int], bits: int, block_size: int, scale_bits: in
     return stored.random_weight("nf", params, shape)
 
 
+def affine_weight(shape: tuple[int, int], bits: int, *settings: Any) -> PackedWeight:
+    group_size, dtype, column_scales = settings
+    params = affine.Params(bits, group_size, affine.tile_words(bits, shape[1]), dtype, column_scales)
+    return stored.random_weight("affine", params, shape)
+
+
+GRID = [  # shape, fields of Params: blocks of all sizes and types of scales, rows of whole vectors and others
+    ((64, 512), ("e2m1", 16, "e4m3", 1, True)),
+    ((40, 300), ("e2m1", 16, "e4m3", 1, True)),
+    ((37, 333), ("e2m1", 32, "e8m0")),
+    ((40, 320), ("e4m3", 32, "e8m0")),
+    ((40, 300), ("e4m3", -1, "float32", -1)),
+    ((37, 301), ("e4m3", -1, "float32")),
+    ((200, 300), ("e4m3", 128, "float32", 128)),
+    ((40, 640), ("nf4", 64, "nested")),
+    ((37, 333), ("fp4", 48, "bfloat16")),
+    ((40, 300), ("dynamic8", 256, "float16", 1, True)),
+]
+
+
+def grid_weight(shape: tuple[int, int], fields: tuple[Any, ...]) -> PackedWeight:
+    return stored.random_weight("grid", grid.Params(*fields), shape)
+
+
 def lattice_weight(shape: tuple[int, int], bits: int, dim: int, group_size: int) -> PackedWeight:
     """Lattices of either sign; where there are two groups or more, of three widths."""
     weight = stored.random_weight("lattice", lattice.Params(bits, dim, group_size, False, True), shape)
@@ -145,7 +176,9 @@ WEIGHTS = [
     *(pytest.param(kquant_weight, case, id=f"{case[1]}-{case[0]}") for case in KQUANT),
     *(pytest.param(codebook_weight, case, id=f"any-codebook-{i}") for i, case in enumerate(ANY_CODEBOOK)),
     *(pytest.param(nf_weight, case, id=f"nf{case[1]}-{case[0]}") for case in NF),
+    *(pytest.param(affine_weight, case, id=f"affine{case[1]}-{case[0]}") for case in AFFINE),
     *(pytest.param(lattice_weight, case, id=f"lattice{case[1]}-{case[0]}") for case in LATTICE),
+    *(pytest.param(grid_weight, case, id=f"grid-{i}") for i, case in enumerate(GRID)),
 ]
 
 
