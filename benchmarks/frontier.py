@@ -39,6 +39,7 @@ Row = dict[str, Any]
 OURS = ("vq2bit", "vq3bit", "trellis4bit", "int4", "int3", "int2")
 GROUP_64 = ("--group-size", "64")
 TYPES = ("Q2_K", "Q3_K_M", "Q4_K_M", "IQ2_XS", "IQ2_M", "IQ3_S", "IQ2_XXS", "IQ3_XXS", "IQ4_XS")
+SCHEMES = ("NVFP4A16", "MXFP4A16", "FP8_DYNAMIC", "FP8_BLOCK")
 PEERS: dict[str, tuple[str, tuple[str, ...]]] = {  # name of a row -> tool, its options
     **{f"llama.cpp {kind}": ("llama-cpp", ("--type", kind)) for kind in TYPES},
     **{f"EXL3 {bits}, transforms of 64": ("exl3", ("--bits", str(bits), "--hadamard", "64")) for bits in (2, 3, 4)},
@@ -49,6 +50,8 @@ PEERS: dict[str, tuple[str, tuple[str, ...]]] = {  # name of a row -> tool, its 
     **{f"AutoRound {bits}": ("auto-round", ("--bits", str(bits), *GROUP_64)) for bits in (4, 3)},
     "AutoRound 2": ("auto-round", ("--bits", "2", "--asymmetric", *GROUP_64)),
     "AutoRound 2, 1000 iterations": ("auto-round", ("--bits", "2", "--asymmetric", "--iterations", "1000", *GROUP_64)),
+    **{f"llm-compressor {kind}": ("llm-compressor", ("--scheme", kind, "--method", "rtn")) for kind in SCHEMES},
+    **{f"llm-compressor {kind} GPTQ": ("llm-compressor", ("--scheme", kind)) for kind in SCHEMES[:2]},
     **{f"turbopress {bits}": ("turbopress", ("--bits", str(bits))) for bits in (2, 3)},
 }
 # What a tool gets beside: windows that it can afford on a CPU, as many of them at once as it takes by itself.
@@ -104,9 +107,9 @@ def build_ours(args: argparse.Namespace, recipe: str, work: Path) -> Built:
     """Quantize with a recipe of ours as it stands, but for the calibration windows."""
     values = [f"calibration.num_samples={args.samples}", f"calibration.seq_len={args.seq_len}"]
     options = [word for value in values for word in ("--set", value)]
-    run, report = run_quantize(args.model, recipe, args.calib, work / "out", args.env, options)
+    run, _ = run_quantize(args.model, recipe, args.calib, work / "out", args.env, options)
     sizes = in_fresh_process(count_sizes, work / "out", args.model)
-    facts = {"tool": "compress", "version": version("compress-llm"), **asdict(run), **sizes, "bpw": report["bpw"]}
+    facts = {"tool": "compress", "version": version("compress-llm"), **asdict(run), **sizes}
     return Built(work / "out", facts)
 
 

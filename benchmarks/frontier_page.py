@@ -10,11 +10,6 @@ from typing import Any
 Row = dict[str, Any]
 OURS = "compress"
 NEAR = 0.25  # bits of the linears by which a row of another tool may be smaller and still be compared
-STYLE = """<style>svg{--paper:#fff;--ink:#1f2328;--grid:#e3e6ea;--series-0:#c0392b;--series-1:#2471a3;
---series-2:#1e8449;--series-3:#9a6b00;--series-4:#7d3c98;--series-5:#4d5656;font:12px sans-serif;background:#fff}
-text{fill:var(--ink)}
-.label{font-size:10.5px}.best{font-weight:bold}.grid{stroke:var(--grid)}.axis{stroke:#8a9199}
-.leader{stroke:#b5bac0;stroke-width:.7}.front{fill:none;stroke:#b5bac0}</style>"""
 HEAD = """# Ours and other tools on one text
 
 Recipes of compress beside other tools: the same model, the same calibration windows, the same scored windows, one
@@ -128,5 +123,4 @@ def draw(title: str, rows: Sequence[Row], key: str) -> str:
         for row in groups
     ]
     drawn = scatter.scatter(title, marks, (svg.Axis("bits per weight"), svg.Axis("KL, nats a token", True)))
-    begin = drawn.index(">") + 1
-    return f"{drawn[:begin]}{STYLE}{drawn[begin:]}\n"
+    return svg.with_style(drawn)

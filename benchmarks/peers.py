@@ -78,7 +78,7 @@ def sizes(directory: Path, model: Path) -> dict[str, float]:
     tool = tool_of(directory)
     count = getattr(tool, "stored_bytes", None)
     stored: dict[str, int] = count(directory, model) if count else read_headers(directory)
-    linears, kept = source_linears(model), set() if count else {name for name in stored if name.endswith(".weight")}
+    linears, kept = source_linears(model), set() if count else plain_weights(stored)
     linears = {name: shape for name, shape in linears.items() if f"{name}.weight" not in kept}
     packed = sum(size for name, size in stored.items() if owner(name, linears) and not name.endswith(".bias"))
     return {
@@ -87,6 +87,11 @@ def sizes(directory: Path, model: Path) -> dict[str, float]:
         "checkpoint_bytes": sum(file.stat().st_size for file in directory.glob("*.safetensors"))
         or sum(stored.values()),
     }
+
+
+def plain_weights(stored: dict[str, int]) -> set[str]:
+    """Return the names of weights beside which lies no scale."""
+    return {name for name in stored if name.endswith(".weight") and f"{name}_scale" not in stored}
 
 
 def decode(packed: Path, model: Path, out: Path) -> None:

@@ -139,6 +139,7 @@ class HessianSum:
         self.total = GridSum(columns, device, is_upper=True)
         self.drift = GridSum(columns, device, is_upper=False) if paired else None  # None, too, if tokens do not pair
         self.expected: Tensor | None = None  # the full-precision inputs that go with those that are added next
+        self.largest = torch.zeros(columns, dtype=torch.float32, device=device)  # magnitude of each input
         self.count = 0
 
     def add(self, inputs: Tensor, chunk: int, weights: Tensor | None = None) -> None:
@@ -147,6 +148,7 @@ class HessianSum:
             x = self.scaled(part, weight)
             if len(x):
                 self.total.add(x, x)
+                self.largest = torch.maximum(self.largest, torch.maximum(part.amax(0), -part.amin(0)).float())
             self.count += len(x)
         if self.drift is not None:
             self._pair(inputs, self.drift, chunk, weights)
@@ -194,7 +196,8 @@ class HessianSum:
                 f"the inputs of {name} are not finite during calibration; quantize with --dtype float32, or check the "
                 "checkpoint's weights"
             )
-        return Stats(total, self.count, self.drift.finish() if self.drift is not None else None)
+        drift = self.drift.finish() if self.drift is not None else None
+        return Stats(total, self.count, drift, largest_inputs=self.largest)
 
 
 class HasGrids(Protocol):
@@ -225,9 +228,10 @@ def join(sums: Mapping[str, HessianSum], ranks: Ranks) -> None:
     """Add up the sums of all processes, which hold the same inputs in the same order."""
     if ranks.size == 1:
         return
-    held = ranks.gather({key: (total.count, total.drift is not None) for key, total in sums.items()})
+    held = ranks.gather({key: (total.count, total.drift is not None, total.largest) for key, total in sums.items()})
     for key, total in sums.items():
         total.count = sum(counts[key][0] for counts in held)
+        total.largest = torch.stack([counts[key][2].to(total.largest.device) for counts in held]).amax(0)
         if not all(counts[key][1] for counts in held):
             total.drift = None
         for part in total.parts().values():

@@ -59,12 +59,18 @@ class Stats:
     drift = sum over tokens of (y - x) x^T [in, in], float32, y being the same input in the full-precision model; None
     where it was not taken. The engine uses it up (compress/quant/target_correction.py): methods never see it.
     output: what errors of a linear's outputs cost, None where they cost all the same.
+    largest_inputs: the largest magnitude of each input over all tokens [in], float32; None in a rotated basis.
+    largest: float32 [], the largest magnitude of all weights of a block that read the input, each in the basis in which
+    it is rounded, before target correction. None where a method does not ask for it, and for weights of towers: then it
+    is the weight's own. A method that asks for nothing else is given a Hessian [0, 0] and the count 0.
     """
 
     hessian: Tensor
     count: int  # tokens summed
     drift: Tensor | None = None
     output: OutputMetric | None = None
+    largest_inputs: Tensor | None = None
+    largest: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -85,26 +91,45 @@ NO_TRANSFORMS = WeightTransforms()
 IN_SCALE = "in_scale"  # the stored tensor of a static scale of activations, float32 [1]
 
 
+INPUT_BLOCKS = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32, "fp8-block": 128}  # dtype -> inputs that share a scale
+
+
 @dataclass(frozen=True)
 class Activations:
     """Quantization of the inputs of a linear at run time: signed and symmetric, after the input transforms.
 
     q = round(clamp(x / s, -Q, Q)) with Q = 2^(bits - 1) - 1 and s = clip max|x| / Q over a token, or s as calibrated.
+    In types with blocks each block has a scale, as compress/runtime/activation_quant.py says.
     """
 
-    bits: int = 8  # [bits] of one activation: 2 to 8
+    bits: int = 8  # [bits] of one activation: 2 to 8; 4 for nvfp4 and mxfp4
     scale: Literal["token", "tensor"] = "token"  # of each token as it comes, or one of the tensor, calibrated and
-    # stored as `in_scale`
+    # stored as `in_scale`, which int, fp8 and nvfp4 can have
     clip: float = 1.0  # [fraction] of the largest magnitude that is kept; what is larger is clamped
-    dtype: Literal["int", "fp8"] = "int"  # int, or fp8: float8_e4m3fn, its largest number 448 in place of Q
+    dtype: Literal["int", "fp8", "nvfp4", "mxfp4", "mxfp8", "fp8-block"] = "int"  # int; fp8: float8_e4m3fn, its largest
+    # number 448 in place of Q; or a type with blocks: 16 inputs for nvfp4, 32 for mxfp4 and mxfp8, 128 for fp8-block
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
             raise ValueError(f"bits {self.bits} is not between 2 and 8")
         if not 0 < self.clip <= 1:
             raise ValueError(f"clip {self.clip} is not between 0 and 1")
-        if self.dtype == "fp8" and self.bits != 8:
-            raise ValueError(f"bits {self.bits}: fp8 has 8")
+        if self.dtype != "int" and self.bits != (own := 4 if self.dtype in ("nvfp4", "mxfp4") else 8):
+            raise ValueError(f"bits {self.bits}: {self.dtype} has {own}")
+        if self.block and self.clip != 1:
+            raise ValueError(f"clip {self.clip}: blocks of {self.dtype} keep their largest magnitude; remove clip")
+        if self.scale == "tensor" and self.dtype in ("mxfp4", "mxfp8", "fp8-block"):
+            raise ValueError(f"scale tensor: {self.dtype} has scales of blocks alone; set scale: token")
+
+    @property
+    def block(self) -> int:
+        """Inputs of a token that share a scale; 0: the type has no blocks."""
+        return INPUT_BLOCKS.get(self.dtype, 0)
+
+    @property
+    def has_token_scale(self) -> bool:
+        """Whether a scale is taken from all inputs of a token."""
+        return self.scale == "token" and self.dtype in ("int", "fp8", "nvfp4")
 
 
 @dataclass(frozen=True)
@@ -261,7 +286,10 @@ class Scheme:
 
     method: str  # how codes are chosen: a file of compress/quant; its settings stand beside it
     config: Any  # settings of the method
-    incoherence: bool = False  # choose the codes in a random rotated basis; by default what suits the method
+    incoherence: bool | int = (
+        False  # choose the codes in a random rotated basis; of a number, behind Hadamard transforms
+    )
+    # of blocks of so many inputs; by default what suits the method
     activations: Activations | None = None  # quantize the inputs at run time, too: keys of recipe/activations; null:
     # they stay as they are
     lowrank: Correction | None = None  # add a low-rank part: keys of recipe/lowrank; null: none

@@ -74,6 +74,8 @@ def test_the_page_of_recipes_is_up_to_date() -> None:
     generator = runpy.run_path(str(ROOT / "docs" / "generate_recipes.py"))
     written = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     assert written == generator["page"](), "run: python docs/generate_recipes.py"
+    drawn = (ROOT / "docs" / "results" / "recipes.svg").read_text(encoding="utf-8")
+    assert drawn == generator["picture"](), "run: python docs/generate_recipes.py"
 
 
 @PAGE

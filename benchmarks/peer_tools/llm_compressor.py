@@ -1,4 +1,7 @@
-"""llm-compressor: GPTQ with its defaults, AWQ, or plain rounding; stored as compressed-tensors, pack-quantized."""
+"""llm-compressor: GPTQ with its defaults, AWQ, or plain rounding, to integers or to a data type of its presets.
+
+It stores compressed-tensors. Inputs that a preset quantizes at run time, too, are not: only weights are compared.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,16 @@ from .common import Clock, restore_modules, unpack_words
 
 DISTRIBUTION = "llmcompressor"
 METHOD = "compressed-tensors"
-MARK = ".weight_packed"
+MARK = ".weight_scale"
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E8M0_BIAS = 127
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names a preset."""
+    parser.add_argument(
+        "--scheme", default="", help="of llm-compressor, in place of integers: NVFP4A16, FP8_BLOCK, ..."
+    )
 
 
 def quantize(args: argparse.Namespace, windows: Tensor, out: Path) -> Clock:
@@ -44,6 +56,9 @@ def _modifier(args: argparse.Namespace) -> Any:
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
 
+    kind = GPTQModifier if args.method == "gptq" else QuantizationModifier
+    if args.scheme:
+        return kind(targets=["Linear"], scheme=args.scheme, ignore=["lm_head"])
     weights = {
         "num_bits": args.bits,
         "type": "int",
@@ -52,7 +67,6 @@ def _modifier(args: argparse.Namespace) -> Any:
         "group_size": args.group_size,
     }
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    kind = GPTQModifier if args.method == "gptq" else QuantizationModifier
     rounding = kind(config_groups=groups, ignore=["lm_head"])
     if args.method != "awq":
         return rounding
@@ -67,8 +81,15 @@ def restore(packed: Path, _: Path) -> dict[str, Tensor]:
 
 
 def decode(parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
-    """Return the weight [out, in]: codes are stored + 2^(bits-1), zero points likewise and packed along the rows."""
-    bits = config["config_groups"]["group_0"]["weights"]["num_bits"]
+    """Return the weight [out, in] of integers or of a data type."""
+    weights = config["config_groups"]["group_0"]["weights"]
+    return (
+        decode_type(parts, weights) if weights.get("type") == "float" else decode_integers(parts, weights["num_bits"])
+    )
+
+
+def decode_integers(parts: Mapping[str, Tensor], bits: int) -> Tensor:
+    """Return W [out, in]: codes are stored + 2^(bits-1), zero points likewise and packed along the rows."""
     rows, columns = parts["weight_shape"].tolist()
     scale = parts["weight_scale"].float()  # [rows, groups]
     codes = unpack_words(parts["weight_packed"], bits, columns).float() - 2 ** (bits - 1)
@@ -77,3 +98,21 @@ def decode(parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
         zero = unpack_words(parts["weight_zero_point"].T.contiguous(), bits, rows).T.float() - 2 ** (bits - 1)
     repeats = columns // scale.shape[1]
     return (codes - zero.repeat_interleave(repeats, 1)) * scale.repeat_interleave(repeats, 1)
+
+
+def decode_type(parts: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Tensor:
+    """Return W [out, in]: float8, or e2m1 with the even column in the low half of a byte, times scales of blocks."""
+    if "weight_packed" in parts:
+        octets = parts["weight_packed"].int()
+        codes = torch.stack((octets & 15, octets >> 4), -1).flatten(1)
+        values = torch.tensor(E2M1)[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+    else:
+        values = parts["weight"].float()
+    scale = parts["weight_scale"]
+    wide = torch.exp2(scale.float() - E8M0_BIAS) if scale.dtype == torch.uint8 else scale.float()
+    if "weight_global_scale" in parts:
+        wide = wide / parts["weight_global_scale"].float()
+    wide = wide.reshape(-1, 1) if wide.ndim < 2 else wide
+    rows, columns = weights.get("block_structure") or (1, -(-values.shape[1] // wide.shape[1]))
+    wide = wide.repeat_interleave(rows, 0) if wide.shape[0] > 1 or rows > 1 else wide
+    return values * wide[: len(values)].repeat_interleave(columns, 1)[:, : values.shape[1]]

@@ -63,10 +63,12 @@ class Export:
 
     def plain_linears(self) -> list[str]:
         """Return the modules whose matrices are plain numbers: linears that are kept, routers, the output head."""
-        modules = self.source.skeleton.model.named_modules()
-        looked_up = [name for name, module in modules if isinstance(module, nn.Embedding | PackedEmbedding)]
+        model = self.source.skeleton.model
+        modules, head = dict(model.named_modules()), model.get_output_embeddings()
+        looked_up = [name for name, each in modules.items() if isinstance(each, nn.Embedding | PackedEmbedding)]
         matrices = [name.removesuffix(".weight") for name, stored in self.plain().items() if len(stored.shape) == 2]
-        return sorted({*matrices} - {*looked_up})
+        tied = [name for name, each in modules.items() if each is head]  # has no matrix of its own
+        return sorted({*matrices, *tied} - {*looked_up} - {weight.name for weight in self.held})
 
     def check_packed(self) -> None:
         """Raise ExportError if the target holds no weight of this checkpoint."""

@@ -36,7 +36,7 @@ from compress import plugins
 from compress.errors import CheckpointError, RecipeError, shown
 from compress.formats import lowrank, transforms
 from compress.numerics import checks
-from compress.types import IN_SCALE, PackedWeight, Stored
+from compress.types import IN_SCALE, Activations, PackedWeight, Stored
 
 Shape = tuple[int, int]
 Spec = tuple[tuple[int, ...], torch.dtype]  # of a stored tensor
@@ -165,8 +165,8 @@ def cut(weight: PackedWeight, rows: range, columns: range) -> PackedWeight:
     format: Any = get(stored.format)
     if not hasattr(format, "cut"):
         raise ValueError(f"format {stored.format} cannot be cut")
-    if len(columns) < shape[1] and stored.activations is not None and stored.activations.scale == "token":
-        raise ValueError("inputs are quantized with the scale of a whole token")
+    if len(columns) < shape[1] and stored.activations is not None:
+        _check_input_cut(stored.activations, columns, shape[1])
     matrix = {name: weight.tensors[name] for name in format.specs(stored.params, shape)}
     tensors = _cut_transforms(weight, "out", stored.ops.output, rows, shape[0])
     tensors |= _cut_transforms(weight, "in", stored.ops.input, columns, shape[1])
@@ -182,6 +182,15 @@ def cut(weight: PackedWeight, rows: range, columns: range) -> PackedWeight:
     size = (len(rows), len(columns))
     tensors = {name: _detach_storage(tensors[name]) for name in specs(chosen, size)}  # ValueError as `specs`
     return PackedWeight(chosen, tensors, size)
+
+
+def _check_input_cut(activations: Activations, columns: range, whole: int) -> None:
+    """Raise ValueError where some of `whole` columns are quantized otherwise than they are among all."""
+    if activations.has_token_scale:
+        raise ValueError("inputs are quantized with the scale of a whole token")
+    for at in (columns.start, columns.stop):
+        if activations.block and at % activations.block and at != whole:
+            raise ValueError(f"column {at} lies within a block of {activations.block} quantized inputs")
 
 
 def _detach_storage(tensor: Tensor) -> Tensor:

@@ -5,10 +5,10 @@
 A column is cut into tiles of `tile_rows` rows. The bits of a tile form a circular stream, bits * tile_rows long, and
 the state of a weight is the window of it that ends with the weight's own bits, so that every weight decodes without
 its neighbours and takes exactly `bits` bits (bitshift trellis of QTIP, arXiv 2406.11235, with windows as EXL3 has
-them). At 1.5, 2.5 and 3.5 bits, the first row of a tile takes half a bit less, the second half a bit more, and so on in
-turn, as in EXL3; only `mul1` has these. The stream runs along the rows, not through a square of 16 x 16 as there: the
-column loop can then feed back the error of every single column, and a kernel meets the same shift for all columns of a
-row. Codes of a state s:
+them). With halves and quarters of a bit, the first i rows of a tile have i * bits bits, rounded down: rows take one and
+two bits in turn at 1.5 bits, as in EXL3, and one row in four takes two at 1.25. Only `mul1` has these. The stream runs
+along the rows, not through a square of 16 x 16 as there: the column loop can then feed back the error of every single
+column, and a kernel meets the same shift for all columns of a row. Codes of a state s:
 
 - `mul1`: the sum of the four bytes of s * 0x83DCD12D mod 2^32, less 510, over 147.7: near Gaussian, integer until the
   division, so that an int8 dot product can sum it;
@@ -27,6 +27,7 @@ Rows can be cut at multiples of `tile_rows`, columns anywhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -36,8 +37,9 @@ from torch import Tensor
 
 DECODE_CHUNK = 1 << 21  # weights decoded at a time: bounds the int64 temporaries to some tens of MB
 ROW_MULTIPLE = 16  # tile_rows is one: the stream of a tile is whole words for every whole number of bits
-HALF_BITS = (1.5, 2.5, 3.5)
-HALF_CODE = "mul1"  # the code that has half bits
+PARTS = 4  # into which a bit is divided
+PARTIAL_BITS = tuple(n / PARTS for n in range(PARTS, 4 * PARTS) if n % PARTS)
+PARTIAL_CODE = "mul1"  # the code that has them
 MAX_TILE_ROWS = 256
 MAX_STATE_BITS = 16
 HYB_ENTRIES, HYB_LOW_BIT = 512, 6
@@ -50,7 +52,7 @@ ROW_FACTORS = ("scale", "row_scales")
 
 @dataclass(frozen=True)
 class Params:
-    bits: int | float  # [bits] of one weight: 1 to 8, or one of HALF_BITS
+    bits: int | float  # [bits] of one weight: 1 to 8, or one of PARTIAL_BITS
     state_bits: int  # [bits] of the window that decodes to a weight
     tile_rows: int  # [rows] of one circular stream
     code: str = "mul1"  # how a window becomes a number: one of CODES
@@ -58,14 +60,14 @@ class Params:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", whole(self.bits))
-        if self.bits not in (*range(1, 9), *HALF_BITS):
-            raise ValueError(f"bits {self.bits} is not one of 1..8, nor of {', '.join(map(str, HALF_BITS))}")
+        if self.bits not in (*range(1, 9), *PARTIAL_BITS):
+            raise ValueError(f"bits {self.bits} is not one of 1..8, nor a multiple of 0.25 between 1 and 4")
         if self.code not in CODES:
             raise ValueError(f"code {self.code!r} is not one of {', '.join(CODES)}")
-        if self.bits in HALF_BITS and self.code != HALF_CODE:
-            raise ValueError(f"code {self.code!r} has no half bits; set code: {HALF_CODE}, or whole bits")
+        if self.bits in PARTIAL_BITS and self.code != PARTIAL_CODE:
+            raise ValueError(f"code {self.code!r} has no parts of a bit; set code: {PARTIAL_CODE}, or whole bits")
         if not 2 * self.symbol_bits <= self.state_bits <= MAX_STATE_BITS:
-            low = int(2 * self.symbol_bits)
+            low = math.ceil(2 * self.symbol_bits)
             asked = f"code {self.code!r} at {self.bits} bits"
             if low > MAX_STATE_BITS:
                 raise ValueError(f"bits {self.bits} is too many for code {self.code!r}")
@@ -83,7 +85,7 @@ class Params:
 
     @property
     def symbol_bits(self) -> int | float:
-        """Bits from one state to the next; with half a bit, the mean of two steps."""
+        """Bits from one state to the next; with parts of a bit, the mean of two or four steps."""
         return self.bits * self.vector_dim
 
     @property
@@ -103,9 +105,12 @@ def row_multiple(bits: float) -> int:
 
 
 def step_bits(symbol_bits: float) -> tuple[int, ...]:
-    """Return the new bits of the steps of a path in turn: always the same, or two numbers whose mean is a half."""
-    low = int(symbol_bits)
-    return (low,) if low == symbol_bits else (low, low + 1)
+    """Return the new bits of the steps of a path, which take turns; their mean is `symbol_bits`.
+
+    There are as many as make whole bits, and those with a bit more come last: 1.5 gives (1, 2), 1.75 (1, 2, 2, 2).
+    """
+    count, turns = float(symbol_bits).as_integer_ratio()
+    return tuple((i + 1) * count // turns - i * count // turns for i in range(turns))
 
 
 def count_words(params: Params, rows: int) -> int:
@@ -177,9 +182,11 @@ def pack(
 
 def _words(states: Tensor, params: Params) -> Tensor:
     """int16 [words, columns] of whole tiles: the new bits of every step, first bit highest."""
-    together = step_bits(params.symbol_bits)
-    bits = sum(together)  # of the last state of two steps, these are the new ones of both
-    kept = states[len(together) - 1 :: len(together)] & ((1 << bits) - 1)
+    turns = step_bits(params.symbol_bits)
+    bits = sum(turns)
+    kept = states[:: len(turns)] & ((1 << turns[0]) - 1)
+    for i, new in enumerate(turns[1:], 1):
+        kept = kept << new | states[i :: len(turns)] & ((1 << new) - 1)
     if 16 % bits:  # symbols lie across words
         shifts = torch.arange(bits - 1, -1, -1, device=states.device)
         kept, bits = ((kept[:, None] >> shifts[:, None]) & 1).reshape(-1, states.shape[1]), 1  # tiles follow each other
@@ -195,7 +202,7 @@ def unpack(words: Tensor, params: Params) -> Tensor:
     steps = params.tile_rows // params.vector_dim
     tiles = words.view(-1, params.tile_words, words.shape[1]).long() & 0xFFFF
     pairs = tiles.roll(1, 1) << 16 | tiles  # tile, word: the word before it, and itself
-    ends = torch.arange(1, steps + 1, device=words.device) * int(2 * params.symbol_bits) // 2
+    ends = torch.arange(1, steps + 1, device=words.device) * int(PARTS * params.symbol_bits) // PARTS
     index = (ends - 1) // 16  # the word with a window's last bit
     states = (pairs[:, index] >> ((index + 1) * 16 - ends)[:, None]) & ((1 << params.state_bits) - 1)
     return states.view(-1, words.shape[1])

@@ -22,6 +22,13 @@ STEPS_PER_AXIS = 5
 LOW, HIGH = 0.6, 0.835  # shares of the heat below and above which figures on it have a color of their own
 
 
+STYLE = """<style>svg{--paper:#fff;--ink:#1f2328;--grid:#e3e6ea;--series-0:#c0392b;--series-1:#2471a3;
+--series-2:#1e8449;--series-3:#9a6b00;--series-4:#7d3c98;--series-5:#4d5656;font:12px sans-serif;background:#fff}
+text{fill:var(--ink)}
+.label{font-size:10.5px}.best{font-weight:bold}.grid{stroke:var(--grid)}.axis{stroke:#8a9199}
+.leader{stroke:#b5bac0;stroke-width:.7}.front{fill:none;stroke:#b5bac0}</style>"""
+
+
 class Axis(NamedTuple):
     """Name of an axis, and whether it is logarithmic."""
 
@@ -100,6 +107,12 @@ def drawing(height: float, title: str, description: str, body: Sequence[str]) ->
         f'<svg viewBox="0 0 {WIDTH:.0f} {height:.0f}" role="img" aria-label="{label}" '
         f'xmlns="http://www.w3.org/2000/svg">{said}{"".join(body)}</svg>'
     )
+
+
+def with_style(drawn: str) -> str:
+    """Return a drawing with its style inside, as a file that stands alone."""
+    begin = drawn.index(">") + 1
+    return f"{drawn[:begin]}{STYLE}{drawn[begin:]}\n"
 
 
 def frame(x: Scale, y: Scale, height: float) -> list[str]:

@@ -1,4 +1,4 @@
-"""QTIP: quantize each column as a path through a trellis, at whole or half bits a weight (arXiv 2406.11235).
+"""QTIP: quantize each column as a path through a trellis, at whole, half or quarter bits a weight (arXiv 2406.11235).
 
 As in EXL3, too, a weight is a fixed function of the last `state_bits` bits of a bit stream that grows by `bits` for
 each weight, so that a column is quantized as one vector of hundreds of dimensions, close to the rate-distortion bound,
@@ -49,9 +49,10 @@ TWO_SIDED = True
 
 # Bits -> scale over the one that matches the root mean squares of weights and code. Fed-back errors make the targets
 # larger than the weights, and a target outside the code's range costs more than a coarser code. Measured on rotated
-# layers of tests/models/books-8m: the loss changes by less than 2% within 0.05 of these, for all codes. Those of half
-# bits lie between their neighbours.
-RATIOS = {1: 1.15, 1.5: 1.13, 2: 1.11, 2.5: 1.12, 3: 1.14, 3.5: 1.17, 4: 1.2}
+# layers of tests/models/books-8m: the loss changes by less than 2% within 0.05 of these, for all codes. Those of parts
+# of a bit lie between their neighbours.
+RATIOS = {1: 1.15, 1.25: 1.14, 1.5: 1.13, 1.75: 1.12, 2: 1.11, 2.25: 1.115, 2.5: 1.12, 2.75: 1.13}
+RATIOS |= {3: 1.14, 3.25: 1.155, 3.5: 1.17, 3.75: 1.185, 4: 1.2}
 LAST_RATIO = 1.3
 NO_SWEEPS = "two-sided rounding of paths has no sweeps: none were done"
 STATE_STEPS = 0.8  # measured: a weight takes so many for each state of the search
@@ -63,9 +64,12 @@ CORRECTION_ROWS = 1024  # rows that the last factor on the scale is fitted to, o
 class Config:
     """Settings of trellis-coded quantization."""
 
-    bits: int | float = 2  # [bits] of a weight: 1 to 8; with code mul1 also 1.5, 2.5, 3.5
+    bits: int | float = 2  # [bits] of a weight: 1 to 8; with code mul1 also multiples of 0.25 between 1 and 4
     state_bits: int = 12  # [bits] of the window that decodes to a weight: up to 16; time doubles with each
-    tile_rows: int = 128  # [rows] of one circular stream, at most; a multiple of 16, of 32 for half bits
+    tile_rows: int = (
+        128  # [rows] of one circular stream, at most; a multiple of 16, or of 32 and 64 for halves and
+        # quarters of a bit
+    )
     code: str = "mul1"  # how a window becomes a number: mul1, 1mad, 3inst, mcg (computed) or hyb (2 rows at a time from
     # a small table)
     row_scales: bool = False  # a float16 scale for each row, beside that of the tensor

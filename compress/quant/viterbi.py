@@ -2,10 +2,10 @@
 
 A state has `state_bits` bits; each step shifts a symbol of `symbol_bits` new bits in from the right and emits the
 state's table entry, so that 2^symbol_bits states can precede a state and as many can follow. A sequence is tail-biting:
-the state before its first step equals the state after its last, so that it takes exactly steps * symbol_bits bits. At
-half a bit, the first step takes half a bit less, the second half a bit more, and so on in turn. The common node is
-found by a first search over a window around the seam of the sequence rolled by half (QTIP, arXiv 2406.11235; there the
-first search covers the whole sequence), the second search is constrained to it.
+the state before its first step equals the state after its last, so that it takes exactly steps * symbol_bits bits. With
+parts of a bit, steps of two numbers of bits take turns (`step_bits`). The common node is found by a first search over a
+window around the seam of the sequence rolled by half (QTIP, arXiv 2406.11235; there the first search covers the whole
+sequence), the second search is constrained to it.
 
 Costs are integers: squared distances, less the least that the value allows, in small units. Up to 4 bits a step, costs
 and decisions have 16 bits together, what states emit is rounded to some hundred levels, and a distance so large that
@@ -66,6 +66,7 @@ class _TrellisStep(NamedTuple):
     """
 
     symbols: int  # that can be shifted in
+    rest: int  # what this step's new symbol and that of the next leave of a state
     oldest: Tensor  # of each node before, the symbol that is shifted out
     emitted: Tensor  # index of the emission, by new symbol and node before
     state: Tensor  # by symbol shifted out and place of the node behind
@@ -84,7 +85,6 @@ class Search:
         self.most_bits = max(self.step_bits)
         if state_bits < 2 * symbol_bits:
             raise ValueError(f"state_bits {state_bits} is fewer than twice the {symbol_bits} bits of a step")
-        self.rest = 1 << (state_bits - int(2 * symbol_bits))  # what two symbols leave of a state
         self.costs = NARROW_COSTS if self.most_bits <= NARROW else WIDE_COSTS
         self.limits = self._limits()
         self._make_levels()
@@ -93,7 +93,7 @@ class Search:
         self.on_gpu: TritonSearch | None = None
         if self.most_bits <= NARROW and runs_on_gpu(table.device):
             costs = GpuCosts(self.farthest, self.costs.shift, self.limits)
-            self.on_gpu = TritonSearch(self.step_bits, self.levels[self.index], costs)
+            self.on_gpu = TritonSearch(symbol_bits, self.levels[self.index], costs)
         if table.device.type == "cpu" and self.most_bits <= NARROW:
             self.compiled = viterbi_compiled.compiled_search(
                 self.unit, self.levels, self.index, state_bits, symbol_bits, self.limits
@@ -129,15 +129,16 @@ class Search:
         self.levels, self.index = levels.to(self.table.device, self.costs.dtype), index.to(self.table.device)
 
     def _step(self, number: int, device: torch.device) -> _TrellisStep:
-        """Make the tables of every step of a path with this number, or with this parity."""
-        bits, next_bits = self.step_bits[number], self.step_bits[(number + 1) % len(self.step_bits)]
+        """Make the tables of the steps of a path that have this number among those that take turns."""
+        bits, next_bits, rest = self.step_bits[number], self._bits(number + 1), self._rest(number)
         symbols, oldest = 1 << bits, 1 << next_bits  # as many as the next step shifts in leave the state behind
-        place = torch.arange(symbols * self.rest, device=device)
-        new, low = place // self.rest, place % self.rest
-        before = torch.arange(oldest, device=device)[:, None] * self.rest + low  # [oldest symbol, place]
+        place = torch.arange(symbols * rest, device=device)
+        new, low = place // rest, place % rest
+        before = torch.arange(oldest, device=device)[:, None] * rest + low  # [oldest symbol, place]
         return _TrellisStep(
             symbols,
-            torch.arange(oldest * self.rest, device=device, dtype=self.costs.dtype) // self.rest,
+            rest,
+            torch.arange(oldest * rest, device=device, dtype=self.costs.dtype) // rest,
             self.index.view(-1, symbols).T.flatten(),
             ((before << bits) | new).flatten(),
             self._place(before, number - 1).flatten(),
@@ -145,8 +146,16 @@ class Search:
 
     def _place(self, node: Tensor, number: int) -> Tensor:
         """Return the places of nodes behind a step."""
-        bits = self.step_bits[number]
-        return (node & ((1 << bits) - 1)) * self.rest + (node >> bits)
+        bits = self._bits(number)
+        return (node & ((1 << bits) - 1)) * self._rest(number) + (node >> bits)
+
+    def _bits(self, number: int) -> int:
+        """Return the bits that a step shifts in."""
+        return self.step_bits[number % len(self.step_bits)]
+
+    def _rest(self, number: int) -> int:
+        """Return what the new symbol of a step and that of the next leave of a state."""
+        return 1 << (self.state_bits - self._bits(number) - self._bits(number + 1))
 
     def integers(self, values: Tensor) -> Tensor:
         """Return values [sequences, steps * dim] as the integers that are searched, [sequences, steps, dim]."""
@@ -206,18 +215,18 @@ class Search:
         if self.on_gpu:
             return self.on_gpu.search(batch, seam)
         count, steps, _ = batch.shape
-        kinds, rest, shift = len(self.steps), self.rest, self.most_bits
+        kinds, shift = len(self.steps), self.most_bits
         cost = torch.zeros(count, self.nodes, dtype=self.costs.dtype, device=batch.device)
         if seam is not None:
             cost.fill_(self.limits.far).scatter_(1, seam[:, None], 0)
         total = cost.new_empty(count, 1 << self.state_bits)
-        decisions = [cost.new_empty(steps // kinds, count, step.symbols, rest) for step in self.steps]
+        decisions = [cost.new_empty(steps // kinds, count, step.symbols, step.rest) for step in self.steps]
         for t in range(steps):
             step, decision = self.steps[t % kinds], decisions[t % kinds][t // kinds]
             torch.index_select(self._level_costs(batch[:, t]) << shift, 1, step.emitted, out=total)
             before = (cost << shift) + step.oldest
             total.view(count, step.symbols, -1).add_(before[:, None])
-            torch.amin(total.view(count, step.symbols, -1, rest), 2, out=decision)
+            torch.amin(total.view(count, step.symbols, -1, step.rest), 2, out=decision)
             cost = (decision.transpose(1, 2) >> shift).reshape(count, -1)
             if t % self.limits.period == self.limits.period - 1:
                 cost -= cost.amin(1, keepdim=True)
@@ -255,10 +264,11 @@ class TritonSearch:
     Costs stay in registers from step to step, a decision is one byte, and the way back is walked in the same launch.
     """
 
-    def __init__(self, step_bits: tuple[int, ...], emitted: Tensor, costs: GpuCosts) -> None:
+    def __init__(self, symbol_bits: float, emitted: Tensor, costs: GpuCosts) -> None:
         """Take what states emit, emitted [states, dim] int32 of at most 16 bits, on the device of the search."""
-        self.step_bits, self.costs = step_bits, costs
-        self.nodes, self.dim = emitted.shape[0] >> step_bits[0], emitted.shape[1]
+        self.costs, (self.count, self.turns) = costs, float(symbol_bits).as_integer_ratio()
+        self.states, self.dim = emitted.shape
+        self.nodes = self.states >> int(symbol_bits)
         self.tops = emitted.abs().amax(0)
         self.emitted = emitted.T.to(torch.int16).contiguous()  # [dim, states]
 
@@ -279,8 +289,8 @@ class TritonSearch:
                 part = slice(first, min(first + some, count))
                 _viterbi.paths[(part.stop - first,)](
                     values[part], states if seam is None else seam[part], self.emitted, self.tops, decisions,
-                    states[part], steps, SYMBOL_BITS=self.step_bits[0], NEXT_BITS=self.step_bits[-1],
-                    REST=self.nodes >> self.step_bits[-1], DIM=self.dim, FARTHEST=self.costs.farthest,
+                    states[part], steps, COUNT=self.count, TURNS=self.turns, STATES=self.states, DIM=self.dim,
+                    FARTHEST=self.costs.farthest,
                     SHIFT=self.costs.shift, MOST=limits.most, KNEE=limits.knee, PERIOD=limits.period, FAR=limits.far,
                     SEAMED=seam is not None, num_warps=warps_of_program(self.nodes),
                 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,18 @@ from compress.lowrank import correct
 from compress.quant import feedback, incoherence, target_correction
 from compress.run import sizes
 from compress.runtime.activation_quant import LargestInput
-from compress.types import IN_SCALE, Fisher, LayerPlan, OutputMetric, PackedWeight, Quantized, Stats
+from compress.types import (
+    IN_SCALE,
+    Fisher,
+    LayerPlan,
+    LinearSpec,
+    OutputMetric,
+    OutScales,
+    PackedWeight,
+    Quantized,
+    Stats,
+    WeightTransforms,
+)
 
 ROWS_PER_CHECK = 4096  # so many rows of a weight are searched for NaN at a time
 
@@ -51,6 +62,43 @@ class InputStatistics:
 
 
 NO_STATISTICS = InputStatistics()
+
+
+class LargestWeights:
+    """The largest magnitudes of the weights of a block that read one input, for methods that ask for them.
+
+    They are those of the weights alone, so that every process has the same numbers, whichever linears are its own.
+    """
+
+    def __init__(self, layers: Sequence[LayerPlan], read: Callable[[str], Tensor], seed: int) -> None:
+        self.seed, self.read = seed, read  # linear -> its weight [out, in]
+        self.readers: dict[str, dict[str, LinearSpec]] = {}  # input -> the linears that read it
+        for layer in layers:
+            self.readers.setdefault(layer.spec.input_key, {})[layer.spec.name] = layer.spec
+        self.known: dict[tuple[str, WeightTransforms, OutScales], Tensor] = {}
+
+    def of(self, layer: LayerPlan, weights: Mapping[str, Tensor]) -> Tensor | None:
+        """Return what a linear's method is told, float32 []; None if it does not ask.
+
+        weights: of linears, among them all that read its input and are not as they were read; used instead.
+        """
+        if not sizes.needs_largest(layer):
+            return None
+        key = layer.spec.input_key, layer.stored.ops, layer.scheme.out_scales
+        if key not in self.known:
+            readers = self.readers[layer.spec.input_key].values()
+            given = [(spec, weights[spec.name] if spec.name in weights else self.read(spec.name)) for spec in readers]
+            alike = [(dataclasses.replace(layer, spec=spec), weight) for spec, weight in given]
+            self.known[key] = torch.stack([largest_magnitude(one, weight, self.seed) for one, weight in alike]).amax()
+        return self.known[key]
+
+
+def largest_magnitude(layer: LayerPlan, weight: Tensor, seed: int) -> Tensor:
+    """Return the largest magnitude of a weight [out, in] behind the operations of a layer, float32 []."""
+    if layer.stored.ops:
+        weight = incoherence.rotated_weight(weight, layer, incoherence.surroundings(layer, seed, weight))
+    low, high = torch.aminmax(weight)
+    return torch.maximum(-low, high).float()
 
 
 class InputRange:
@@ -98,7 +146,8 @@ def finish_statistics(
     if alpha is not None:
         correction, correction_note = target_correction.correction(stats, alpha, tokens)
     notes = tuple(filter(None, (note, correction_note)))
-    return InputStatistics(Stats(stats.hessian, stats.count), correction, notes, seed)
+    kept = Stats(stats.hessian, stats.count, largest_inputs=stats.largest_inputs)
+    return InputStatistics(kept, correction, notes, seed)
 
 
 class LinearTask(NamedTuple):
@@ -111,6 +160,7 @@ class LinearTask(NamedTuple):
     fisher: Fisher | None  # where its low-rank part, or tuning, goes by the loss's gradients
     in_scale: Tensor | None  # float32 [1], where its inputs have a static scale
     output_gradients: OutputGradients | None = None  # where its scheme needs the loss's gradients at its outputs
+    largest: Tensor | None = None  # float32 [], of all weights that read its input; None: where that is not needed
 
 
 def output_metric(task: LinearTask, change_rows: Callable[[Tensor], Tensor] | None = None) -> OutputMetric | None:
@@ -211,8 +261,10 @@ def _method_inputs(task: LinearTask, seed: int) -> _Problem:
         around = incoherence.surroundings(layer, seed, target, sensitivities)
         target = incoherence.rotated_weight(target, layer, around)
         change = partial(incoherence.rotated_gradients, layer=layer, around=around)
+    if stats is None and task.largest is not None:
+        stats = Stats(task.largest.new_empty(0, 0), 0)
     if stats is not None:
-        stats = dataclasses.replace(stats, output=output_metric(task, change))
+        stats = dataclasses.replace(stats, output=output_metric(task, change), largest=task.largest)
     return _Problem(target, stats, incoherence.derived_seed(seed, "method", layer.spec.name), around)
 
 

@@ -38,7 +38,12 @@ def needs_statistics(layer: LayerPlan) -> bool:
     if layer.scheme.config is None:
         return False
     method = plugins.load("quant", layer.scheme.method)
-    return bool(method.NEEDS) or correct.needs_statistics(layer.scheme.lowrank)
+    return "hessian" in method.NEEDS or correct.needs_statistics(layer.scheme.lowrank)
+
+
+def needs_largest(layer: LayerPlan) -> bool:
+    """Return whether a method is told the largest of all weights that read the same input: no text is needed."""
+    return layer.scheme.config is not None and "largest" in plugins.load("quant", layer.scheme.method).NEEDS
 
 
 def needs_gradients(layer: LayerPlan) -> bool:

@@ -5,27 +5,57 @@
 Q is 2^(bits - 1) - 1, or 448 with numbers of fp8 in place of integers. s is clip max|x| / Q of each token, so that a
 token's q depend on nothing but the token, or the stored `in_scale`, float32 [1], for which `LargestInput` runs over the
 calibration data. A token that holds a NaN or an infinity has the scale NaN: so have its outputs, and no others.
+
+In the types of tensor cores, blocks of consecutive inputs have a scale b of their own:
+
+    x ~ s b p        q = b p
+
+| type | block | p | b | s |
+|---|---|---|---|---|
+| nvfp4 | 16 | e2m1 | e4m3(max|x| / 6 / s) | max|x| / (6 448) of the token, or as calibrated |
+| mxfp4 | 32 | e2m1 | 2^(floor(log2 max|x|) - 2) | 1 |
+| mxfp8 | 32 | e4m3 | 2^(floor(log2 max|x|) - 8) | 1 |
+| fp8-block | 128 | e4m3 | max|x| / 448 in float32 | 1 |
+
+Numbers are rounded to the nearest point of e2m1 or e4m3, of two to the even one,
+what is larger than the largest becomes that. The scale of an nvfp4 block that e4m3 rounds to 0 makes it zeros. The last
+block of a token may be shorter.
+
+Exponents follow the OCP's specification of MX, so that the largest of a block may be one that saturates. Engines differ
+in them: some take the next one where max|x| is 1.75 powers of two or more, some wherever max|x| would saturate.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import NumericalError
-from compress.types import Activations
+from compress.types import INPUT_BLOCKS, Activations
 
 FP8 = torch.float8_e4m3fn
-FP8_LARGEST = 448.0
-FP8_HALF_STEP = 16.0  # half the distance of its two largest numbers
+FP8_LARGEST, FP4_LARGEST = 448.0, 6.0
+FP8_HALF_STEP, FP4_HALF_STEP = 16.0, 1.0  # half the distance of the two largest numbers
+E8M0_LEAST = -127  # exponent
+E2M1, E4M3 = "e2m1", "e4m3"
+NUMBERS = {"nvfp4": E2M1, "mxfp4": E2M1, "mxfp8": E4M3, "fp8-block": E4M3}  # type -> that of its numbers
+POINT_LARGEST = {E2M1: FP4_LARGEST, E4M3: FP8_LARGEST}
+KEPT = {E2M1: FP4_LARGEST + FP4_HALF_STEP, E4M3: FP8_LARGEST + FP8_HALF_STEP}  # the largest that rounds to it
+POINT_EXPONENT = {E2M1: 2, E4M3: 8}  # exponent of the largest point
 TINY = torch.finfo(torch.float32).tiny  # the scale of a token of zeros
+LARGEST = {"fp8": FP8_LARGEST, "nvfp4": FP4_LARGEST * FP8_LARGEST}  # Q, of types that have s
+SPLIT_POWERS = {"fp8": 256.0, "nvfp4": 2048.0}  # factor that `split` takes off
 
 
 def largest(activations: Activations) -> float:
-    """Return Q, the largest magnitude of a quantized input."""
-    return FP8_LARGEST if activations.dtype == "fp8" else 2.0 ** (activations.bits - 1) - 1
+    """Return Q, the largest magnitude of a quantized input; 1 for types that have scales of blocks alone."""
+    if activations.dtype == "int":
+        return 2.0 ** (activations.bits - 1) - 1
+    return LARGEST.get(activations.dtype, 1.0)
 
 
 def quantize(x: Tensor, activations: Activations, in_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -33,21 +63,29 @@ def quantize(x: Tensor, activations: Activations, in_scale: Tensor | None = None
 
     `in_scale` is needed where the scale is static.
     """
-    unit, scale = _unit(x.detach(), activations, in_scale)
-    return _round(unit, activations), scale
+    wide = x.detach().float()
+    scale = _token_scale(wide, activations, in_scale)
+    return _round(wide, scale, activations)[0], scale
 
 
 def split(x: Tensor, activations: Activations, in_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantize as `quantize`, but q is scaled down to less than 2 and of the type of x, and s scaled up in return.
 
-    Exact in any type: an integer of 8 bits, and a number of fp8, is one of bfloat16 and of float16. Gradients pass
-    straight through the rounding, not through what is clipped; scales have none.
+    Exact in any type: an integer of 8 bits, a number of fp8, and one of nvfp4 times the scale of its block are numbers
+    of bfloat16 and of float16. q of the other types with blocks is of the size of x: exact where scales are powers of
+    two, rounded for fp8-block.
+
+    Gradients pass straight through the rounding, not through what is clipped; scales have none.
     """
-    power = 256.0 if activations.dtype == "fp8" else 2.0 ** (activations.bits - 2)
-    unit, scale = _unit(x, activations, in_scale)
-    q = _round(unit.detach(), activations)
+    if activations.dtype == "int":
+        power = 2.0 ** (activations.bits - 2)
+    else:
+        power = SPLIT_POWERS.get(activations.dtype, 1.0)
+    wide = x.float()
+    scale = _token_scale(wide.detach(), activations, in_scale)
+    q, limit = _round(wide.detach(), scale, activations)
     if x.requires_grad and torch.is_grad_enabled():
-        limit = largest(activations) + (FP8_HALF_STEP if activations.dtype == "fp8" else 0.5)
+        unit = wide / scale
         unit = torch.where(unit.abs() <= limit, unit, 0)  # a largest input that rounds beyond Q is not clipped
         q = q + (unit - unit.detach())
     return (q / power).to(x.dtype), scale * power
@@ -59,24 +97,89 @@ def fake_quantize(x: Tensor, activations: Activations, in_scale: Tensor | None =
     return (q * scale).to(x.dtype)
 
 
-def _unit(x: Tensor, activations: Activations, in_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return x / s in float32 [..., n], and s [..., 1]; NaN in tokens that are not finite; s has no gradient."""
-    wide = x.float()
-    top = wide.detach().abs().amax(-1, keepdim=True)  # ten times as fast as vector_norm
+def quantize_blocks(x: Tensor, activations: Activations, in_scale: Tensor | None = None) -> tuple[InputBlocks, Tensor]:
+    """Quantize x [..., n] in blocks: the numbers and scales of blocks, and s float32 [..., 1]."""
+    wide = x.detach().float()
+    scale = _token_scale(wide, activations, in_scale)
+    return _round_blocks(wide, scale, activations.dtype), scale
+
+
+def _token_scale(wide: Tensor, activations: Activations, in_scale: Tensor | None) -> Tensor:
+    """Return s float32 [..., 1] of x [..., n]; NaN for tokens that are not finite."""
+    top = wide.abs().amax(-1, keepdim=True)  # ten times as fast as vector_norm
     if activations.scale == "tensor":
         assert in_scale is not None, "static scales are stored: the caller has them"
         scale = in_scale.float().expand_as(top)
-    else:
+    elif activations.has_token_scale:
         scale = (activations.clip * top / largest(activations)).clamp_min(TINY)
-    scale = torch.where(top.isfinite(), scale, torch.nan)
-    return wide / scale, scale
+    else:
+        scale = torch.ones_like(top)
+    return torch.where(top.isfinite(), scale, torch.nan)
 
 
-def _round(unit: Tensor, activations: Activations) -> Tensor:
-    """Return the nearest quantized numbers, 0 for NaN."""
+def _round(wide: Tensor, scale: Tensor, activations: Activations) -> tuple[Tensor, Tensor | float]:
+    """Return q of x [..., n] without gradient, 0 for NaN, and up to which |x / s| it is rounded and not clipped."""
+    dtype, columns = activations.dtype, wide.shape[-1]
+    if activations.block:
+        parts = _round_blocks(wide, scale, dtype)
+        return _join(parts, columns), _limits(parts, dtype, columns)
     top = largest(activations)
-    clamped = unit.clamp(-top, top).nan_to_num_(0.0)
-    return clamped.to(FP8).float() if activations.dtype == "fp8" else clamped.round_()
+    clamped = (wide / scale).clamp_(-top, top).nan_to_num_(0.0)
+    if dtype == "fp8":
+        return clamped.to(FP8).float(), top + FP8_HALF_STEP
+    return clamped.round_(), top + 0.5
+
+
+class InputBlocks(NamedTuple):
+    """Quantized inputs [..., C, block], filled up with zeros, before the scale s."""
+
+    numbers: Tensor  # p, float32 [..., C, block], points of the type, always finite
+    scales: Tensor  # b, float32 [..., C, 1], finite and not negative
+
+
+def _round_blocks(x: Tensor, scale: Tensor, dtype: str) -> InputBlocks:
+    """Quantize x [..., n] of any floating type; scale: s [..., 1] float32, NaN for tokens that become zeros."""
+    size = INPUT_BLOCKS[dtype]
+    finite = torch.where(scale.isfinite(), x.float(), 0.0)
+    blocks = F.pad(finite, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
+    inverse = 1 / scale.nan_to_num(1.0)[..., None]  # which engines store for nvfp4
+    scales = _scales_of(blocks.abs().amax(-1, keepdim=True), inverse, dtype)
+    factor = scales / inverse
+    units = torch.where(factor > 0, blocks / factor, 0.0)
+    return InputBlocks(_round_to_points(units, NUMBERS[dtype]), scales)
+
+
+def _scales_of(top: Tensor, inverse: Tensor, dtype: str) -> Tensor:
+    """Return the scales of blocks with the largest magnitudes `top` [..., C, 1], as their type holds them; 1 / s."""
+    numbers = NUMBERS[dtype]
+    if dtype == "nvfp4":
+        return (top / FP4_LARGEST * inverse).clamp_max(FP8_LARGEST).to(FP8).float()
+    if dtype == "fp8-block":
+        return top / FP8_LARGEST
+    exponent = torch.frexp(top).exponent - 1 - POINT_EXPONENT[numbers]
+    return torch.ldexp(torch.ones_like(top), torch.where(top > 0, exponent, E8M0_LEAST).clamp_min(E8M0_LEAST))
+
+
+def _round_to_points(units: Tensor, numbers: str) -> Tensor:
+    """Round finite float32 of any shape to the nearest points of e2m1 or e4m3, float32; ties go to even mantissas."""
+    top = POINT_LARGEST[numbers]
+    clamped = units.clamp(-top, top)
+    if numbers == E4M3:
+        return clamped.to(FP8).float()
+    magnitude = clamped.abs()
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    return (clamped / step).round_().mul_(step)
+
+
+def _join(blocks: InputBlocks, columns: int) -> Tensor:
+    """Return b p, float32 [..., columns]."""
+    return (blocks.numbers * blocks.scales).flatten(-2)[..., :columns]
+
+
+def _limits(blocks: InputBlocks, dtype: str, columns: int) -> Tensor:
+    """Return the magnitudes of x / s up to which an input is rounded and not clipped, float32 [..., columns]."""
+    limit = torch.where(blocks.scales > 0, blocks.scales * KEPT[NUMBERS[dtype]], torch.inf)
+    return limit.expand_as(blocks.numbers).flatten(-2)[..., :columns]
 
 
 class LargestInput:
@@ -109,5 +212,5 @@ class LargestInput:
 
 def describe(activations: Activations) -> str:
     """Return the settings in a word or two, such as "int8 inputs" or "static fp8 inputs"."""
-    dtype = "fp8" if activations.dtype == "fp8" else f"int{activations.bits}"
+    dtype = f"int{activations.bits}" if activations.dtype == "int" else activations.dtype
     return f"{'static ' if activations.scale == 'tensor' else ''}{dtype} inputs"

@@ -76,6 +76,8 @@ def obstacle(product: IntegerProduct, device: torch.device) -> str:
 @cache
 def _obstacle(product: IntegerProduct, on: Processor) -> str:
     params, (_, columns), activations = product.params, product.shape, product.activations
+    if activations.block:
+        return f"inputs of {activations.dtype}"
     if product.format != "int":
         return f"the format {product.format} has no integer codes"
     if not params.symmetric:

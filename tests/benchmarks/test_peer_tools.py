@@ -63,6 +63,29 @@ def test_compressed_tensors(bits: int) -> None:
     assert torch.equal(llm_compressor.decode(parts, config), expected)
 
 
+def test_data_types_of_llm_compressor() -> None:
+    """Two rows of e2m1 with powers of two, of e4m3 with a global divisor, and float8 with a scale for 2 x 2 weights."""
+    octets = torch.tensor([[0x21, 0xF7], [0x90, 0x0A]], dtype=torch.uint8)
+    values = torch.tensor([[0.5, 1.0, 6.0, -6.0], [0.0, -0.5, -1.0, 0.0]])
+    config = {"config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 4}}}}
+    exponents = torch.tensor([[127, 128], [126, 130]], dtype=torch.uint8)
+    powers = torch.tensor([[1.0, 2.0], [0.5, 8.0]]).repeat_interleave(2, 1)
+    assert torch.equal(
+        llm_compressor.decode({"weight_packed": octets, "weight_scale": exponents}, config), values * powers
+    )
+    scales = torch.tensor([[1.5, 2.0], [0.5, 448.0]])
+    parts = {
+        "weight_packed": octets,
+        "weight_scale": scales.to(torch.float8_e4m3fn),
+        "weight_global_scale": torch.tensor([4.0]),
+    }
+    assert torch.equal(llm_compressor.decode(parts, config), values * (scales / 4).repeat_interleave(2, 1))
+    blocks = {"type": "float", "num_bits": 8, "block_structure": [2, 2]}
+    parts = {"weight": values.to(torch.float8_e4m3fn), "weight_scale": torch.tensor([[0.25, 3.0]])}
+    wanted = values * torch.tensor([[0.25, 0.25, 3.0, 3.0]])
+    assert torch.equal(llm_compressor.decode(parts, {"config_groups": {"group_0": {"weights": blocks}}}), wanted)
+
+
 def test_gptq_layout_of_both_versions() -> None:
     codes, zeros, scales = random(8, 64, top=16), random(8, 2, top=15, seed=1), random(8, 2, seed=2)
     expected = (codes - 1 - zeros.repeat_interleave(32, 1)) * scales.repeat_interleave(32, 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from compress import formats, plugins
 from compress.errors import CheckpointError
 from compress.formats import codebook
-from compress.papers.formats import lattice, structured
+from compress.papers.formats import lattice, salient, structured
 from compress.types import Activations, LowRank, PackedWeight, Stored, WeightTransforms
 from helpers import stored
 
@@ -151,6 +151,7 @@ STRUCTURED = structured.Params(6, 7)
         ("lattice", LATTICE, "group_bits", {0: 5}, "holds 5, which is not between 2 and 4"),
         ("lattice", LATTICE, "group_bits", {0: 0}, "holds 0, "),
         ("lattice", LATTICE, "group_bits", {0: 4, 1: 3}, "sum to 7, expected 3 for each of 2 groups"),
+        ("salient", salient.Params(10), "mask", {0: 255, 1: 255}, "selects "),
         ("structured", STRUCTURED, "rows", {5: 8}, "holds 8, which is not between 0 and 7"),
         ("structured", STRUCTURED, "columns", {0: -1}, "holds -1, "),
         ("structured", STRUCTURED, "columns", {0: 1, 1: 1}, "holds 1 twice"),

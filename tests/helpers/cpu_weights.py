@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from compress.formats import codebook, e8p, kquant, trellis
+from compress.formats import codebook, e8p, grid, kquant, trellis
 from compress.formats import int as int_format
 from compress.kernels import dispatch
 from compress.kernels.contract import Prepared
@@ -55,6 +55,7 @@ TRELLIS: list[tuple[Any, ...]] = [  # shape, bits, state_bits, tile_rows, code, 
     ((16, 1030), 8, 16, 16, "mul1", True),
     ((64, 31), 5, 13, 32, "1mad", False),
     ((96, 540), 1.5, 12, 32, "mul1", False),
+    ((150, 70), 1.75, 12, 64, "mul1", False),
     ((200, 520), 2.5, 14, 96, "mul1", True),
     ((50, 1060), 3.5, 16, 64, "mul1", False),
 ]
@@ -132,6 +133,24 @@ def affine_weight(shape: tuple[int, int], bits: int, *settings: Any) -> PackedWe
     return stored.random_weight("affine", params, shape)
 
 
+GRID = [  # shape, fields of Params: blocks of all sizes and types of scales, rows of whole vectors and others
+    ((64, 512), ("e2m1", 16, "e4m3", 1, True)),
+    ((40, 300), ("e2m1", 16, "e4m3", 1, True)),
+    ((37, 333), ("e2m1", 32, "e8m0")),
+    ((40, 320), ("e4m3", 32, "e8m0")),
+    ((40, 300), ("e4m3", -1, "float32", -1)),
+    ((37, 301), ("e4m3", -1, "float32")),
+    ((200, 300), ("e4m3", 128, "float32", 128)),
+    ((40, 640), ("nf4", 64, "nested")),
+    ((37, 333), ("fp4", 48, "bfloat16")),
+    ((40, 300), ("dynamic8", 256, "float16", 1, True)),
+]
+
+
+def grid_weight(shape: tuple[int, int], fields: tuple[Any, ...]) -> PackedWeight:
+    return stored.random_weight("grid", grid.Params(*fields), shape)
+
+
 def lattice_weight(shape: tuple[int, int], bits: int, dim: int, group_size: int) -> PackedWeight:
     """Lattices of either sign; where there are two groups or more, of three widths."""
     weight = stored.random_weight("lattice", lattice.Params(bits, dim, group_size, False, True), shape)
@@ -159,6 +178,7 @@ WEIGHTS = [
     *(pytest.param(nf_weight, case, id=f"nf{case[1]}-{case[0]}") for case in NF),
     *(pytest.param(affine_weight, case, id=f"affine{case[1]}-{case[0]}") for case in AFFINE),
     *(pytest.param(lattice_weight, case, id=f"lattice{case[1]}-{case[0]}") for case in LATTICE),
+    *(pytest.param(grid_weight, case, id=f"grid-{i}") for i, case in enumerate(GRID)),
 ]
 
 

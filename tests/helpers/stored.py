@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from compress import formats, plugins
-from compress.formats import codebook
+from compress.formats import codebook, ternary
+from compress.numerics.packing import pack_stream
 from compress.types import PackedWeight, Stored
 from helpers import problems
 
@@ -22,6 +23,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "e8p": [{"bits": 3}, {"bits": 4, "row_scales": True}],
     "structured": [{"rows": 0.5}, {"columns": 0.3, "dtype": "float16"}, {"rows": 0.5, "columns": 0.5}],
     "glvq": [{"bits": 3}],
+    "ptq161": [{"salient": 0.0}, {"salient": 0.5}],
     "pvq": [{"bpw": 1.5, "vector_dim": 16}],
     "lord": [{"bits": 8}, {"bits": 4, "group_size": 32, "dtype": "float16"}, {"ratio": 2.0, "metric": "sizes"}],
     "nf": [{"bits": 3, "scale_bits": 3, "block_size": 16}, {"bits": 2, "scale_bits": 2}],
@@ -69,6 +71,10 @@ def random_parts(stored: Stored, shape: tuple[int, int], seed: int = 0) -> dict[
     def draw(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if name in ("order", "outlier_index"):
             return torch.randperm(shape[1], generator=generator)[: size[0]].to(dtype)
+        if name == "mask":
+            chosen = torch.zeros(8 * size[0], dtype=torch.uint8)
+            chosen[torch.randperm(shape[1], generator=generator)[: stored.params.salient]] = 1
+            return pack_stream(chosen, 1)
         if name in ("rows", "columns"):
             return torch.arange(size[0]).to(dtype)
         if name == "row_starts":  # as many outliers as rows, one in each
@@ -79,6 +85,10 @@ def random_parts(stored: Stored, shape: tuple[int, int], seed: int = 0) -> dict[
             return torch.full(size, stored.params.bits, dtype=dtype)
         if name == "codes" and dtype == torch.float8_e4m3fn:
             return (torch.randn(size, generator=generator) * 100).to(dtype)
+        if name == "codes" and stored.format == "ternary":
+            count = ternary.DIGITS[stored.params.packing]
+            trits = torch.randint(-1, 2, (*size, count), generator=generator).to(torch.int8)
+            return ternary._to_bytes(trits, stored.params.packing)
         if dtype.is_floating_point:
             return (0.001 + 0.01 * torch.rand(size, generator=generator)).to(dtype)
         if name == "scales" and getattr(stored.params, "scale_type", "") == "e8m0":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from compress.formats.trellis import HALF_BITS, row_multiple
+from compress.formats.trellis import PARTIAL_BITS, row_multiple
 from compress.kernels import llvm
 from compress.kernels.cpu import emitter, trellis
 from helpers import problems, stored
@@ -19,14 +20,14 @@ pytestmark = [
 ]
 
 COMMON = [(2, 14), (2, 16), (3, 14), (3, 16), (4, 12), (4, 14)]  # bits and state_bits of recipes, or nearly
-COMMON += [(1.5, 14), (2.5, 12), (3.5, 16)]
+COMMON += [(1.5, 14), (2.5, 12), (3.5, 16), (1.25, 14), (1.75, 14), (2.25, 9), (2.75, 16)]
 WINDOWS = [(bits, states) for bits in range(1, 9) for states in range(2 * bits, 17)]
-HALF_WINDOWS = [(bits, states) for bits in HALF_BITS for states in range(int(2 * bits), 17)]
+PARTIAL_WINDOWS = [(bits, states) for bits in PARTIAL_BITS for states in range(math.ceil(2 * bits), 17)]
 
 
 def check(bits: float, state_bits: int, code: str) -> None:
     """Products with every column alone, which give the weights, to the error of activations in 16 bits."""
-    weight = trellis_weight((70, 43), bits, state_bits, row_multiple(bits), code, True)
+    weight = trellis_weight((134, 43), bits, state_bits, row_multiple(bits), code, True)
     product = kernel_of(weight)
     expected = stored.product(torch.eye(43), weight)
     torch.testing.assert_close(product(torch.eye(43)).double(), expected, rtol=1e-5, atol=1e-5)
@@ -38,8 +39,8 @@ def test_windows(bits: float, state_bits: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bits", "state_bits"), HALF_WINDOWS)
-def test_all_windows_of_half_bits(bits: float, state_bits: int) -> None:
+@pytest.mark.parametrize(("bits", "state_bits"), PARTIAL_WINDOWS)
+def test_all_windows_of_parts_of_a_bit(bits: float, state_bits: int) -> None:
     check(bits, state_bits, "mul1")
 
 
@@ -51,11 +52,12 @@ def test_all_windows(bits: int, state_bits: int, code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "bits"), [((100, 1100), 2), ((37, 31), 2), ((16, 512), 2), ((130, 33), 2), ((100, 550), 2.5)]
+    ("shape", "bits"),
+    [((100, 1100), 2), ((37, 31), 2), ((16, 512), 2), ((130, 33), 2), ((100, 550), 2.5), ((200, 70), 1.75)],
 )
 def test_any_number_of_rows(shape: tuple[int, int], bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right, and to the bit what each row has alone, in tiles of any size and in more than one call of the kernel."""
-    weight = trellis_weight(shape, bits, 16, 32, "mul1", False)
+    weight = trellis_weight(shape, bits, 16, max(32, row_multiple(bits)), "mul1", False)
     product = kernel_of(weight)
     x = problems.random(33, shape[1]) + 0.5
     expected = stored.product(x, weight)
@@ -67,7 +69,7 @@ def test_any_number_of_rows(shape: tuple[int, int], bits: float, monkeypatch: py
     assert torch.equal(product(x), alone)
 
 
-@pytest.mark.parametrize(("code", "bits"), [("mul1", 3), ("1mad", 3), ("mul1", 1.5)])
+@pytest.mark.parametrize(("code", "bits"), [("mul1", 3), ("1mad", 3), ("mul1", 1.5), ("mul1", 1.25)])
 def test_fewer_and_smaller_registers(code: str, bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an older processor runs instead, on this one: the same bits."""
     weight = trellis_weight((50, 530), bits, 12, row_multiple(bits), code, True)

@@ -36,6 +36,7 @@ SHAPES: list[tuple[float, int, str]]
 SHAPES = [(1, 8, "mul1"), (1, 11, "mul1"), (2, 9, "mul1"), (2, 12, "3inst"), (3, 10, "mul1"), (4, 12, "mcg")]
 SHAPES += [(1, 9, "hyb"), (2, 10, "hyb"), (2, 4, "mul1"), (4, 8, "mul1")]
 SHAPES += [(1.5, 3, "mul1"), (1.5, 11, "mul1"), (2.5, 5, "mul1"), (2.5, 12, "mul1"), (3.5, 9, "mul1")]
+SHAPES += [(1.25, 3, "mul1"), (1.25, 10, "mul1"), (1.75, 4, "mul1"), (2.25, 9, "mul1"), (3.75, 10, "mul1")]
 
 
 @compiled
@@ -76,7 +77,7 @@ def test_older_processors_find_the_same(
         llvm.function.cache_clear()
 
 
-@pytest.mark.parametrize("bits", [1, 1.5, 2, 2.5, 3, 3.5, 4, 5])
+@pytest.mark.parametrize("bits", [1, 1.25, 1.5, 1.75, 2, 2.5, 2.75, 3, 3.5, 3.75, 4, 5])
 @pytest.mark.parametrize("state_bits", [10, 16])
 def test_no_path_from_the_seam_reaches_the_largest_cost(bits: float, state_bits: int) -> None:
     """Else a path could start elsewhere. Between two subtractions a cost grows by `most` a step, at most."""
@@ -115,7 +116,10 @@ def test_costs_are_squared_distances(bits: float, state_bits: int, code: str) ->
     assert added.min() >= 0 and added.max() <= search.limits.most
 
 
-@pytest.mark.parametrize(("bits", "state_bits"), [(1, 7), (2, 8), (3, 9), (4, 8), (1.5, 7), (2.5, 8), (3.5, 8)])
+@pytest.mark.parametrize(
+    ("bits", "state_bits"),
+    [(1, 7), (2, 8), (3, 9), (4, 8), (1.5, 7), (2.5, 8), (3.5, 8), (1.25, 7), (1.75, 7), (3.25, 9)],
+)
 def test_the_path_is_the_best_of_float64(bits: float, state_bits: int) -> None:
     """Against Viterbi's algorithm in float64 from and to the same seam: within 0.5% of the least squared error."""
     search = search_of(bits, state_bits)
@@ -132,7 +136,7 @@ def slow(search: Search, values: Tensor, seam: int) -> Tensor:
     cost = torch.full((search.nodes,), float("inf"), dtype=torch.float64)
     cost[seam] = 0
     for t, value in enumerate(values.double()):
-        now, following = (search.step_bits * 3)[t % 2 :][:2]
+        now, following = (search.step_bits * 2)[t % len(search.step_bits) :][:2]
         distance = (search.table[:, 0].double() - value).square()
         total = cost[torch.arange(len(distance)) >> now] + distance
         cost = total.view(1 << following, -1).amin(0)  # over the oldest symbol

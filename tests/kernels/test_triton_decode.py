@@ -33,6 +33,8 @@ WEIGHTS = [
     ("trellis", Trellis(4, 16, 16, "mcg"), (30, 33)),
     ("trellis", Trellis(1, 12, 16, "3inst"), (16, 40)),
     ("trellis", Trellis(1.5, 14, 32), (33, 40)),
+    ("trellis", Trellis(1.25, 14, 64), (100, 40)),
+    ("trellis", Trellis(1.75, 14, 64), (130, 40)),
     ("trellis", Trellis(2.5, 16, 64, "mul1", True), (50, 66)),
     ("trellis", Trellis(3.5, 12, 32), (20, 70)),
     ("e8p", E8P(2, False), (20, 768)),

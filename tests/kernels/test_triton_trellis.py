@@ -20,7 +20,18 @@ from helpers import (
 )
 
 WINDOWS = [(2, 16), (3, 16), (4, 16), (1, 16), (8, 16), (2, 12), (3, 14), (5, 11)]  # bits, state_bits
-HALVES = [(1.5, 12), (1.5, 16), (2.5, 14), (2.5, 16), (3.5, 7), (3.5, 16)]
+PARTS = [
+    (1.25, 14),
+    (1.75, 12),
+    (2.25, 16),
+    (3.75, 11),
+    (1.5, 12),
+    (1.5, 16),
+    (2.5, 14),
+    (2.5, 16),
+    (3.5, 7),
+    (3.5, 16),
+]
 
 
 def stored(params: Params, shape: tuple[int, int], seed: int = 0) -> dict[str, Tensor]:
@@ -49,12 +60,13 @@ def operands(params: Params, words: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("bits", "state_bits", "code"),
     [(*window, code) for code in ("mul1", "1mad", "3inst", "mcg") for window in WINDOWS]
-    + [(*window, "mul1") for window in HALVES],
+    + [(*window, "mul1") for window in PARTS],
 )
 def test_assembly_gives_the_values_of_the_format(bits: float, state_bits: int, code: str) -> None:
-    params = Params(bits, state_bits, 32, code)
-    tensors = stored(params, (32, 2048)) | {"scale": torch.tensor([trellis.computed(code).divisor])}
-    wanted = trellis_format.decode(tensors, params, (32, 2048), torch.float64)
+    rows = max(32, trellis_format.row_multiple(bits))
+    params = Params(bits, state_bits, rows, code)
+    tensors = stored(params, (rows, 2048)) | {"scale": torch.tensor([trellis.computed(code).divisor])}
+    wanted = trellis_format.decode(tensors, params, (rows, 2048), torch.float64)
     found = operands(params, tensors["words"])
     if trellis.computed(code).halves:  # the format rounds the sum of the halves to float16
         torch.testing.assert_close(found.half().double(), wanted, rtol=0, atol=0)
@@ -76,6 +88,9 @@ def test_assembly_gives_the_values_of_the_format(bits: float, state_bits: int, c
         (Params(1.5, 12, 96), (600, 40), 1),
         (Params(2.5, 14, 64, "mul1", True), (50, 129), 9),
         (Params(3.5, 16, 32), (33, 70), 2),
+        (Params(1.25, 14, 128), (300, 70), 2),
+        (Params(1.75, 16, 64, "mul1", True), (150, 129), 9),
+        (Params(2.75, 14, 64), (64, 40), 1),
     ],
 )
 def test_matmul_is_that_of_the_decoded_weight(params: Params, shape: tuple[int, int], rows: int) -> None:

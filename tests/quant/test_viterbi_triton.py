@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -19,7 +17,7 @@ from helpers import (
 SHAPES = [  # code, bits, bits of a state, rows
     *(("mul1", 1, 5, 32), ("mul1", 2, 4, 16), ("mul1", 2, 6, 32), ("3inst", 3, 7, 16), ("mcg", 4, 8, 16)),
     *(("hyb", 1, 8, 32), ("hyb", 2, 8, 16), ("mul1", 1.5, 5, 32), ("mul1", 2.5, 5, 32), ("mul1", 2.5, 7, 32)),
-    ("mul1", 3.5, 8, 32),
+    *(("mul1", 3.5, 8, 32), ("mul1", 1.25, 4, 64), ("mul1", 1.75, 5, 64), ("mul1", 2.75, 7, 64)),
 ]
 
 
@@ -30,7 +28,7 @@ def searches(code: str, bits: float, state_bits: int, rows: int) -> tuple[Search
     plain, kernel = (Search(table, state_bits, params.symbol_bits) for _ in range(2))
     plain.compiled = kernel.compiled = None
     costs = viterbi.GpuCosts(plain.farthest, plain.costs.shift, plain.limits)
-    kernel.on_gpu = viterbi.TritonSearch(plain.step_bits, plain.levels[plain.index], costs)
+    kernel.on_gpu = viterbi.TritonSearch(plain.symbol_bits, plain.levels[plain.index], costs)
     return plain, kernel
 
 
@@ -60,16 +58,16 @@ def test_machine_code_keeps_costs_in_registers() -> None:
     cases, states = [], []
     kinds = {"values": "*i32", "seams": "*i64", "emitted": "*i16", "tops": "*i32", "decisions": "*u8", "states": "*i64"}
     for state_bits, symbol_bits, dim in ((12, 2, 1), (14, 2, 1), (16, 2, 1), (12, 3, 1), (8, 4, 2), (12, 2.5, 1)):
-        first, last = int(symbol_bits), math.ceil(symbol_bits)
-        nodes = 1 << (state_bits - first)
-        constants = {"SYMBOL_BITS": first, "NEXT_BITS": last, "REST": nodes >> last, "DIM": dim, "FARTHEST": 32767}
+        count, turns = float(symbol_bits).as_integer_ratio()
+        nodes = 1 << (state_bits - int(symbol_bits))
+        constants = {"COUNT": count, "TURNS": turns, "STATES": 1 << state_bits, "DIM": dim, "FARTHEST": 32767}
         constants |= {"SHIFT": 15, "MOST": 1000, "KNEE": 250 if symbol_bits > 2 else 1000, "PERIOD": 8, "FAR": 16383}
         constants |= {"SEAMED": state_bits != 14}
         kernel = "compress.kernels.triton._viterbi", "paths", {**kinds, "steps": "i32"}
         cases.append(offline.Case(*kernel, constants, warps=viterbi.warps_of_program(nodes)))
         states.append(1 << state_bits)
     for case, count, built in zip(cases, states, offline.compile_cases(cases), strict=True):
-        turns = 2 if case.constants["NEXT_BITS"] > case.constants["SYMBOL_BITS"] else 1  # steps of a pass of the loop
+        turns = case.constants["TURNS"]  # steps of a pass of the loop
         assert built.spills <= (0 if turns == 1 else 8), case
         assert built.registers * 32 * case.warps <= 1 << 16, case
         if count >= 1 << 12:

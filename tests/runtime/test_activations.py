@@ -31,7 +31,10 @@ from helpers.pico import PICO, round_to_nearest
 BF16 = torch.bfloat16
 EIGHT, FOUR, FP8, STATIC = Activations(), Activations(4), Activations(8, dtype="fp8"), Activations(8, "tensor")
 KINDS = [*(Activations(bits) for bits in range(2, 9)), Activations(4, clip=0.9), FP8, STATIC]
+BLOCKS = [Activations(4, dtype="nvfp4"), Activations(4, "tensor", dtype="nvfp4"), Activations(4, dtype="mxfp4")]
+BLOCKS += [Activations(dtype="mxfp8"), Activations(dtype="fp8-block")]  # tests/runtime/test_block_activations.py
 IN_SCALE = torch.tensor([0.02])
+every_kind = pytest.mark.parametrize("kind", [*KINDS, *BLOCKS], ids=lambda k: f"{inputs.describe(k)} {k.clip}")
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda k: f"{inputs.describe(k)} {k.clip}")
 
 
@@ -75,7 +78,7 @@ def test_the_most_negative_integer_does_not_occur(bits: int) -> None:
         assert torch.equal(q.to(torch.int8).float(), q)
 
 
-@each_kind
+@every_kind
 def test_zeros_are_zeros(kind: Activations) -> None:
     x = random(3, 8)
     x[1] = 0
@@ -93,7 +96,7 @@ def test_the_smallest_and_largest_tokens() -> None:
             torch.testing.assert_close(fake_quantize(x, Activations(4)), x)
 
 
-@each_kind
+@every_kind
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_a_token_that_is_not_finite_is_not_a_number(kind: Activations, bad: float, dtype: torch.dtype) -> None:
@@ -107,7 +110,7 @@ def test_a_token_that_is_not_finite_is_not_a_number(kind: Activations, bad: floa
     assert torch.equal(q[others], clean[0][others]) and torch.equal(scale[others], clean[1][others])
 
 
-@each_kind
+@every_kind
 def test_a_token_does_not_depend_on_the_others(kind: Activations) -> None:
     x = random(16, 24)
     whole = quantize(x, kind, IN_SCALE)
@@ -150,7 +153,7 @@ def test_gradients_pass_the_rounding_and_not_what_is_clipped() -> None:
 
 def test_values_do_not_depend_on_whether_gradients_are_wanted() -> None:
     x = random(6, 32)
-    for kind in KINDS:
+    for kind in [*KINDS, *BLOCKS]:
         assert torch.equal(fake_quantize(x.clone().requires_grad_(), kind, IN_SCALE), fake_quantize(x, kind, IN_SCALE))
 
 

@@ -1,9 +1,14 @@
-"""Write compressed-tensors, for vLLM, SGLang, transformers: packed integers of 2 to 8 bits, int8 with int8 inputs.
+"""Write compressed-tensors, for vLLM, SGLang, transformers: packed integers of 2 to 8 bits, int8, FP4 and FP8 types.
 
 A packed weight has weight_packed int32 [out, ceil(in * bits / 32)], weight_scale [out, groups] in the type of ours and
 weight_shape; asymmetric weights have weight_zero_point, packed along the rows. W = (code - zero) * scale. Where inputs
 are quantized to 8 bits a token at a time, weight is int8 [out, in] and weight_scale [out, 1]. An output head with a
 table of its own is such a weight, too; embeddings are plain.
+
+Data types of the grid format keep their codes: weight_packed uint8 [out, in / 2] of 4 bits, or weight float8_e4m3fn,
+and weight_scale. The tensor scale of NVFP4 is written as a divisor, weight_global_scale = 1 / tensor_scale in float32:
+a reader's scale of a block may differ from ours in the last bit of float32, unless it is a power of two. Static scales
+of inputs are input_scale, or for NVFP4 the divisor input_global_scale.
 
 transformers with compressed-tensors 0.18 to 0.20 opens asymmetric weights only if it is told to decode them all, and
 can do that only if all are alike: "dequantize" says so, and asymmetric weights that differ are refused.
@@ -12,6 +17,7 @@ can do that only if all are alike: "dequantize" says so, and asymmetric weights 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +25,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import ExportError
-from compress.export import directory, integers
+from compress.export import directory, grids, integers
 from compress.export.convert import Export, dtype_name
 from compress.export.weights import ExportWeight, IntWeight, StoredWeight
 from compress.types import Activations
@@ -27,11 +33,29 @@ from compress.types import Activations
 SUFFIX = ""
 BITS = tuple(range(2, 9))
 PACKED, INT8, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
+FLOAT, NVFP4, MXFP4, MXFP8 = "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
+GRIDS: dict[str, tuple[str, dict[str, Any]]] = {  # data type -> format, and what shares a scale
+    "nvfp4": (NVFP4, {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}),
+    "mxfp4": (MXFP4, {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}),
+    "mxfp8": (MXFP8, {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}),
+    "fp8": (FLOAT, {"strategy": "tensor"}),
+    "fp8-channel": (FLOAT, {"strategy": "channel"}),
+    "fp8-block": (FLOAT, {"strategy": "block", "block_structure": [128, 128]}),
+}
+INPUT_SCALES: dict[str, dict[str, Any]] = {  # type of inputs with blocks -> what shares a scale
+    "nvfp4": {**GRIDS["nvfp4"][1], "dynamic": "local"},
+    "mxfp4": GRIDS["mxfp4"][1],
+    "mxfp8": GRIDS["mxfp8"][1],
+    "fp8-block": {"strategy": "group", "group_size": 128},
+}
+NUMBER = re.compile(r"(?<=\.)\d+(?=\\)")  # an escaped name has several
 INPUTS = Activations(bits=8, scale="token", clip=1.0, dtype="int")  # the only ones that readers compute likewise
 
 
 def refuses(weight: ExportWeight) -> str | None:
-    """Return why a weight is no plain integers, or has quantized inputs that readers do not know."""
+    """Return why a weight is no plain integers or data type of engines, or has quantized inputs they do not know."""
+    if weight.stored.format == grids.FORMAT:
+        return grids.refusal(weight, tuple(GRIDS))
     if reason := integers.refusal(weight, BITS, heads=True):
         return reason
     if weight.is_expert and not weight.stored.params.symmetric:
@@ -49,8 +73,9 @@ def refuses(weight: ExportWeight) -> str | None:
 
 
 def check(export: Export) -> None:
-    """Raise ExportError for asymmetric weights that are not all alike, which no version of transformers opens."""
+    """Raise ExportError for what no reader opens: asymmetric weights that are not all alike, unequal fused linears."""
     export.check_packed()
+    grids.check_fused(export)
     _settle_head(export)
     groups = _groups(export)
     if len(groups) > 1 and any(not scheme["weights"]["symmetric"] for scheme, _ in groups):
@@ -58,20 +83,25 @@ def check(export: Export) -> None:
             "transformers opens asymmetric compressed-tensors only if all weights are alike; set symmetric: true, or "
             "the same bits and group_size for all"
         )
-    integers.settle_type(export, (weight.stored.params.scale_dtype for weight in export.held))
+    if any(weight.is_expert and grids.type_of(weight) not in (None, "fp8", "fp8-channel") for weight in export.held):
+        export.notes.append("transformers 5.23 does not open experts of these types (it does fp8 and fp8-channel)")
+    whole = [weight.stored.params for weight in export.held if weight.stored.format != grids.FORMAT]
+    integers.settle_type(export, (params.scale_dtype for params in whole))
 
 
 def _settle_head(export: Export) -> None:
-    """Let a packed output head become plain numbers beside asymmetric weights of which it would not be one."""
+    """Let a packed output head become plain numbers beside asymmetric weights, or data types, of which it is none."""
     heads = tuple(weight for weight in export.held if weight.roles)
     linears = tuple(weight for weight in export.held if not weight.roles)
     schemes = [scheme for scheme, _ in _groups(export)]
-    if heads and len(schemes) > 1 and any(not scheme["weights"]["symmetric"] for scheme in schemes):
+    reason = ""
+    if len(schemes) > 1 and any(not scheme["weights"]["symmetric"] for scheme in schemes):
+        reason = "transformers opens asymmetric weights only if all are alike"
+    if any(weight.stored.format == grids.FORMAT for weight in linears):
+        reason = "engines have a plain head beside FP4 and FP8"
+    if heads and reason:
         export.held, export.tables = linears, (*export.tables, *heads)
-        export.notes.append(
-            f"{heads[0].name} is written as plain {dtype_name(export.dtype)}: transformers opens asymmetric weights "
-            "only if all are alike"
-        )
+        export.notes.append(f"{heads[0].name} is written as plain {dtype_name(export.dtype)}: {reason}")
 
 
 def write(export: Export, out: Path) -> None:
@@ -88,12 +118,13 @@ def write(export: Export, out: Path) -> None:
         "kv_cache_scheme": None,
         "ignore": export.plain_linears(),
         "config_groups": {
-            f"group_{number}": {"targets": ["Linear", *_targets(heads)] if is_one else _targets(names), **scheme}
+            f"group_{number}": {"targets": ["Linear", *_exact(heads)] if is_one else _targets(names, export), **scheme}
             for number, (scheme, names) in enumerate(groups)
         },
         **({} if groups[0][0]["weights"]["symmetric"] else {"dequantize": True}),
     }
-    tensors = directory.held_tensors(export, lambda weight: _tensors(weight.integers()))
+    in_scales = grids.in_scales(export)
+    tensors = directory.held_tensors(export, lambda weight: _stored_tensors(weight, in_scales.get(weight.name)))
     directory.write(export, out, tensors, {"quantization_config": settings})
 
 
@@ -110,7 +141,12 @@ def _groups(export: Export) -> list[tuple[dict[str, Any], list[str]]]:
 
 
 def _scheme(weight: StoredWeight) -> dict[str, Any]:
-    params = weight.stored.params
+    kind, params = grids.type_of(weight), weight.stored.params
+    if kind is not None:
+        packed, shared = GRIDS[kind]
+        weights = {"num_bits": params.bits, "type": "float", "symmetric": True, "dynamic": False, **shared}
+        inputs = None if weight.stored.activations is None else _grid_inputs(weight.stored.activations)
+        return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": packed}
     is_row = params.group(weight.shape[1]) == weight.shape[1]
     shared = {"type": "int", "symmetric": params.symmetric, "dynamic": False, "actorder": None}
     inputs = None
@@ -129,11 +165,48 @@ def _scheme(weight: StoredWeight) -> dict[str, Any]:
     }
 
 
-def _targets(names: list[str]) -> list[str]:
+def _grid_inputs(activations: Activations) -> dict[str, Any]:
+    """Return how inputs are quantized in a type of engines."""
+    is_static = activations.scale == "tensor"
+    shared = INPUT_SCALES.get(activations.dtype, {"strategy": "tensor" if is_static else "token"})
+    return {"num_bits": activations.bits, "type": "float", "symmetric": True, "dynamic": not is_static, **shared}
+
+
+def _exact(names: Iterable[str]) -> list[str]:
     return [f"re:^{re.escape(name)}$" for name in names]
 
 
-def _tensors(weight: IntWeight) -> dict[str, Tensor]:
+def _targets(names: list[str], export: Export) -> list[str]:
+    """Return patterns for these modules and no other packed one: with any numbers, where all such modules are here."""
+    own, patterns, rest = set(names), list[str](), list[str]()
+    by_kind: dict[str, list[str]] = {}
+    for weight in export.held:
+        by_kind.setdefault(NUMBER.sub(r"\\d+", re.escape(weight.name)), []).append(weight.name)
+    for kind, members in by_kind.items():
+        if own.issuperset(members):
+            patterns.append(f"re:^{kind}$")
+        else:
+            rest.extend(name for name in members if name in own)
+    return [*patterns, *_exact(rest)]
+
+
+def _stored_tensors(weight: StoredWeight, in_scale: Tensor | None) -> dict[str, Tensor]:
+    """Return what is stored for a weight; in_scale: the static scale of its inputs, if it has one."""
+    if weight.stored.format != grids.FORMAT:
+        return _integer_tensors(weight.integers())
+    stored, params = weight.read().tensors, weight.stored.params
+    name = "weight_packed" if params.bits == 4 else "weight"
+    is_whole = params.block_rows == -1
+    tensors = {name: stored["codes"], "weight_scale": stored["scales"].flatten() if is_whole else stored["scales"]}
+    if params.tensor_scale:
+        tensors["weight_global_scale"] = 1 / stored["tensor_scale"]
+    if in_scale is not None:
+        is_divisor = params.tensor_scale
+        tensors["input_global_scale" if is_divisor else "input_scale"] = 1 / in_scale if is_divisor else in_scale
+    return tensors
+
+
+def _integer_tensors(weight: IntWeight) -> dict[str, Tensor]:
     if weight.activations is not None:
         return {"weight": (weight.codes.to(torch.int16) - 128).to(torch.int8), "weight_scale": weight.scales}
     stored = {

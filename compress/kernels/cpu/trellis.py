@@ -2,10 +2,10 @@
 
     y[m, r] = row_scale[r] scale / divisor * sum over spans u of x_scale[m, u] sum_c (bytes[r, c] - 510) x16[m, c]
 
-Sixteen rows of a column are whole words, in which the windows of all columns lie at the same bits. With half a bit,
-every second sixteen begins in the middle of a word, and has code of its own. A vector of words of 32 columns is shifted
-to the states of a row, whose products mod 2^32 are three products of 16 bits. Their bytes are summed and kept in the
-nearest cache (tiled_sums.py). 510 is taken off in the end, times the sum of the activations.
+Sixteen rows of a column are whole words, in which the windows of all columns lie at the same bits. With parts of a bit,
+some sixteens begin in the middle of a word: there is code for each of the two or four places. A vector of words of 32
+columns is shifted to the states of a row, whose products mod 2^32 are three products of 16 bits. Their bytes are summed
+and kept in the nearest cache (tiled_sums.py). 510 is taken off in the end, times the sum of the activations.
 A weight takes a quarter of an instruction, in vectors of 512 bits, however many rows of activations there are, and one
 32nd for each of them.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import trellis as trellis_format
-from compress.formats.trellis import BYTE_SUM_CENTRE, BYTE_SUMS, Params
+from compress.formats.trellis import BYTE_SUM_CENTRE, BYTE_SUMS, PARTS, Params, step_bits
 from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import emitter, small_matmul
@@ -83,7 +83,8 @@ class _Trellis(emitter.Writer):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(name, pointers, integers, dtype)
-        self.twice_bits, self.state_bits = int(2 * bits), state_bits
+        self.parts, self.state_bits = int(PARTS * bits), state_bits
+        self.starts = [i * ROWS * self.parts // PARTS % 16 for i in range(len(step_bits(bits)))]
         self.factor, self.addend = hash
         self.int32 = self.vector(self.word, LANES)
 
@@ -93,28 +94,31 @@ class _Trellis(emitter.Writer):
         in_tile = b.urem(block, self.tile_blocks)
         wrapped = b.add(line, b.sub(self._first_line(self.tile_blocks), self.i64(1)))
         before = b.select(b.icmp_signed("==", in_tile, self.i64(0)), wrapped, b.sub(line, self.i64(1)))
-        lines = [before, *(b.add(line, self.i64(i)) for i in range(self.count_lines()))]
+        lines = [before, *(b.add(line, self.i64(i)) for i in range(self.count_lines(max(self.starts))))]
         return [b.mul(each, self.columns) for each in lines]
 
     def _first_line(self, block: Any) -> Any:
         """The line in which the bits of sixteen rows begin."""
-        return self.b.lshr(self.b.mul(block, self.i64(self.twice_bits)), self.i64(1))
+        return self.b.udiv(self.b.mul(block, self.i64(self.parts)), self.i64(PARTS))
 
-    def count_lines(self) -> int:
-        """The lines that hold bits of sixteen rows."""
-        return (self.twice_bits + 1) // 2
+    def count_lines(self, skipped: int) -> int:
+        """The lines that hold bits of sixteen rows, with the bits of the first line that are not theirs."""
+        return -(-(skipped + self.end(ROWS - 1)) // 16)
 
     def by_start(self, block: Any, write: Callable[[int], None]) -> None:
         """Write write(bits of the first line that are not those of the sixteen rows) for all that `block` can be."""
-        b = self.b
-        if self.twice_bits % 2 == 0:
-            write(0)
+        self._by_number(self.b.urem(block, self.i64(len(self.starts))), 0, write)
+
+    def _by_number(self, number: Any, first: int, write: Callable[[int], None]) -> None:
+        """Write what `by_start` does for a number among `starts` that is `first` at least."""
+        if first + 1 == len(self.starts):
+            write(self.starts[first])
             return
-        with b.if_else(b.trunc(block, self.ir.IntType(1))) as (odd, even):
-            with odd:
-                write(8)
-            with even:
-                write(0)
+        with self.b.if_else(self.b.icmp_signed("==", number, self.i64(first))) as (here, later):
+            with here:
+                write(self.starts[first])
+            with later:
+                self._by_number(number, first + 1, write)
 
     def _windows(self, words: dict[int, Any], lines: list[Any], end: int, column: Any, rest: Any) -> Any:
         """States whose last bit is number `end` from the first line on, in a vector of columns.
@@ -129,7 +133,7 @@ class _Trellis(emitter.Writer):
 
     def end(self, row: int) -> int:
         """Where the bits of a row of sixteen end, counted from the first bit of the sixteen."""
-        return (row + 1) * self.twice_bits // 2
+        return (row + 1) * self.parts // PARTS
 
     def _line(self, offset: Any, rest: Any) -> Any:
         return self.load_some(self.words, offset, self.short, CHUNK, rest)
@@ -205,8 +209,8 @@ class _TrellisSums(_Trellis, TiledSums):
         b, words = self.b, dict[int, Any]()
         column = b.add(start, first)
         if rest is None:
-            next_block = b.mul(self.columns, self.i64(self.count_lines()))
-            for line in self.lines[1:]:
+            next_block = b.mul(self.columns, self.i64(self.count_lines(skipped)))
+            for line in self.lines[1 : self.count_lines(skipped) + 1]:
                 self.prefetch(self.words, b.add(b.add(line, column), next_block), self.short)
         for row in range(ROWS):
             sums = self._byte_sums(self._windows(words, self.lines, skipped + self.end(row), column, rest))
@@ -238,6 +242,7 @@ class _TrellisRows(_Trellis):
 
     def _chunk(self, block: Any, lines: list[Any], skipped: int, column: Any, rest: Any) -> None:
         b = self.b
+        lines = lines[: self.count_lines(skipped) + 1]
         words = {i: self._line(b.add(line, column), rest) for i, line in enumerate(lines)}
         for i in range(ROWS):
             row = b.add(b.mul(block, self.i64(ROWS)), self.i64(i))

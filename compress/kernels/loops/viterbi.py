@@ -2,7 +2,7 @@
 
 All lanes pass through the same states, so that a transition is one addition and one minimum of 16-bit vectors. What
 it adds depends only on the input and on what its state emits: a step computes it once for every different emission
-(`levels`), not for every state. With half a bit, the loop takes two different steps at a time. Nothing is shuffled.
+(`levels`), not for every state. With parts of a bit, the loop takes two or four steps at a time. Nothing is shuffled.
 The oldest symbol of a transition is in the low bits of its cost, so that the minimum is the decision, too. At 2 bits,
 a state takes 0.03 ns of one thread with AVX-512, a third of the time that it takes where the lanes of a vector are
 states and costs have 32 bits.
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compress.formats.trellis import step_bits
 from compress.kernels import llvm
 from compress.kernels.cpu.emitter import Emitter
+from compress.kernels.loops.steps import Kind, kinds_of_steps, most_decisions
 
 LANES = 16  # sequences searched together, or twice as many where that is faster
 WIDE_COST = 1.6  # time of twice the lanes
@@ -54,8 +54,9 @@ class CompiledSearch:
         self.count, self.dim = levels.shape
         self._unit = torch.tensor([unit], dtype=torch.float32, device="cpu")
         self._levels = torch.cat([levels.abs().amax(0, keepdim=True), levels]).to(torch.int16)
-        kinds = [index.view(1 << kind.oldest_bits, -1, kind.symbols) for kind in kinds_of_steps(symbol_bits)]
-        ordered = torch.cat([kind.permute(1, 2, 0).flatten() for kind in kinds])  # remaining bits, new, oldest
+        kinds = kinds_of_steps(state_bits, symbol_bits)
+        by_kind = [index.view(1 << kind.oldest_bits, kind.rest, kind.symbols) for kind in kinds]
+        ordered = torch.cat([each.permute(1, 2, 0).flatten() for each in by_kind])  # remaining bits, new, oldest
         # lanes -> where in memory what a state emits is found: bytes from the first emission
         self._places = {lanes: (ordered * (2 * lanes)).to(torch.uint16).contiguous() for lanes in (LANES, 2 * LANES)}
         self._spaces: list[Tensor] = []  # not in use: fresh memory would be slow
@@ -100,41 +101,14 @@ def best_lanes(sequences: int, levels: int) -> int:
     return 2 * LANES if wide >= torch.get_num_threads() and WIDE_COST * wide < groups else LANES
 
 
-class Kind(NamedTuple):
-    """The steps of a path that shift in the same number of bits."""
-
-    bits: int  # that are shifted in
-    oldest_bits: int  # that the next step shifts out
-
-    @property
-    def symbols(self) -> int:
-        return 1 << self.bits
-
-    @property
-    def decisions_per_byte(self) -> int:
-        """Decisions that one byte holds: those of nodes that differ in the newest symbol alone."""
-        return min(self.symbols, max(1, 8 // self.oldest_bits))
-
-    @property
-    def rows(self) -> int:
-        """Bytes of the decisions for each of the remaining bits."""
-        return self.symbols // self.decisions_per_byte
-
-
-def kinds_of_steps(symbol_bits: float) -> list[Kind]:
-    """Return the kinds of steps, which take turns."""
-    bits = step_bits(symbol_bits)
-    return [Kind(new, bits[(i + 1) % len(bits)]) for i, new in enumerate(bits)]
-
-
 def workspace(steps: int, state_bits: int, symbol_bits: float, levels: int, lanes: int = 2 * LANES) -> int:
     """Return the bytes of a thread.
 
     The inputs (of at most two values a step) and a node, what emissions add, costs twice, the decisions of all steps.
     """
-    kinds = kinds_of_steps(symbol_bits)
-    nodes, rest = 1 << (state_bits - kinds[0].bits), 1 << (state_bits - int(2 * symbol_bits))
-    return lanes * (2 * (2 * steps + 1) + 2 * levels + 4 * nodes + steps * rest * max(kind.rows for kind in kinds))
+    kinds = kinds_of_steps(state_bits, symbol_bits)
+    nodes = 1 << (state_bits - kinds[0].bits)
+    return lanes * (2 * (2 * steps + 1) + 2 * levels + 4 * nodes + steps * most_decisions(kinds))
 
 
 def compiled_search(
@@ -155,10 +129,9 @@ class _SearchEmitter(Emitter):
         integers = "first last sequences steps window emissions"
         super().__init__("paths", "values states unit levels places space", integers)
         self.dim, self.lanes, self.limits = dim, lanes, limits
-        self.state_bits, self.kinds = state_bits, kinds_of_steps(symbol_bits)
+        self.state_bits, self.kinds = state_bits, kinds_of_steps(state_bits, symbol_bits)
         self.held_bits = max(kind.bits for kind in self.kinds)
         self.nodes = 1 << (state_bits - self.kinds[0].bits)  # before the first step; before others there are not more
-        self.rest, self.rows = 1 << (state_bits - int(2 * symbol_bits)), max(kind.rows for kind in self.kinds)
         self.values, self.states, self.unit, self.levels, self.places, self.space = self.pointers
         self.costs = self.vector(self.short, lanes)
         self._write()
@@ -219,11 +192,11 @@ class _SearchEmitter(Emitter):
         place = b.add(t, shift)
         place = b.select(b.icmp_signed("<", place, self.steps), place, b.sub(place, self.steps))
         self._add(b.mul(place, self.i64(self.dim)))
-        with self.loop(self.i64(self.rest)) as low:
+        with self.loop(self.i64(kind.rest)) as low:
             self._transitions(kind, (source, target), t, low)
         last = b.icmp_signed("==", b.urem(t, self.i64(self.limits.period)), self.i64(self.limits.period - 1))
         with b.if_then(last):
-            self._renormalize(target, self.rest * kind.symbols)
+            self._renormalize(target, kind.rest * kind.symbols)
 
     def _start(self, cost: Any, whole: Any) -> None:
         """Write the costs before the first step: 0, but `far` where a path must not start."""
@@ -305,7 +278,7 @@ class _SearchEmitter(Emitter):
         first = self.kinds.index(kind) << self.state_bits  # of the places of this kind
         before = []
         for o in range(oldest):
-            cost = self.load(source, self._row(b.add(low, self.i64(o * self.rest))), self.short, self.lanes)
+            cost = self.load(source, self._row(b.add(low, self.i64(o * kind.rest))), self.short, self.lanes)
             before.append(b.or_(b.and_(cost, self._splat(-1 << self.held_bits)), self._splat(o)))
         least = []
         for s in range(n):
@@ -327,7 +300,7 @@ class _SearchEmitter(Emitter):
     def _decision(self, kind: Kind, t: Any, low: Any, part: Any) -> Any:
         """Return the row of decisions of step t, remaining bits `low` and a part of the new symbols."""
         b = self.b
-        first = b.mul(t, self.i64(self.rest * self.rows))
+        first = b.mul(t, self.i64(most_decisions(self.kinds)))
         return b.add(b.add(first, b.mul(low, self.i64(kind.rows))), part)
 
     def _in_bytes(self, least: list[Any], bits: int) -> Any:

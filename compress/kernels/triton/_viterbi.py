@@ -77,36 +77,53 @@ def _back(end, decisions, state, BITS: tl.constexpr, REST: tl.constexpr):
     return oldest * REST + (end >> BITS)
 
 
+@triton.constexpr_function
+def new_bits(i: int, count: int, turns: int) -> int:
+    """Bits that a step shifts in whose number leaves i, divided by turns; turns steps have count bits."""
+    i %= turns
+    return (i + 1) * count // turns - i * count // turns
+
+
+@triton.constexpr_function
+def count_nodes(i: int, count: int, turns: int, states: int) -> int:
+    """Nodes before step i."""
+    i %= turns
+    return states >> ((i + 1) * count // turns - i * count // turns)
+
+
 @triton.jit(do_not_specialize=["steps"])
 def paths(values, seams, emitted, tops, decisions, states, steps,
-          SYMBOL_BITS: tl.constexpr, NEXT_BITS: tl.constexpr, REST: tl.constexpr, DIM: tl.constexpr,
-          FARTHEST: tl.constexpr, SHIFT: tl.constexpr, MOST: tl.constexpr, KNEE: tl.constexpr, PERIOD: tl.constexpr,
-          FAR: tl.constexpr, SEAMED: tl.constexpr):  # fmt: skip
+          COUNT: tl.constexpr, TURNS: tl.constexpr, STATES: tl.constexpr, DIM: tl.constexpr, FARTHEST: tl.constexpr,
+          SHIFT: tl.constexpr, MOST: tl.constexpr, KNEE: tl.constexpr, PERIOD: tl.constexpr, FAR: tl.constexpr,
+          SEAMED: tl.constexpr):  # fmt: skip
     """Write states [sequences, steps] int64 of the best path of each sequence; a program takes one.
 
-    The first step shifts SYMBOL_BITS in, the second NEXT_BITS, which may be one more, and so on in turn.
+    TURNS steps shift COUNT bits in, as `new_bits` divides them, and so on in turn.
     values [sequences, steps, DIM] int32, seams [sequences] int64: the node where a path starts and ends (SEAMED).
     emitted [DIM, states] int16, tops [DIM] int32: the largest of their magnitudes; decisions: space of uint8
     [sequences, steps, nodes].
     """
-    TURNS: tl.constexpr = 1 if SYMBOL_BITS == NEXT_BITS else 2
-    NODES: tl.constexpr = REST << NEXT_BITS  # before the first step; there are no more elsewhere
+    NODES: tl.constexpr = count_nodes(0, COUNT, TURNS, STATES)  # before the first step; there are no more elsewhere
+    LAST_BITS: tl.constexpr = new_bits(TURNS - 1, COUNT, TURNS)  # no step shifts more in
+    REST: tl.constexpr = NODES >> LAST_BITS
     sequence = tl.program_id(0).to(tl.int64)
     values += sequence * steps * DIM
     decisions += sequence * steps * NODES
     states += sequence * steps
-    cost = tl.zeros((REST, 1 << NEXT_BITS), tl.int32)
+    cost = tl.zeros((REST, 1 << LAST_BITS), tl.int32)
     end = tl.zeros((), tl.int32)
     if SEAMED:
         end = tl.load(seams + sequence).to(tl.int32)
-        node = tl.arange(0, REST)[:, None] * (1 << NEXT_BITS) + tl.arange(0, 1 << NEXT_BITS)[None, :]
+        node = tl.arange(0, REST)[:, None] * (1 << LAST_BITS) + tl.arange(0, 1 << LAST_BITS)[None, :]
         cost = tl.where(node == end, 0, FAR)
     for turn in range(0, steps // TURNS):
         for i in tl.static_range(TURNS):
             t = turn * TURNS + i
             cost = _step(
-                cost, t, values, emitted, tops, decisions + t * NODES, SYMBOL_BITS if i == 0 else NEXT_BITS,
-                NEXT_BITS if i == 0 else SYMBOL_BITS, NEXT_BITS, REST, DIM, FARTHEST, SHIFT, MOST, KNEE,
+                cost, t, values, emitted, tops, decisions + t * NODES, new_bits(i, COUNT, TURNS),
+                new_bits(i + 1, COUNT, TURNS), LAST_BITS,
+                count_nodes(i + 1, COUNT, TURNS, STATES) >> new_bits(i, COUNT, TURNS), DIM, FARTHEST, SHIFT, MOST,
+                KNEE,
             )  # fmt: skip
             if t % PERIOD == PERIOD - 1:
                 cost -= tl.min(tl.min(cost, 1), 0)
@@ -116,4 +133,7 @@ def paths(values, seams, emitted, tops, decisions, states, steps,
     for turn in range(0, steps // TURNS):
         for i in tl.static_range(TURNS):
             t = steps - 1 - turn * TURNS - i
-            end = _back(end, decisions + t * NODES, states + t, NEXT_BITS if i == 0 else SYMBOL_BITS, REST)
+            end = _back(
+                end, decisions + t * NODES, states + t, new_bits(TURNS - 1 - i, COUNT, TURNS),
+                count_nodes(TURNS - i, COUNT, TURNS, STATES) >> new_bits(TURNS - 1 - i, COUNT, TURNS),
+            )  # fmt: skip

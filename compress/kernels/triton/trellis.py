@@ -9,7 +9,7 @@ is the value, and meet the same activation. So a byte sum needs no conversion an
 is 1024 + sum, the other half is -1534), and the halves of `3inst` and `mcg` no addition, which also skips the rounding
 of that addition: for those two codes the product is that of the sum before it.
 
-With half a bit, every second group begins in the middle of a word: a program takes 16 groups that all do, or none.
+With parts of a bit, groups begin at two or four places in a word: a program takes 16 groups that begin at one place.
 
 Activations are taken as float16, those of other types times a power of two of each row (`_parts.py`).
 
@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.formats import trellis as trellis_format
-from compress.formats.trellis import BYTE_SUMS, HALVES, Params
+from compress.formats.trellis import BYTE_SUMS, HALVES, PARTS, Params
 from compress.kernels.contract import Shape
 from compress.kernels.triton import products
 from compress.kernels.triton._parts import COMPILED, divided, finish, half, row_powers
@@ -67,7 +67,7 @@ def configuration(params: Params, rows: int, shape: tuple[int, int]) -> dict[str
     block_k = 256 // block_m
     factor, addend, divisor, halves = computed(params.code)
     return {
-        "TWICE_BITS": int(2 * params.bits), "STATE_BITS": params.state_bits, "TILE_GROUPS": params.tile_rows // GROUP,
+        "PARTS": int(PARTS * params.bits), "STATE_BITS": params.state_bits, "TILE_GROUPS": params.tile_rows // GROUP,
         "FACTOR": factor, "ADDEND": addend, "DIVISOR": divisor, "HALVES": halves, "ROW_SCALES": params.row_scales,
         "GROUPS": GROUP, "BLOCK_M": block_m, "BLOCK_K": block_k, "WARPS": WARPS,
         "MASKED": shape[1] % (WARPS * block_k) != 0,
@@ -79,7 +79,7 @@ def decode_constants(params: Params) -> dict[str, Any]:
     factor, addend, divisor, halves = computed(params.code)
     ratio = Fraction(str(divisor))
     return {
-        "TWICE_BITS": int(2 * params.bits), "STATE_BITS": params.state_bits, "TILE_GROUPS": params.tile_rows // GROUP,
+        "PARTS": int(PARTS * params.bits), "STATE_BITS": params.state_bits, "TILE_GROUPS": params.tile_rows // GROUP,
         "FACTOR": factor, "ADDEND": addend, "HALVES": halves, "NUMERATOR": ratio.denominator,
         "DENOMINATOR": ratio.numerator, "ROW_SCALES": params.row_scales, "BLOCK": DECODED,
     }  # fmt: skip
@@ -122,15 +122,24 @@ PAIR = tl.constexpr("prmt.b32 $0, $2, $2, 0x1010; prmt.b32 $1, $2, $2, 0x3232;")
 
 
 @triton.constexpr_function
-def bits_to(row: int, twice_bits: int, start: int) -> int:
-    """Bits of a group up to a row and with it, counted from the first word, of which `start` are another group's."""
-    return start + (row + 1) * twice_bits // 2
+def bits_to(row: int, parts: int, start: int) -> int:
+    """Bits of a group up to a row and with it, counted from the first word, of which `start` are another group's.
+
+    parts: quarters of a bit of a weight.
+    """
+    return start + (row + 1) * parts // 4
 
 
 @triton.constexpr_function
-def rows_to(word: int, twice_bits: int, start: int) -> int:
+def rows_to(word: int, parts: int, start: int) -> int:
     """Rows of a group whose bits end before a word."""
-    return sum(start + (row + 1) * twice_bits // 2 <= 16 * word for row in range(16))
+    return sum(start + (row + 1) * parts // 4 <= 16 * word for row in range(16))
+
+
+@triton.constexpr_function
+def words_of(parts: int, start: int) -> int:
+    """Words that hold bits of a group."""
+    return (start + 4 * parts + 15) // 16
 
 
 @triton.constexpr_function
@@ -233,7 +242,7 @@ def _rows(acc):
 
 @triton.jit
 def _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, START: tl.constexpr,
-          TWICE_BITS: tl.constexpr, STATE_BITS: tl.constexpr, FACTOR: tl.constexpr, ADDEND: tl.constexpr,
+          PARTS: tl.constexpr, STATE_BITS: tl.constexpr, FACTOR: tl.constexpr, ADDEND: tl.constexpr,
           HALVES: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
           WARPS: tl.constexpr, MASKED: tl.constexpr, USE_ASM: tl.constexpr):  # fmt: skip
     """16 accumulators [w, groups, m], one for each row of a group; START: bits of the first word of another group."""
@@ -244,11 +253,11 @@ def _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, STAR
         columns = _columns(x, k, m, up, rows, in_features, MASKED, USE_ASM)
         word = tl.load(before_at, mask=mask, eviction_policy="evict_first")
         new = ()
-        for i in tl.static_range((TWICE_BITS + 1) // 2):
+        for i in tl.static_range(words_of(PARTS, START)):
             before = word
             word = tl.load(words_at + i * in_features, mask=mask, eviction_policy="evict_first")
-            for row in tl.static_range(rows_to(i, TWICE_BITS, START), rows_to(i + 1, TWICE_BITS, START)):
-                new = new + (_add(acc[row], before, word, columns, bits_to(row, TWICE_BITS, START), STATE_BITS, FACTOR,
+            for row in tl.static_range(rows_to(i, PARTS, START), rows_to(i + 1, PARTS, START)):
+                new = new + (_add(acc[row], before, word, columns, bits_to(row, PARTS, START), STATE_BITS, FACTOR,
                                   ADDEND, HALVES, USE_ASM),)  # fmt: skip
         acc = new
         before_at += WARPS * BLOCK_K
@@ -260,7 +269,7 @@ def _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, STAR
 @triton.jit(do_not_specialize=["rows", "groups", "steps", "parts"])
 def multiply(x, words, scale, row_scales, out, partials, counters,
              rows, in_features, out_features, groups, steps, parts,
-             TWICE_BITS: tl.constexpr, STATE_BITS: tl.constexpr, TILE_GROUPS: tl.constexpr,
+             PARTS: tl.constexpr, STATE_BITS: tl.constexpr, TILE_GROUPS: tl.constexpr,
              FACTOR: tl.constexpr, ADDEND: tl.constexpr, HALVES: tl.constexpr, DIVISOR: tl.constexpr,
              GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
              MASKED: tl.constexpr, SPLIT: tl.constexpr, ROW_SCALES: tl.constexpr, USE_ASM: tl.constexpr):  # fmt: skip
@@ -269,8 +278,8 @@ def multiply(x, words, scale, row_scales, out, partials, counters,
     x and out have one type. Warp w takes columns w * BLOCK_K .. of each step of WARPS * BLOCK_K columns; MASKED: they
     do not fill the last step. With SPLIT, `parts` programs share the steps.
     """
-    # Groups of two kinds take turns at half bits: those that begin with a word, and amid one.
-    KINDS: tl.constexpr = 2 if TWICE_BITS % 2 else 1
+    # Groups of several kinds take turns at parts of a bit, by where in a word they begin.
+    KINDS: tl.constexpr = 4 if PARTS % 2 else 2 if PARTS % 4 else 1
     block, part = tl.program_id(0), tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
     k = (tl.arange(0, WARPS) * BLOCK_K)[:, None] + tl.arange(0, BLOCK_K)[None, :]
@@ -279,17 +288,27 @@ def multiply(x, words, scale, row_scales, out, partials, counters,
     some = block // KINDS * GROUPS + tl.arange(0, GROUPS)
     group = (tl.minimum(some, groups // KINDS - 1) * KINDS + block % KINDS).to(tl.int64)
     k += start * WARPS * BLOCK_K
-    end = tl.where(group % TILE_GROUPS == 0, group + TILE_GROUPS, group) * TWICE_BITS // 2  # the stream is a circle
+    end = tl.where(group % TILE_GROUPS == 0, group + TILE_GROUPS, group) * PARTS // 4  # the stream is a circle
     before_at = words + (end - 1)[None, :, None] * in_features + k[:, None, :]
-    words_at = words + (group * TWICE_BITS // 2)[None, :, None] * in_features + k[:, None, :]
+    words_at = words + (group * PARTS // 4)[None, :, None] * in_features + k[:, None, :]
+    begin = block % KINDS * PARTS * 4 % 16  # bits of the first words that are another group's
     if KINDS == 1:
-        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 0, TWICE_BITS, STATE_BITS, FACTOR,
+        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 0, PARTS, STATE_BITS, FACTOR,
                     ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
-    elif block % KINDS == 0:
-        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 0, TWICE_BITS, STATE_BITS, FACTOR,
+    elif begin == 0:
+        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 0, PARTS, STATE_BITS, FACTOR,
+                    ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
+    elif KINDS == 2:
+        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 8, PARTS, STATE_BITS, FACTOR,
+                    ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
+    elif begin == 8:
+        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 8, PARTS, STATE_BITS, FACTOR,
+                    ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
+    elif begin == 4:
+        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 4, PARTS, STATE_BITS, FACTOR,
                     ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
     else:
-        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 8, TWICE_BITS, STATE_BITS, FACTOR,
+        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 12, PARTS, STATE_BITS, FACTOR,
                     ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
     total = _rows(acc) * down[:, None]
     row = tl.arange(0, GROUPS * 16)
@@ -313,17 +332,17 @@ def _number(before, word, END: tl.constexpr, STATE_BITS: tl.constexpr, FACTOR: t
 
 @triton.jit
 def _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, START: tl.constexpr,
-           TWICE_BITS: tl.constexpr, STATE_BITS: tl.constexpr, FACTOR: tl.constexpr, ADDEND: tl.constexpr,
+           PARTS: tl.constexpr, STATE_BITS: tl.constexpr, FACTOR: tl.constexpr, ADDEND: tl.constexpr,
            HALVES: tl.constexpr, NUMERATOR: tl.constexpr, DENOMINATOR: tl.constexpr, ROW_SCALES: tl.constexpr,
            USE_ASM: tl.constexpr):  # fmt: skip
     """Write some columns of a group of rows; START: bits of its first word of another group."""
     known = k < in_features
     word = tl.load(before_at + k, mask=known, other=0)
-    for i in tl.static_range((TWICE_BITS + 1) // 2):
+    for i in tl.static_range(words_of(PARTS, START)):
         before = word
-        word = tl.load(words + (group * TWICE_BITS // 2 + i) * in_features + k, mask=known, other=0)
-        for row in tl.static_range(rows_to(i, TWICE_BITS, START), rows_to(i + 1, TWICE_BITS, START)):
-            value = _number(before, word, bits_to(row, TWICE_BITS, START), STATE_BITS, FACTOR, ADDEND, HALVES, USE_ASM)
+        word = tl.load(words + (group * PARTS // 4 + i) * in_features + k, mask=known, other=0)
+        for row in tl.static_range(rows_to(i, PARTS, START), rows_to(i + 1, PARTS, START)):
+            value = _number(before, word, bits_to(row, PARTS, START), STATE_BITS, FACTOR, ADDEND, HALVES, USE_ASM)
             value = value.to(tl.float32)
             if not HALVES:
                 value = divided(value * NUMERATOR, DENOMINATOR, USE_ASM)
@@ -335,7 +354,7 @@ def _write(words, before_at, row_scales, out, k, group, factor, in_features, out
 
 
 @triton.jit
-def decode(words, scale, row_scales, out, in_features, out_features, TWICE_BITS: tl.constexpr,
+def decode(words, scale, row_scales, out, in_features, out_features, PARTS: tl.constexpr,
            STATE_BITS: tl.constexpr, TILE_GROUPS: tl.constexpr, FACTOR: tl.constexpr, ADDEND: tl.constexpr,
            HALVES: tl.constexpr, NUMERATOR: tl.constexpr, DENOMINATOR: tl.constexpr, ROW_SCALES: tl.constexpr,
            BLOCK: tl.constexpr, USE_ASM: tl.constexpr):  # fmt: skip
@@ -343,14 +362,24 @@ def decode(words, scale, row_scales, out, in_features, out_features, TWICE_BITS:
     group = tl.program_id(1).to(tl.int64)
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     factor = tl.load(scale)
-    end = tl.where(group % TILE_GROUPS == 0, group + TILE_GROUPS, group) * TWICE_BITS // 2  # the stream is a circle
+    end = tl.where(group % TILE_GROUPS == 0, group + TILE_GROUPS, group) * PARTS // 4  # the stream is a circle
     before_at = words + (end - 1) * in_features
-    if TWICE_BITS % 2 == 0:
-        _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 0, TWICE_BITS,
+    begin = group * PARTS * 4 % 16  # bits of the first word that are another group's
+    if PARTS % 4 == 0:
+        _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 0, PARTS,
                STATE_BITS, FACTOR, ADDEND, HALVES, NUMERATOR, DENOMINATOR, ROW_SCALES, USE_ASM)  # fmt: skip
-    elif group % 2 == 0:
-        _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 0, TWICE_BITS,
+    elif begin == 0:
+        _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 0, PARTS,
+               STATE_BITS, FACTOR, ADDEND, HALVES, NUMERATOR, DENOMINATOR, ROW_SCALES, USE_ASM)  # fmt: skip
+    elif PARTS % 4 == 2:
+        _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 8, PARTS,
+               STATE_BITS, FACTOR, ADDEND, HALVES, NUMERATOR, DENOMINATOR, ROW_SCALES, USE_ASM)  # fmt: skip
+    elif begin == 8:
+        _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 8, PARTS,
+               STATE_BITS, FACTOR, ADDEND, HALVES, NUMERATOR, DENOMINATOR, ROW_SCALES, USE_ASM)  # fmt: skip
+    elif begin == 4:
+        _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 4, PARTS,
                STATE_BITS, FACTOR, ADDEND, HALVES, NUMERATOR, DENOMINATOR, ROW_SCALES, USE_ASM)  # fmt: skip
     else:
-        _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 8, TWICE_BITS,
+        _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 12, PARTS,
                STATE_BITS, FACTOR, ADDEND, HALVES, NUMERATOR, DENOMINATOR, ROW_SCALES, USE_ASM)  # fmt: skip

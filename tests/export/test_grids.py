@@ -1,0 +1,174 @@
+"""FP4 and FP8 types in compressed-tensors: our importer and the package's own decompressors give the bits of ours."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress import importers
+from compress.errors import ExportError
+from compress.export import convert, grids
+from compress.export.source import open_source
+from helpers import foreign, without_us
+from helpers.grids import TYPES, packed, set_tensor_scales
+from helpers.runs import stored_tensors
+
+MIXED = ("rules=[{match: '*.1.*down_proj', type: mxfp8}, {match: '*mlp*', type: fp8-channel}]",)
+
+
+def exported(directory: Path) -> Path:
+    out = directory.with_name("out")
+    convert.export(directory, "compressed-tensors", out)
+    return out
+
+
+def section(out: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads((out / "config.json").read_text())["quantization_config"]
+    return settings
+
+
+def decompressed(out: Path) -> dict[str, Tensor]:
+    """Every packed weight as the package of the format decodes it, by the group whose targets name it."""
+    foreign.tool("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = QuantizationConfig.model_validate(section(out))
+    tensors, weights = stored_tensors(out), {}
+    for module in [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]:
+        matched = [
+            scheme
+            for scheme in config.config_groups.values()
+            for target in scheme.targets
+            if target == "Linear" or re.match(target.removeprefix("re:"), module)
+        ]
+        assert len(matched) == 1, module  # groups are disjoint
+        own = {name.rpartition(".")[2]: t for name, t in tensors.items() if name.rpartition(".")[0] == module}
+        compressor = BaseCompressor.get_value_from_registry(matched[0].format)
+        weights[module] = compressor.decompress(own, matched[0])["weight"]
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "settings"),
+    [*(("llama", kind, ()) for kind in TYPES), ("mixtral", "nvfp4", ()), ("qwen2", "nvfp4", MIXED)],
+)
+def test_weights_come_back(model: str, kind: str, settings: tuple[str, ...], tmp_path: Path) -> None:
+    source = packed(tmp_path, model, kind, *settings)
+    out = exported(source)
+    read, theirs, weights = importers.open_checkpoint(out).tensors, decompressed(out), open_source(source).packed
+    assert theirs.keys() == {weight.name for weight in weights}
+    for weight in weights:
+        ours = read[f"{weight.name}.weight"].read()
+        assert torch.equal(ours, weight.dense(ours.dtype)), weight.name
+        assert torch.equal(theirs[weight.name], weight.dense(theirs[weight.name].dtype)), weight.name
+    for name, stored in open_source(source).plain.items():
+        assert torch.equal(read[name].read(), stored.read()), name
+
+
+LAYOUTS = {  # of q_proj [64, 64] of a llama
+    "nvfp4": {"weight_packed": (64, 32), "weight_scale": (64, 4), "weight_global_scale": (1,)},
+    "mxfp4": {"weight_packed": (64, 32), "weight_scale": (64, 2)},
+    "mxfp8": {"weight": (64, 64), "weight_scale": (64, 2)},
+    "fp8": {"weight": (64, 64), "weight_scale": (1,)},
+    "fp8-channel": {"weight": (64, 64), "weight_scale": (64, 1)},
+    "fp8-block": {"weight": (64, 64), "weight_scale": (1, 1)},
+}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_names_and_shapes(kind: str, tmp_path: Path) -> None:
+    out, prefix = exported(packed(tmp_path, "llama_tied", kind)), "model.layers.0.self_attn.q_proj."
+    stored = {name.removeprefix(prefix): t for name, t in stored_tensors(out).items() if name.startswith(prefix)}
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == LAYOUTS[kind]
+    settings = section(out)
+    assert settings["ignore"] == ["lm_head"]  # tied: without a tensor, yet a linear
+    assert settings["config_groups"]["group_0"]["targets"] == ["Linear"]
+    if kind == "nvfp4":
+        assert float(stored["weight_global_scale"]) == 2048
+
+
+def test_groups_of_several_types(tmp_path: Path) -> None:
+    groups = section(exported(packed(tmp_path, "llama", "nvfp4", *MIXED)))["config_groups"].values()
+    assert sorted((group["format"], sorted(group["targets"])) for group in groups) == [
+        (
+            "float-quantized",
+            [
+                r"re:^model\.layers\.0\.mlp\.down_proj$",
+                r"re:^model\.layers\.\d+\.mlp\.gate_proj$",
+                r"re:^model\.layers\.\d+\.mlp\.up_proj$",
+            ],
+        ),
+        ("mxfp8-quantized", [r"re:^model\.layers\.1\.mlp\.down_proj$"]),
+        ("nvfp4-pack-quantized", [rf"re:^model\.layers\.\d+\.self_attn\.{name}_proj$" for name in "koqv"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "settings", "reason"),
+    [
+        ("llama", "nf4", (), "it is of the type nf4, which no engine multiplies there"),
+        (
+            "llama",
+            "nvfp4",
+            ("rules=[{match: '*k_proj', type: mxfp4}]",),
+            "q_proj .*k_proj .* need one format for both",
+        ),
+        ("qwen3_moe", "nvfp4", ("rules=[{match: '*experts.1.up_proj', type: mxfp8}]",), "experts.1.gate_proj .* one"),
+    ],
+)
+def test_refusals(model: str, kind: str, settings: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=reason):
+        exported(packed(tmp_path, model, kind, *settings))
+
+
+@pytest.mark.parametrize(
+    ("model", "ending", "other"),
+    [("llama", "1.self_attn.k_proj", "q_proj"), ("mixtral", "1.mlp.experts.3.up_proj", "w1")],
+)
+def test_unequal_tensor_scales_of_fused_linears_are_refused(
+    model: str, ending: str, other: str, tmp_path: Path
+) -> None:
+    source = packed(tmp_path, model, "nvfp4")
+    set_tensor_scales(source, {ending: 2.0**-12})
+    with pytest.raises(ExportError, match=f"{other} and .* take one tensor scale for both"):
+        exported(source)
+    set_tensor_scales(source, {"": 2.0**-11, "o_proj": 2.0**-12, "down_proj": 2.0**-10})  # that read alone
+    exported(source)
+
+
+def test_fused_linears_are_found_by_what_they_read(tmp_path: Path) -> None:
+    source = packed(tmp_path, "qwen3_moe", "fp8-channel")
+    export = convert.prepare(open_source(source), "compressed-tensors")
+    endings = sorted({tuple(w.module.rpartition(".")[2] for w in group) for group in grids.fused_linears(export)})
+    assert endings == [("gate_proj", "up_proj"), ("q_proj", "k_proj", "v_proj")]
+
+
+def test_a_packed_head_becomes_plain(tmp_path: Path) -> None:
+    source = packed(tmp_path, "llama", "fp8-channel", "head={method: rtn, bits: 8, group_size: -1}")
+    result = convert.export(source, "compressed-tensors", tmp_path / "out")
+    assert any("lm_head is written as plain bfloat16" in note for note in result.notes)
+    assert {"lm_head"} <= set(section(tmp_path / "out")["ignore"])
+
+
+@pytest.mark.slow
+def test_transformers_without_us(tmp_path: Path) -> None:
+    """The logits of the same weights as plain numbers, in every bit.
+
+    That reader decodes FP4 and MXFP8 to bfloat16, and rounds the scales of FP8 to the type of the model.
+    """
+    for dtype, kinds in (("bfloat16", TYPES[:3]), ("float32", TYPES[3:])):
+        written = []
+        for kind in kinds:
+            source = packed(tmp_path / kind, "llama", kind)
+            convert.export(source, "dense", source.with_name("dense"), getattr(torch, dtype))
+            written += [exported(source), source.with_name("dense")]
+        logits = without_us.logits(written, tmp_path, dtype)
+        for kind, theirs, plain in zip(kinds, logits[::2], logits[1::2], strict=True):
+            assert torch.equal(theirs, plain), kind
