@@ -13,6 +13,7 @@ from compress import formats, plugins
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 INT = {"bits": 4, "group_size": 128, "symmetric": True, "tile_words": 32}
 AFFINE = {"bits": 4, "group_size": 64, "tile_words": 32}
+SPARSE = {"bits": 3, "group_size": 16, "tile_words": 32}
 NF = {"bits": 4, "block_size": 64, "tile_words": 32}
 CODEBOOK = {"bits": (8,), "vector_dim": 4, "tile_words": 32}
 LATTICE = {"bits": 2, "dim": 8, "group_size": 128, "compand": False, "row_scales": False}
@@ -36,6 +37,11 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("affine", AFFINE, "group_size", (-1, 1, 64, 100), (0, -2)),
     ("affine", AFFINE, "scale_dtype", ("float16", "bfloat16"), ("float32",)),
     ("affine", AFFINE, "column_scales", (False, True), ()),
+    ("sparse_outliers", SPARSE, "bits", tuple(range(2, 9)), (1, 9)),
+    ("sparse_outliers", SPARSE, "code_bits", tuple(range(1, 9)), (0, 9)),
+    ("sparse_outliers", SPARSE, "group_size", (1, 16, 100), (0, -1)),
+    ("sparse_outliers", SPARSE, "block_rows", (8, 16, 64), (0, 12)),
+    ("sparse_outliers", SPARSE, "outliers", (0, 5), (-1,)),
     ("codebook", CODEBOOK, "bits", ((1,), (16,), (8, 8, 8)), ((), (0,), (17,))),
     ("codebook", CODEBOOK, "vector_dim", (1, 4, 8), (0,)),
     ("codebook", CODEBOOK, "outlier_bits", (4, 8), (2, 16)),

@@ -30,6 +30,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "lord": [{"bits": 8}, {"bits": 4, "group_size": 32, "dtype": "float16"}, {"ratio": 2.0, "metric": "sizes"}],
     "nf": [{"bits": 3, "scale_bits": 3, "block_size": 16}, {"bits": 2, "scale_bits": 2}],
     "hqq": [{"bits": 3, "group_size": 32}, {"bits": 2, "group_size": 24}],
+    "aqlm": [{"bits": 4, "stages": 3, "codebook_dtype": "int8", "vector_dim": 4}],
+    "decoupleq": [{"bits": 4, "group_size": 32}],
+    "sinq": [{"bits": 3, "group_size": 32}],
+    "spqr": [{"bits": 2, "group_size": 8, "outliers": 0.1}, {"outliers": 0.0}],
     "trellis": [
         {"bits": 3, "state_bits": 6, "row_scales": True},
         {"code": "hyb", "state_bits": 8},
@@ -75,6 +79,10 @@ def random_parts(stored: Stored, shape: tuple[int, int], seed: int = 0) -> dict[
             return pack_stream(chosen, 1)
         if name in ("rows", "columns"):
             return torch.arange(size[0]).to(dtype)
+        if name == "row_starts":  # as many outliers as rows, one in each
+            return torch.arange(size[0]).to(dtype)
+        if name == "outlier_columns":
+            return torch.randint(0, shape[1], size, generator=generator).to(dtype)
         if name == "group_bits":
             return torch.full(size, stored.params.bits, dtype=dtype)
         if name == "codes" and dtype == torch.float8_e4m3fn:
