@@ -59,7 +59,7 @@ class Stats:
     drift = sum over tokens of (y - x) x^T [in, in], float32, y being the same input in the full-precision model; None
     where it was not taken. The engine uses it up (compress/quant/target_correction.py): methods never see it.
     output: what errors of a linear's outputs cost, None where they cost all the same.
-    largest: the largest magnitude of each input over all tokens [in], float32; None in a rotated basis.
+    largest_inputs: the largest magnitude of each input over all tokens [in], float32; None in a rotated basis.
     largest_weight: float32 [], the largest magnitude of all weights of a block that read the input, each in the basis
     in which it is rounded, before target correction. None where a method does not ask for it, and for weights of
     towers: then it is the weight's own. A method that asks for nothing else is given a Hessian [0, 0] and the count 0.
@@ -69,7 +69,7 @@ class Stats:
     count: int  # tokens summed
     drift: Tensor | None = None
     output: OutputMetric | None = None
-    largest: Tensor | None = None
+    largest_inputs: Tensor | None = None
     largest_weight: Tensor | None = None
 
 

@@ -2,6 +2,7 @@
 
 Engines fuse linears that read the same input (q, k, v; gate, up) into one matrix with one tensor scale: of unequal ones
 they take one for all, and the weights are wrong. So fused linears need the same data type, and equal tensor scales.
+Static scales of inputs are taken from all experts of a layer together, too.
 """
 
 from __future__ import annotations
@@ -16,8 +17,18 @@ from compress.export.weights import ExportWeight, StoredWeight
 from compress.model import meta_pass
 from compress.quant import grid_types
 from compress.runtime.expert_layouts import PROJECTIONS
+from compress.types import IN_SCALE, Activations
 
 FORMAT = "grid"
+_FP8 = (Activations(dtype="fp8"), Activations(dtype="fp8", scale="tensor"))
+INPUTS: dict[str, tuple[Activations, ...]] = {  # data type -> the inputs that engines multiply it with
+    "nvfp4": (Activations(bits=4, scale="tensor", dtype="nvfp4"),),
+    "mxfp4": (Activations(bits=4, dtype="mxfp4"), Activations(dtype="fp8-block")),
+    "mxfp8": (Activations(dtype="mxfp8"),),
+    "fp8": _FP8,
+    "fp8-channel": _FP8,
+    "fp8-block": (Activations(dtype="fp8-block"),),
+}
 
 
 def type_of(weight: ExportWeight) -> str | None:
@@ -28,7 +39,10 @@ def type_of(weight: ExportWeight) -> str | None:
 
 
 def refusal(weight: ExportWeight, types: Collection[str]) -> str | None:
-    """Return why a weight in the grid format is none of these data types as an `nn.Linear` of its own."""
+    """Return why a weight in the grid format is none of these data types as an `nn.Linear` of its own.
+
+    Its inputs may be quantized as engines do it beside its type.
+    """
     if weight.roles:
         return "tables are plain numbers there"
     kind, columns = type_of(weight), weight.shape[1]
@@ -37,6 +51,10 @@ def refusal(weight: ExportWeight, types: Collection[str]) -> str | None:
         return f"it is {what}, which no engine multiplies there; set type to one of {', '.join(types)}"
     if (reason := weight.not_alone()) is not None:
         return reason
+    inputs = weight.stored.activations
+    if inputs is not None and inputs not in INPUTS[kind]:
+        known = " or ".join(f"{{bits: {each.bits}, scale: {each.scale}, dtype: {each.dtype}}}" for each in INPUTS[kind])
+        return f"engines quantize inputs otherwise beside {kind}; set activations: {known}, or null"
     size = weight.stored.params.block_columns
     if weight.stored.params.block_rows == 1 and size > 0 and columns % size:
         return f"its {columns} inputs are no whole blocks of {size}; give it the type fp8-channel, or keep it"
@@ -77,6 +95,25 @@ def check_fused(export: Export) -> None:
                     f"{first.name} and {other.name} read the same input, and engines take one tensor scale for both, "
                     "but theirs differ; quantize again with a method that shares it, such as grid_gptq"
                 )
+
+
+def in_scales(export: Export) -> dict[str, torch.Tensor]:
+    """Return the static scale of the inputs of each weight that has one, float32 [1], by its name.
+
+    Experts of a layer have the largest of those of all that read the same kind of input.
+    """
+    known: dict[str, torch.Tensor] = {}
+    largest: dict[tuple[str, str], torch.Tensor] = {}
+    keys: dict[str, tuple[str, str]] = {}
+    for weight in export.held:
+        if (stored := (weight.tensors or {}).get(IN_SCALE)) is None:
+            continue
+        known[weight.name] = scale = stored.read().float()
+        if weight.is_expert:
+            experts, _, last = weight.module.rsplit(".", 2)
+            keys[weight.name] = key = (experts, "" if last in PROJECTIONS[:-1] else last)
+            largest[key] = torch.maximum(largest.get(key, scale), scale)
+    return {name: largest[keys[name]] if name in keys else scale for name, scale in known.items()}
 
 
 def tensor_scale(weight: StoredWeight) -> float | None:

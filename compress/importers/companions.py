@@ -18,7 +18,6 @@ from compress.storage.files import read_text
 
 OLD_SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # file of older versions of a tool -> tool
 TOKENIZER, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-UNREADABLE = {"hf_quant_config.json": "weights that were quantized by a tool whose files are not read"}
 LEFT_OUT = {  # pattern of a name -> what the file or folder (with a / behind) is; the first one counts
     "adapter_model.*": "an adapter without its settings",
     **dict.fromkeys(map("*{}".format, manifest.WEIGHTS), "other copies of weights"),
@@ -56,12 +55,6 @@ def check_plain(checkpoint: Checkpoint) -> None:
             f"{directory} has transformers_weights, so its weights are not those of its index; remove that key from "
             f"{CONFIG}"
         )
-    for name, words in UNREADABLE.items():
-        if (directory / name).is_file() and not _is_quantized(checkpoint.config):
-            raise CheckpointError(
-                f"{directory} has {name}: {words}; give the original checkpoint, or remove that file if the weights "
-                "are as they were"
-            )
     if checkpoint.files and all(file.name.startswith("consolidated") for file in checkpoint.files):
         raise CheckpointError(
             f"{directory} has its weights in {checkpoint.files[0].name} only, under names of their publisher; give the "
@@ -70,10 +63,13 @@ def check_plain(checkpoint: Checkpoint) -> None:
 
 
 def settings(directory: Path) -> dict[str, Any] | None:
-    """Return what an older version of a tool has written beside a model in the place of quantization_config."""
+    """Return what a tool has written beside a model in the place of quantization_config."""
     for name, method in OLD_SETTINGS.items():
         if (directory / name).is_file():
             return {"quant_method": method, **read_json(directory / name)}
+    if (directory / paths.MODELOPT_SETTINGS).is_file():
+        quantization = read_json(directory / paths.MODELOPT_SETTINGS).get("quantization")
+        return {**(quantization if isinstance(quantization, dict) else {}), "quant_method": "modelopt"}
     return None
 
 
@@ -114,15 +110,6 @@ def lines(directory: Path, left_out: Mapping[str, Sequence[str]]) -> Iterator[st
         listed = ", ".join(cut(one_line(name)) for name in names[:NAMED])
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         yield f"left out of {directory.absolute().name}: {listed}{more} ({words})"
-
-
-def _is_quantized(config: Mapping[str, Any]) -> bool:
-    text = config.get("text_config")
-    return any(
-        section.get(key)
-        for section in (config, text if isinstance(text, dict) else {})
-        for key in ("quantization_config", "compression_config")
-    )
 
 
 def _tokens_beyond(directory: Path, tokenizer: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:

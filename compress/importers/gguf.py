@@ -193,4 +193,9 @@ def values(entry: GgufTensor, start: int = 0, stop: int | None = None) -> Tensor
     )
     plain = gguf_blocks.PLAIN.get(entry.type)
     decoded = gguf_blocks.decode(raw, entry.type) if plain is None else raw.view(plain).to(torch.float32)
-    return decoded.reshape(stop - start, *entry.shape[1:])
+    decoded = decoded.reshape(stop - start, *entry.shape[1:])
+    if entry.factor is not None:
+        factors = values(entry.factor)
+        factors = factors if len(factors) == 1 else factors[start:stop].view(-1, *[1] * (decoded.dim() - 1))
+        decoded = decoded * factors
+    return decoded

@@ -2,7 +2,7 @@
 
 A row of a tensor is a sequence of blocks. Each block holds the codes of 32 or 256 weights and their scales; in "K"
 formats the scales are coded too, with a float16 scale of their own. `pack` writes blocks of the types that hold signed
-integers and one scale, `pack_k` those of the "K" types.
+integers and one scale, `pack_k` those of the "K" types; those of FP4 and of three values are in gguf_points.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from compress.errors import CheckpointError
 from compress.formats.kquant import Scales
+from compress.importers import gguf_points
 
 Bytes = NDArray[np.uint8]  # [blocks, bytes of a block], or a part of these columns
 Values = NDArray[np.float32]
@@ -187,12 +188,13 @@ BLOCKS = {
     22: BlockType("IQ2_S", 256, 82, None),
     23: BlockType("IQ4_XS", 256, 136, _iq4_xs),
     29: BlockType("IQ1_M", 256, 56, None),
-    34: BlockType("TQ1_0", 256, 54, None),
-    35: BlockType("TQ2_0", 256, 66, None),
-    39: BlockType("MXFP4", 32, 17, None),
+    gguf_points.TQ1_0: BlockType("TQ1_0", 256, 54, None),
+    gguf_points.TQ2_0: BlockType("TQ2_0", 256, 66, None),
+    gguf_points.MXFP4: BlockType("MXFP4", 32, 17, gguf_points.decode_mxfp4),
+    gguf_points.NVFP4: BlockType("NVFP4", 64, 36, gguf_points.decode_nvfp4),
 }
 SIGNED = {2: 4, 6: 5, 8: 8}  # types whose blocks are a float16 scale and signed codes -> bits of a code
-UNKNOWN = {4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 40: "NVFP4"}
+UNKNOWN = {4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64"}
 
 
 def pack(codes: Tensor, scales: Tensor, number: int) -> Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from compress.errors import CheckpointError, shown
-from compress.importers import gguf_blocks
+from compress.importers import gguf_blocks, gguf_points
 from compress.storage import safetensors_header
 from compress.storage.files import open_regular
 
@@ -70,6 +70,7 @@ class GgufTensor(NamedTuple):
     shape: tuple[int, ...]  # as in torch: rows first
     offset: int  # bytes from the start of the file
     nbytes: int
+    factor: GgufTensor | None = None  # of all values, or of those of each expert; float32
 
 
 class GgufHeader(NamedTuple):
@@ -103,7 +104,25 @@ def read_all(first: Path) -> GgufHeader:
         tensors.update(part.tensors)
     if not isinstance(parts[0].metadata.get("general.architecture"), str):
         raise CheckpointError(f"{first} is damaged: its header has no general.architecture; download it again")
-    return GgufHeader(parts[0].metadata, tensors)
+    return GgufHeader(parts[0].metadata, _with_factors(tensors))
+
+
+def _with_factors(tensors: dict[str, GgufTensor]) -> dict[str, GgufTensor]:
+    """Return the tensors with the factors of those of NVFP4 in place of the tensors that hold these.
+
+    A factor of another kind is left as it is, a tensor that no model has.
+    """
+    made = dict(tensors)
+    for name, entry in tensors.items():
+        stem = name.removesuffix(".weight")
+        factor = tensors.get(f"{stem}.scale")
+        if entry.type != gguf_points.NVFP4:
+            continue
+        made.pop(f"{stem}.input_scale", None)
+        if factor is not None and factor.type == 0 and factor.shape in ((1,), entry.shape[:-2]):
+            made[name] = entry._replace(factor=factor)
+            del made[factor.name]
+    return made
 
 
 def split_files(first: Path) -> list[Path]:

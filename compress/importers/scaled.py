@@ -51,6 +51,7 @@ class ScaleGrid(NamedTuple):
     groups: StoredTensor | None = None  # [in], the group of each column; one that is negative: they are in order
     divisor: StoredTensor | None = None  # one number that all scales are divided by
     others: tuple[StoredTensor, ...] = ()  # that zeros are read from
+    factor: StoredTensor | None = None  # one number that all scales are multiplied by
 
 
 def plain(stored: StoredTensor) -> Codes:
@@ -90,6 +91,8 @@ def weight(source: CheckpointSource, name: str, codes: Codes, scales: ScaleGrid,
         factors = numbers(table.rows(first, last))
         if scales.divisor is not None:
             factors = factors / scales.divisor.read().float().reshape(())
+        if scales.factor is not None:
+            factors = factors * scales.factor.read().float().reshape(())
         factors = factors.repeat_interleave(down, -2)
         factors = factors[..., :rows, :] if outer else factors[start - first * down : stop - first * down]
         group = _groups(source, scales, columns, grid[-1], across)
@@ -98,7 +101,7 @@ def weight(source: CheckpointSource, name: str, codes: Codes, scales: ScaleGrid,
             values.sub_(scales.zeros(start, stop).index_select(-1, group))
         return values.mul_(factors.index_select(-1, group)).to(dtype)
 
-    extra = tuple(stored for stored in (scales.groups, scales.divisor) if stored is not None)
+    extra = tuple(stored for stored in (scales.groups, scales.divisor, scales.factor) if stored is not None)
     return Decoded(name, dtype, shape, (codes.stored, scales.stored, *extra, *scales.others), decode, step(shape))
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compress import plugins
+from compress import formats, plugins
 from compress.calib import stats as calib_stats
 from compress.calib.output_gradients import OutputGradients
 from compress.errors import NumericalError
@@ -134,6 +134,12 @@ def check_finite(name: str, weight: Tensor) -> None:
         raise NumericalError(f"the weight of {name} has NaN or infinite values; repair the checkpoint")
 
 
+def check_nbytes(layer: LayerPlan, packed: PackedWeight) -> None:
+    """Assert that what is stored has as many bytes as were planned, where that is no estimate."""
+    is_planned = packed.nbytes == layer.nbytes or formats.is_estimated(layer.stored)
+    assert is_planned, f"{layer.spec.name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
+
+
 def finish_statistics(
     total: calib_stats.HessianSum, key: str, alpha: float | None, tokens: int, seed: int
 ) -> InputStatistics:
@@ -146,7 +152,7 @@ def finish_statistics(
     if alpha is not None:
         correction, correction_note = target_correction.correction(stats, alpha, tokens)
     notes = tuple(filter(None, (note, correction_note)))
-    kept = Stats(stats.hessian, stats.count, largest=stats.largest)
+    kept = Stats(stats.hessian, stats.count, largest_inputs=stats.largest_inputs)
     return InputStatistics(kept, correction, notes, seed)
 
 
@@ -293,5 +299,5 @@ def _with_surroundings(task: LinearTask, result: Quantized, around: dict[str, Te
         scale = {IN_SCALE: task.in_scale} if task.in_scale is not None else {}
         stored = dataclasses.replace(packed.stored, activations=layer.stored.activations)
         packed = PackedWeight(stored, {**packed.tensors, **scale}, packed.shape)
-    assert packed.nbytes == layer.nbytes, f"{layer.spec.name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
+    check_nbytes(layer, packed)
     return Quantized(packed, (*_statistics(task).notes, *notes))

@@ -310,12 +310,12 @@ CHUNK_ROW_MULTIPLE = 16  # every chunk but the last has a multiple of so many ro
 
 
 def chunk_rows(layer: LayerPlan) -> int:
-    """Return the rows of a table that are quantized at a time: all of them where its format cannot join rows.
+    """Return the rows of a table that are quantized at a time: all of them where its format cannot join such rows.
 
     A chunk has at least twice as many rows as columns, so that factoring the Hessian anew costs little beside it.
     """
     rows, columns = layer.spec.shape
-    if not formats.has_rows(layer.stored):
+    if not formats.has_rows(layer.stored) or formats.is_estimated(layer.stored):
         return rows
     return min(rows, max(CHUNK_WEIGHTS // columns, 2 * columns) // CHUNK_ROW_MULTIPLE * CHUNK_ROW_MULTIPLE)
 

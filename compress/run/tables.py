@@ -141,7 +141,7 @@ def _quantize(
     tensors = formats.join_rows([chunk.result.weight for chunk in chunks])
     stored = dataclasses.replace(chunks[0].result.weight.stored, ops=layer.stored.ops)
     packed = PackedWeight(stored, {**tensors, **around}, layer.spec.shape)
-    assert packed.nbytes == layer.nbytes, f"{layer.spec.name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
+    quantize_linear.check_nbytes(layer, packed)
     notes = tuple(dict.fromkeys(note for chunk in chunks for note in chunk.result.notes))
     return packed, report.row(layer, packed, _mean(chunks), given.stats, notes)
 

@@ -49,14 +49,24 @@ class ProbeStart(NamedTuple):
 class Probe:
     """Fixed tokens on their way through the blocks of a model."""
 
-    def __init__(self, skeleton: Skeleton, device: torch.device, start: ProbeStart | None = None) -> None:
-        """Embed the tokens; start: what goes into the blocks instead."""
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        device: torch.device,
+        start: ProbeStart | None = None,
+        changed: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Embed the tokens; start: what goes into the blocks instead. changed: as `replay` has it."""
         self.skeleton, self.device = skeleton, device
         config = skeleton.config.get_text_config()
         length = min(PROBE_TOKENS, architectures.most_tokens(skeleton.model) or PROBE_TOKENS)
         tokens = (torch.arange(length) * 7 + 1) % config.vocab_size
         self.stream = blockwise.HiddenStates(1, None)
-        self.calls = blockwise.record_inputs(skeleton, tokens[None], 1, self.stream, device)
+
+        def change() -> None:
+            _change(skeleton, "", skeleton.model, changed or {})
+
+        self.calls = blockwise.record_inputs(skeleton, tokens[None], 1, self.stream, device, change)
         if start is not None:
             self.calls = start.calls
             self.stream.write(0, start.states)
@@ -194,12 +204,12 @@ def replay(
     changed = changed or {}
     skeleton = Skeleton(open_checkpoint(directory))
     _check_tables(skeleton, device)
-    probe = Probe(skeleton, device, start)
+    probe = Probe(skeleton, device, start, changed)
     hashes = []
     for index in range(len(skeleton.blocks)):
         progress("checking what was written", index, len(skeleton.blocks))
         block = skeleton.load_block(index, device)
-        _change(skeleton, index, block, changed)
+        _change(skeleton, skeleton.block_prefix(index), block, changed)
         for name, module in list(block.named_modules()):
             if isinstance(module, PackedLinear):  # decoded, as when the block was quantized: kernels round otherwise
                 block.set_submodule(name, module.to_linear(skeleton.dtype))
@@ -211,10 +221,11 @@ def replay(
     return hashes
 
 
-def _change(skeleton: Skeleton, index: int, block: nn.Module, changed: Mapping[str, Tensor]) -> None:
-    """Give a loaded block those of the changed tensors that are its own, and check packed linears that get any."""
-    prefix, touched = skeleton.block_prefix(index), set[str]()
-    for path, parameter in list(block.named_parameters()) if changed else ():
+def _change(skeleton: Skeleton, prefix: str, block: nn.Module, changed: Mapping[str, Tensor]) -> None:
+    """Give loaded modules those of the changed tensors that are their own, and check packed linears that get any."""
+    touched = set[str]()
+    loaded = [(path, p) for path, p in block.named_parameters() if not p.is_meta] if changed else []
+    for path, parameter in loaded:
         stored = skeleton.sources.get(prefix + path, [])
         if len(stored) == 1 and (tensor := changed.get(stored[0].name)) is not None:
             owner, _, key = path.rpartition(".")

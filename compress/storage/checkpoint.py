@@ -194,7 +194,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         tensors = {name: stored for name, stored in tensors.items() if name in weight_map}
     largest = max((math.prod(stored.shape) for stored in tensors.values()), default=0)
     json_text.check_sizes(config, str(directory / CONFIG), len(tensors), largest)
-    if not config.get("quantization_config"):
+    if not config.get("quantization_config") and not (directory / paths.MODELOPT_SETTINGS).is_file():
         _check_scaled(directory, tensors)
     return Checkpoint(directory, config, tensors)
 

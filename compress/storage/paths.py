@@ -16,6 +16,7 @@ CONFIG = "config.json"
 GGUF, PROJECTOR = ".gguf", "mmproj"  # the second begins the name of a tower for images
 CHAT_TEMPLATES = "additional_chat_templates"  # a folder in a model's, which transformers reads
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+MODELOPT_SETTINGS = "hf_quant_config.json"  # the settings of modelopt, beside a section of config.json or alone
 MANIFEST = "compress_manifest.json"
 UNFINISHED = "compress_unfinished"  # a file: a checkpoint is being copied here
 EXPORTED = "compress_export.json"  # names what an exported directory was made from

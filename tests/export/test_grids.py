@@ -91,7 +91,7 @@ def test_names_and_shapes(kind: str, tmp_path: Path) -> None:
     assert settings["ignore"] == ["lm_head"]  # tied: without a tensor, yet a linear
     assert settings["config_groups"]["group_0"]["targets"] == ["Linear"]
     if kind == "nvfp4":
-        assert float(stored["weight_global_scale"]) == pytest.approx(3000)
+        assert float(stored["weight_global_scale"]) == 2048
 
 
 def test_groups_of_several_types(tmp_path: Path) -> None:
@@ -136,10 +136,10 @@ def test_unequal_tensor_scales_of_fused_linears_are_refused(
     model: str, ending: str, other: str, tmp_path: Path
 ) -> None:
     source = packed(tmp_path, model, "nvfp4")
-    set_tensor_scales(source, {ending: 1 / 4000})
+    set_tensor_scales(source, {ending: 2.0**-12})
     with pytest.raises(ExportError, match=f"{other} and .* take one tensor scale for both"):
         exported(source)
-    set_tensor_scales(source, {"": 1 / 3000, "o_proj": 1 / 4000, "down_proj": 1 / 5000})  # that read alone
+    set_tensor_scales(source, {"": 2.0**-11, "o_proj": 2.0**-12, "down_proj": 2.0**-10})  # that read alone
     exported(source)
 
 

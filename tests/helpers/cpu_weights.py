@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from compress.formats import codebook, e8p, kquant, trellis
+from compress.formats import codebook, e8p, grid, kquant, ternary, trellis
 from compress.formats import int as int_format
 from compress.kernels import dispatch
 from compress.kernels.contract import Prepared
@@ -98,6 +98,17 @@ ANY_CODEBOOK: list[tuple[tuple[int, int], dict[str, Any]]] = [  # what only rows
     ((33, 96), {"bits": (5, 3), "vector_dim": 4, "axis": "out", "group_columns": 32, "norm": "columns", "bias": True}),
     ((33, 96), {"bits": (4,), "vector_dim": 2, "codebook_dtype": "float16", "norm": "rows", "outliers": 2}),
 ]
+TERNARY: list[tuple[Any, ...]] = [  # shape, packing, group_size, type of the scales, one for the weight
+    ((40, 640), "base3", 64, "float16", False),
+    ((33, 300), "base3", 128, "float16", False),
+    ((20, 1000), "base3", 48, "bfloat16", False),
+    ((50, 333), "base3", -1, "float16", False),
+    ((16, 90), "base3", -1, "float32", True),
+    ((40, 576), "planar", 64, "float32", False),
+    ((33, 1030), "planar", -1, "float16", False),
+    ((17, 300), "binary", 16, "float16", False),
+    ((48, 512), "binary", -1, "bfloat16", True),
+]
 
 
 def int_weight(shape: tuple[int, int], bits: int, group: int, symmetric: bool, dtype: str = "float16") -> PackedWeight:
@@ -133,6 +144,24 @@ def affine_weight(shape: tuple[int, int], bits: int, *settings: Any) -> PackedWe
     return stored.random_weight("affine", params, shape)
 
 
+GRID = [  # shape, fields of Params: blocks of all sizes and types of scales, rows of whole vectors and others
+    ((64, 512), ("e2m1", 16, "e4m3", 1, True)),
+    ((40, 300), ("e2m1", 16, "e4m3", 1, True)),
+    ((37, 333), ("e2m1", 32, "e8m0")),
+    ((40, 320), ("e4m3", 32, "e8m0")),
+    ((40, 300), ("e4m3", -1, "float32", -1)),
+    ((37, 301), ("e4m3", -1, "float32")),
+    ((200, 300), ("e4m3", 128, "float32", 128)),
+    ((40, 640), ("nf4", 64, "nested")),
+    ((37, 333), ("fp4", 48, "bfloat16")),
+    ((40, 300), ("dynamic8", 256, "float16", 1, True)),
+]
+
+
+def grid_weight(shape: tuple[int, int], fields: tuple[Any, ...]) -> PackedWeight:
+    return stored.random_weight("grid", grid.Params(*fields), shape)
+
+
 def lattice_weight(shape: tuple[int, int], bits: int, dim: int, group_size: int) -> PackedWeight:
     """Lattices of either sign; where there are two groups or more, of three widths."""
     weight = stored.random_weight("lattice", lattice.Params(bits, dim, group_size, False, True), shape)
@@ -140,6 +169,10 @@ def lattice_weight(shape: tuple[int, int], bits: int, dim: int, group_size: int)
     if len(weight.tensors["group_bits"]) > 1:
         weight.tensors["group_bits"][:2] += torch.tensor([1, -1]).byte()
     return weight
+
+
+def ternary_weight(shape: tuple[int, int], *params: Any) -> PackedWeight:
+    return stored.random_weight("ternary", ternary.Params(*params), shape)
 
 
 WEIGHTS = [
@@ -160,6 +193,8 @@ WEIGHTS = [
     *(pytest.param(nf_weight, case, id=f"nf{case[1]}-{case[0]}") for case in NF),
     *(pytest.param(affine_weight, case, id=f"affine{case[1]}-{case[0]}") for case in AFFINE),
     *(pytest.param(lattice_weight, case, id=f"lattice{case[1]}-{case[0]}") for case in LATTICE),
+    *(pytest.param(grid_weight, case, id=f"grid-{i}") for i, case in enumerate(GRID)),
+    *(pytest.param(ternary_weight, case, id=f"{case[1]}-{case[0]}-{case[2]}") for case in TERNARY),
 ]
 
 

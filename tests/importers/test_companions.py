@@ -43,7 +43,7 @@ def refused(model: Path, words: str) -> None:
     ("name", "words"),
     [
         ("adapter_config.json", "has adapter_config.json, so its weights are not those .* give it as --adapter"),
-        ("hf_quant_config.json", "has hf_quant_config.json: weights that were quantized by a tool"),
+        ("hf_quant_config.json", "quant_algo 'None' cannot be read; what can be: FP8"),
     ],
 )
 def test_what_is_refused(name: str, words: str, model: Path) -> None:

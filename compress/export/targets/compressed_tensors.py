@@ -7,7 +7,8 @@ table of its own is such a weight, too; embeddings are plain.
 
 Data types of the grid format keep their codes: weight_packed uint8 [out, in / 2] of 4 bits, or weight float8_e4m3fn,
 and weight_scale. The tensor scale of NVFP4 is written as a divisor, weight_global_scale = 1 / tensor_scale in float32:
-a reader's scale of a block may differ from ours in the last bit of float32.
+a reader's scale of a block may differ from ours in the last bit of float32, unless it is a power of two. Static scales
+of inputs are input_scale, or for NVFP4 the divisor input_global_scale.
 
 transformers with compressed-tensors 0.18 to 0.20 opens asymmetric weights only if it is told to decode them all, and
 can do that only if all are alike: "dequantize" says so, and asymmetric weights that differ are refused.
@@ -41,6 +42,12 @@ GRIDS: dict[str, tuple[str, dict[str, Any]]] = {  # data type -> format, and wha
     "fp8-channel": (FLOAT, {"strategy": "channel"}),
     "fp8-block": (FLOAT, {"strategy": "block", "block_structure": [128, 128]}),
 }
+INPUT_SCALES: dict[str, dict[str, Any]] = {  # type of inputs with blocks -> what shares a scale
+    "nvfp4": {**GRIDS["nvfp4"][1], "dynamic": "local"},
+    "mxfp4": GRIDS["mxfp4"][1],
+    "mxfp8": GRIDS["mxfp8"][1],
+    "fp8-block": {"strategy": "group", "group_size": 128},
+}
 NUMBER = re.compile(r"(?<=\.)\d+(?=\\)")  # an escaped name has several
 INPUTS = Activations(bits=8, scale="token", clip=1.0, dtype="int")  # the only ones that readers compute likewise
 
@@ -48,7 +55,7 @@ INPUTS = Activations(bits=8, scale="token", clip=1.0, dtype="int")  # the only o
 def refuses(weight: ExportWeight) -> str | None:
     """Return why a weight is no plain integers or data type of engines, or has quantized inputs they do not know."""
     if weight.stored.format == grids.FORMAT:
-        return grids.refusal(weight, tuple(GRIDS)) or integers.without_activations(weight)
+        return grids.refusal(weight, tuple(GRIDS))
     if reason := integers.refusal(weight, BITS, heads=True):
         return reason
     if weight.is_expert and not weight.stored.params.symmetric:
@@ -116,7 +123,8 @@ def write(export: Export, out: Path) -> None:
         },
         **({} if groups[0][0]["weights"]["symmetric"] else {"dequantize": True}),
     }
-    tensors = directory.held_tensors(export, _stored_tensors)
+    in_scales = grids.in_scales(export)
+    tensors = directory.held_tensors(export, lambda weight: _stored_tensors(weight, in_scales.get(weight.name)))
     directory.write(export, out, tensors, {"quantization_config": settings})
 
 
@@ -137,7 +145,8 @@ def _scheme(weight: StoredWeight) -> dict[str, Any]:
     if kind is not None:
         packed, shared = GRIDS[kind]
         weights = {"num_bits": params.bits, "type": "float", "symmetric": True, "dynamic": False, **shared}
-        return {"weights": weights, "input_activations": None, "output_activations": None, "format": packed}
+        inputs = None if weight.stored.activations is None else _grid_inputs(weight.stored.activations)
+        return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": packed}
     is_row = params.group(weight.shape[1]) == weight.shape[1]
     shared = {"type": "int", "symmetric": params.symmetric, "dynamic": False, "actorder": None}
     inputs = None
@@ -154,6 +163,13 @@ def _scheme(weight: StoredWeight) -> dict[str, Any]:
         "output_activations": None,
         "format": PACKED if inputs is None else INT8,
     }
+
+
+def _grid_inputs(activations: Activations) -> dict[str, Any]:
+    """Return how inputs are quantized in a type of engines."""
+    is_static = activations.scale == "tensor"
+    shared = INPUT_SCALES.get(activations.dtype, {"strategy": "tensor" if is_static else "token"})
+    return {"num_bits": activations.bits, "type": "float", "symmetric": True, "dynamic": not is_static, **shared}
 
 
 def _exact(names: Iterable[str]) -> list[str]:
@@ -174,17 +190,19 @@ def _targets(names: list[str], export: Export) -> list[str]:
     return [*patterns, *_exact(rest)]
 
 
-def _stored_tensors(weight: StoredWeight) -> dict[str, Tensor]:
-    return _integer_tensors(weight.integers()) if weight.stored.format != grids.FORMAT else _grid_tensors(weight)
-
-
-def _grid_tensors(weight: StoredWeight) -> dict[str, Tensor]:
+def _stored_tensors(weight: StoredWeight, in_scale: Tensor | None) -> dict[str, Tensor]:
+    """Return what is stored for a weight; in_scale: the static scale of its inputs, if it has one."""
+    if weight.stored.format != grids.FORMAT:
+        return _integer_tensors(weight.integers())
     stored, params = weight.read().tensors, weight.stored.params
     name = "weight_packed" if params.bits == 4 else "weight"
     is_whole = params.block_rows == -1
     tensors = {name: stored["codes"], "weight_scale": stored["scales"].flatten() if is_whole else stored["scales"]}
     if params.tensor_scale:
         tensors["weight_global_scale"] = 1 / stored["tensor_scale"]
+    if in_scale is not None:
+        is_divisor = params.tensor_scale
+        tensors["input_global_scale" if is_divisor else "input_scale"] = 1 / in_scale if is_divisor else in_scale
     return tensors
 
 

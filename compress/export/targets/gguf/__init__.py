@@ -3,7 +3,8 @@
 Symmetric codes of up to 4, 5 and 8 bits are written as they are (Q4_0, Q5_0, Q8_0). Asymmetric ones are code - zero
 point, one bit more: 3-bit ones go into Q4_0, 4-bit ones into Q5_0, 5- to 7-bit ones into Q8_0; of 8 bits they do not
 fit. All else is stored in its own type, norms and routers in float32. The types Q2_K to Q6_K hold what the method
-`kquant` has chosen on their grids, and nothing else: the scales of other methods are no products of two numbers.
+`kquant` has chosen on their grids, and nothing else: the scales of other methods are no products of two numbers. FP4 of
+the grid format is MXFP4 or NVFP4, weights of three values are TQ1_0 or TQ2_0.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from compress.errors import ExportError
+from compress.export import grids
 from compress.export.convert import Export
 from compress.export.place import MARK
 from compress.export.targets.gguf import architecture, tensors, vocabulary
@@ -21,6 +23,7 @@ from compress.export.targets.gguf.architecture import TOOL
 from compress.export.targets.gguf.tensors import BLOCK
 from compress.export.weights import ExportWeight
 from compress.formats.kquant import SUPER_BLOCK
+from compress.importers import gguf_blocks, gguf_points
 
 SUFFIX = ".gguf"
 TABLE = "token_embd.weight"
@@ -28,8 +31,9 @@ TABLE = "token_embd.weight"
 
 def refuses(weight: ExportWeight) -> str | None:
     """Return why no block type holds the weight in every bit, and what would have to be chosen; None if one does."""
-    if weight.stored.format == tensors.K_QUANT:
-        return _refuses_k(weight)
+    checks = {tensors.K_QUANT: _refuses_k, tensors.TERNARY: _refuses_trits, grids.FORMAT: _refuses_fp4}
+    if weight.stored.format in checks:
+        return checks[weight.stored.format](weight)
     if (reason := weight.not_integers()) is not None:
         return reason
     if tensors.type_of(weight) is None:
@@ -54,6 +58,25 @@ def _refuses_k(weight: ExportWeight) -> str | None:
             "its weights are too large or too small for the float16 steps of K-quants in GGUF files; give it a rule "
             f"with another method (gptq, rtn) and group_size {BLOCK}, or leave it unquantized"
         )
+    return weight.not_alone()
+
+
+def _refuses_fp4(weight: ExportWeight) -> str | None:
+    """The same of a data type."""
+    if tensors.type_of(weight) is None:
+        return f"the type {grids.type_of(weight)} is none of GGUF files; set type: mxfp4 or nvfp4"
+    if weight.shape[1] % (size := gguf_blocks.BLOCKS[tensors.FP4[grids.type_of(weight) or ""]].elements):
+        return f"rows of {weight.shape[1]} are no whole blocks of {size}; leave it unquantized"
+    return weight.not_alone()
+
+
+def _refuses_trits(weight: ExportWeight) -> str | None:
+    """The same of a weight of three values."""
+    columns, group = weight.shape[1], weight.stored.params.group(weight.shape[1])
+    if columns % gguf_points.TRITS:
+        return f"rows of {columns} are no whole blocks of {gguf_points.TRITS}; leave it unquantized"
+    if group % gguf_points.TRITS:
+        return f"groups of {group} are no whole blocks; set group_size to a multiple of {gguf_points.TRITS}, or -1"
     return weight.not_alone()
 
 

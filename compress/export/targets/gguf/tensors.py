@@ -2,7 +2,8 @@
 
 A block of the types that hold signed codes is a float16 scale and 32 codes: w = scale * code. Scales of larger groups
 are repeated. Experts of a layer are one tensor, of the widest type that one of them needs. Weights in the format
-`kquant` are blocks of the K type whose grid they have, which holds no others.
+`kquant` are blocks of the K type whose grid they have, which holds no others. FP4 and ternary weights are blocks of the
+types that hold their codes; the tensor scale of NVFP4 is a tensor of its own, NAME.scale.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ import torch
 from torch import Tensor
 
 from compress.errors import ExportError
+from compress.export import grids
 from compress.export.convert import Export, cast
 from compress.export.integers import repeated_scales, signed_bits, signed_codes
 from compress.export.targets.gguf.architecture import Model
 from compress.export.weights import ExportWeight, StoredWeight
-from compress.formats import kquant
-from compress.importers import gguf_blocks
+from compress.formats import grid, kquant, ternary
+from compress.importers import gguf_blocks, gguf_points
 from compress.importers.gguf_header import FREQUENCIES
 from compress.storage.checkpoint import Readable
 
 BLOCK = 32  # weights of a block
-K_QUANT = "kquant"  # the format that has the grids of K types
+K_QUANT, TERNARY = "kquant", "ternary"  # formats: that with the grids of K types, and that of three values
+FP4 = {"nvfp4": gguf_points.NVFP4, "mxfp4": gguf_points.MXFP4}
+TRITS = {ternary.BASE3: gguf_points.TQ1_0, ternary.BINARY: gguf_points.TQ1_0, ternary.PLANAR: gguf_points.TQ2_0}
 CHUNK = 1 << 24  # codes that are packed at a time
 PLAIN = {dtype: number for number, dtype in gguf_blocks.PLAIN.items()}
 FLOAT32_ENDINGS = ("_norm.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias")
@@ -58,6 +62,10 @@ def type_of(weight: ExportWeight) -> int | None:
     """Return the K type of a weight, or the narrowest type for its signed integers, None if there is none."""
     if weight.stored.format == K_QUANT:
         return gguf_blocks.k_type(weight.stored.params.type)
+    if weight.stored.format == TERNARY:
+        return TRITS[weight.stored.params.packing]
+    if weight.stored.format == grids.FORMAT:
+        return FP4.get(grids.type_of(weight) or "")
     return next((number for number, bits in gguf_blocks.SIGNED.items() if bits >= signed_bits(weight)), None)
 
 
@@ -72,6 +80,9 @@ def entries(export: Export, model: Model) -> dict[str, GgufEntry]:
         place, expert = model.place(name)
         sources.setdefault(place, {})[expert] = tensor
     made = {name: _entry(export, model, name, parts) for name, parts in sources.items()}
+    for name, parts in sources.items():
+        if made[name].type == gguf_points.NVFP4:
+            made[f"{name.removesuffix('.weight')}.scale"] = _tensor_scales(parts)
     if model.divisors:
         made[FREQUENCIES] = GgufEntry(
             PLAIN[torch.float32], (len(model.divisors),), [partial(torch.tensor, model.divisors)]
@@ -93,6 +104,13 @@ def _entry(export: Export, model: Model, name: str, parts: dict[int | None, Read
             "quantized; quantize all, or none"
         )
     return made if None in parts else GgufEntry(made.type, (len(ordered), *made.shape), made.parts)
+
+
+def _tensor_scales(parts: dict[int | None, Readable | StoredWeight]) -> GgufEntry:
+    """Return the tensor scale of a weight, or of each expert of a layer."""
+    ordered = [parts[expert] for expert in sorted(parts, key=lambda expert: expert or 0)]
+    stored = [part.tensors["tensor_scale"] for part in ordered if isinstance(part, StoredWeight) and part.tensors]
+    return GgufEntry(PLAIN[torch.float32], (len(stored),), [scale.read for scale in stored])
 
 
 def check_experts(weights: Iterable[ExportWeight], model: Model) -> None:
@@ -134,8 +152,9 @@ def _plain_entry(export: Export, model: Model, name: str, tensors: list[Readable
 
 def _blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tensor:
     """Return a weight as blocks, uint8 [rows, bytes of a row], rows in the given order."""
-    if weight.stored.format == K_QUANT:
-        return _k_blocks(weight, kind, order)
+    others = {K_QUANT: _k_blocks, TERNARY: _trit_blocks, grids.FORMAT: _fp4_blocks}
+    if weight.stored.format in others:
+        return others[weight.stored.format](weight, kind, order)
     integers = weight.integers()
     scales = repeated_scales(integers, BLOCK, torch.float16)
     rows = torch.arange(integers.shape[0]) if order is None else order
@@ -152,3 +171,27 @@ def _k_blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tensor:
         return kquant.Scales(*(None if values is None else values[part] for values in scales))  # type: ignore[arg-type]
 
     return torch.cat([gguf_blocks.pack_k(codes[part], of(part), kind) for part in parts])
+
+
+def _fp4_blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tensor:
+    tensors, columns = weight.read().tensors, weight.shape[1]
+    rows = torch.arange(weight.shape[0]) if order is None else order
+    scales = tensors["scales"].view(torch.uint8)
+    parts = rows.split(max(1, CHUNK // columns))
+    codes = (grid.unpack_codes(tensors["codes"][part], weight.stored.params, columns) for part in parts)
+    return torch.cat([gguf_points.pack_e2m1(own, scales[part], kind) for own, part in zip(codes, parts, strict=True)])
+
+
+def _trit_blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tensor:
+    params, (count, columns) = weight.stored.params, weight.shape
+    trits, scales = ternary.unpack(weight.read().tensors, params, weight.shape)
+    scales = scales.expand(count, -1) if params.tensor_scale else scales
+    halves = scales.half()
+    if not torch.equal(halves.float(), scales.float()):
+        raise ExportError(
+            f"{weight.name} has scales that float16, the only type there, does not hold; set scale_dtype: float16"
+        )
+    halves = halves.repeat_interleave(params.group(columns) // gguf_points.TRITS, 1)
+    rows = torch.arange(count) if order is None else order
+    parts = rows.split(max(1, CHUNK // columns))
+    return torch.cat([gguf_points.pack_trits(trits[part], halves[part], kind) for part in parts])

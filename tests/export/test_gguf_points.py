@@ -1,0 +1,88 @@
+"""FP4 and three values in GGUF files: in every bit what was packed, read by the package gguf and by our importer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from compress import api, importers
+from compress.errors import ExportError
+from compress.export import convert
+from compress.export.source import open_source
+from compress.importers import gguf_points
+from compress.model.gguf_names import write_directory
+from helpers.engines import SUPER_BLOCKS, packed, tokenizer
+from helpers.grids import set_tensor_scales
+from helpers.pico import save_pico
+from helpers.runs import KEEP_TABLES, SMALL, Setup, job
+
+gguf = pytest.importorskip("gguf")
+
+PLACES = {"q_proj": "attn_q", "v_proj": "attn_v", "o_proj": "attn_output", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+
+
+def assert_equal(checkpoint: Path, folder: Path, kind: str, heads: int = 4) -> None:
+    """The package decodes the tensors of block 1, and our importer all that was packed."""
+    file = folder / "read" / "model.gguf"
+    file.parent.mkdir()
+    convert.export(checkpoint, "gguf", file)
+    by_name = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    weights = {weight.name: weight for weight in open_source(checkpoint).packed}
+    for name, place in PLACES.items():
+        module = "mlp" if "ffn" in place else "self_attn"
+        expected = weights[f"model.layers.1.{module}.{name}"].dense(torch.float32)
+        tensor = by_name[f"blk.1.{place}.weight"]
+        assert tensor.tensor_type.name == kind
+        theirs = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+        if f"blk.1.{place}.scale" in by_name:
+            theirs = theirs * torch.from_numpy(by_name[f"blk.1.{place}.scale"].data.copy())
+        if place == "attn_q":
+            theirs = theirs.view(heads, -1, 2, expected.shape[1]).transpose(1, 2).reshape(theirs.shape)
+        assert torch.equal(theirs, expected), name
+    write_directory(file, file.parent)
+    read = importers.open_checkpoint(file.parent).tensors
+    for name, weight in weights.items():
+        ours = read[f"{name}.weight"].read()
+        assert torch.equal(ours, weight.dense(ours.dtype)), name
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+def test_fp4(kind: str, tmp_path: Path) -> None:
+    checkpoint = packed("llama", tmp_path, (*KEEP_TABLES, f"quantize={{method: grid_rtn, type: {kind}}}"))
+    set_tensor_scales(checkpoint, {"": 2.0**-11, "down_proj": 2.0**-12})
+    assert_equal(checkpoint, tmp_path, kind.upper())
+
+
+@pytest.mark.parametrize(("packing", "kind", "group"), [("base3", "TQ1_0", 256), ("planar", "TQ2_0", -1)])
+def test_three_values(packing: str, kind: str, group: int, tmp_path: Path) -> None:
+    model = save_pico("llama", tmp_path / "model", changes=SUPER_BLOCKS)
+    tokenizer().save_pretrained(model)
+    quantize = f"quantize={{method: ternary, packing: {packing}, group_size: {group}}}"
+    api.quantize(job(model, Setup("int8", (*KEEP_TABLES, *SMALL, quantize)), tmp_path / "packed"))
+    assert_equal(tmp_path / "packed", tmp_path, kind)
+
+
+@pytest.mark.parametrize("number", [gguf_points.TQ1_0, gguf_points.TQ2_0])
+def test_the_bytes_of_three_values_are_those_that_the_package_packs(number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    trits = torch.randint(-1, 2, (33, 512), generator=generator, dtype=torch.int8)
+    scales = torch.rand(33, 2, generator=generator).half() + 0.01
+    values = trits.float() * scales.float().repeat_interleave(256, 1)
+    expected = gguf.quantize(values.numpy(), gguf.GGMLQuantizationType(number))
+    assert np.array_equal(gguf_points.pack_trits(trits, scales, number).numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "reason"),
+    [
+        ("{method: grid_rtn, type: fp8}", "the type fp8 is none of GGUF files; set type: mxfp4 or nvfp4"),
+        ("{method: ternary, group_size: 64}", "rows of 64 are no whole blocks of 256"),
+    ],
+)
+def test_refusals(quantize: str, reason: str, tmp_path: Path) -> None:
+    checkpoint = packed("llama", tmp_path, (*KEEP_TABLES, *SMALL, f"quantize={quantize}"))
+    with pytest.raises(ExportError, match=reason):
+        convert.export(checkpoint, "gguf", tmp_path / "x.gguf")
