@@ -197,7 +197,7 @@ class HessianSum:
                 "checkpoint's weights"
             )
         drift = self.drift.finish() if self.drift is not None else None
-        return Stats(total, self.count, drift, largest=self.largest)
+        return Stats(total, self.count, drift, largest_inputs=self.largest)
 
 
 class HasGrids(Protocol):

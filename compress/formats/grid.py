@@ -38,7 +38,7 @@ from torch import Tensor
 
 E2M1, E4M3, NF4, FP4, DYNAMIC8 = "e2m1", "e4m3", "nf4", "fp4", "dynamic8"
 VALUE_BITS = {E2M1: 4, NF4: 4, FP4: 4, E4M3: 8, DYNAMIC8: 8}
-E8M0, NESTED = "e8m0", "nested"
+E8M0, NESTED, TENSOR_SCALE = "e8m0", "nested", "tensor_scale"
 SCALE_DTYPES = {
     **{E8M0: torch.uint8, E4M3: torch.float8_e4m3fn, NESTED: torch.uint8},
     **{"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32},
@@ -121,9 +121,10 @@ def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, 
     blocks = params.blocks(shape)
     columns = -(-shape[1] * params.bits // 8)
     code_dtype = torch.float8_e4m3fn if params.values == E4M3 else torch.uint8
+    stored: dict[str, tuple[tuple[int, ...], torch.dtype]]
     stored = {"codes": ((shape[0], columns), code_dtype), "scales": (blocks, SCALE_DTYPES[params.scale_type])}
     if params.tensor_scale:
-        stored["tensor_scale"] = ((1,), torch.float32)
+        stored[TENSOR_SCALE] = ((1,), torch.float32)
     if params.scale_type == NESTED:
         stored["scale_sizes"] = ((-(-blocks[0] * blocks[1] // SCALES_PER_SIZE),), torch.float32)
         stored["scale_mean"] = ((1,), torch.float32)
@@ -177,22 +178,29 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
 
 
 def has_rows(params: Params) -> bool:
-    """Return whether each row has all that it is made of to itself."""
-    return params.block_rows == 1 and not params.tensor_scale and params.scale_type != NESTED
+    """Return whether each row has all that it is made of to itself, but for the scale of the tensor."""
+    return params.block_rows == 1 and params.scale_type != NESTED
 
 
 def decode_rows(
     tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return rows [n] int64 of the weight, [n, in]; `has_rows` must hold."""
-    part = {name: tensor.view(torch.uint8)[rows].view(tensor.dtype) for name, tensor in tensors.items()}
+    part = {
+        name: tensor if name == TENSOR_SCALE else tensor.view(torch.uint8)[rows].view(tensor.dtype)
+        for name, tensor in tensors.items()
+    }
     return decode(part, params, (len(rows), shape[1]), dtype)
 
 
 def join_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the tensors of a weight from those of its rows; `has_rows` must hold."""
-    octets = {name: torch.cat([part[name].view(torch.uint8) for part in parts]) for name in parts[0]}
-    return {name: tensor.view(parts[0][name].dtype) for name, tensor in octets.items()}
+    """Return the tensors of a weight from those of its rows; `has_rows` must hold, and tensor scales be equal."""
+    shared = {name: tensor for name, tensor in parts[0].items() if name == TENSOR_SCALE}
+    assert all(torch.equal(part[name], tensor) for part in parts for name, tensor in shared.items())
+    octets = {
+        name: torch.cat([part[name].view(torch.uint8) for part in parts]) for name in parts[0] if name not in shared
+    }
+    return {name: tensor.view(parts[0][name].dtype) for name, tensor in octets.items()} | shared
 
 
 def check(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]) -> None:
@@ -218,5 +226,5 @@ def cut(
     down, across = (slice(x.start // one, -(-x.stop // one)) for x, one in zip((rows, columns), size, strict=True))
     scales = tensors["scales"][down, across]
     others = {name: tensor for name, tensor in tensors.items() if name not in ("codes", "scales")}
-    part = codes[:, columns.start : columns.stop].contiguous()
-    return params, pack(part, {"scales": scales.contiguous(), **others}, params)
+    kept = codes[:, columns.start : columns.stop].contiguous()
+    return params, pack(kept, {"scales": scales.contiguous(), **others}, params)

@@ -4,6 +4,7 @@
     hadamard             the transform H of compress/numerics/hadamard.py; nothing is stored
     hadamard_transposed  its transpose, which is its inverse; nothing is stored
     head_mix/D           H over the heads of D channels each, channel by channel; nothing is stored
+    block_hadamard/N     H of each N consecutive channels; nothing is stored
     reflection           x - 2 v v^T x with the unit vector v, stored as float32 [n]; v = 0 for none
     channel_scale        a diagonal, stored as float32 [n]
     channel_scale16      a diagonal, stored as float16 [n]
@@ -166,9 +167,9 @@ def pack_diagonal(name: str, values: Tensor) -> Tensor:
 def find(name: str) -> Transform | None:
     """Return the transform of this name, None if there is none."""
     base, _, argument = name.partition("/")
-    if base != "head_mix":
+    if base not in NUMBERED:
         return TRANSFORMS.get(name)
-    return _head_mix(int(argument)) if argument.isdecimal() and int(argument) > 0 else None
+    return NUMBERED[base](int(argument)) if argument.isdecimal() and int(argument) > 0 else None
 
 
 @lru_cache(maxsize=16)
@@ -182,6 +183,24 @@ def _head_mix(head_dim: int) -> Transform:
         return change(x.unflatten(-1, (-1, head_dim)).transpose(-1, -2)).transpose(-1, -2).flatten(-2)
 
     return Transform(spec, lambda x, _: mix_heads(x, hadamard.transform), lambda x, _: mix_heads(x, hadamard.transpose))
+
+
+@lru_cache(maxsize=16)
+def _block_hadamard(size: int) -> Transform:
+    def spec(n: int) -> None:
+        if n % size:
+            raise ValueError(f"block_hadamard/{size}: {n} channels are no blocks of {size}")
+        hadamard.order(size)
+
+    def mix_blocks(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        return change(x.unflatten(-1, (-1, size))).flatten(-2)
+
+    return Transform(
+        spec, lambda x, _: mix_blocks(x, hadamard.transform), lambda x, _: mix_blocks(x, hadamard.transpose)
+    )
+
+
+NUMBERED = {"head_mix": _head_mix, "block_hadamard": _block_hadamard}  # base of a name -> the transform of a number
 
 
 def _get(name: str) -> Transform:

@@ -14,6 +14,10 @@ is rotated, and t says which outputs get more of the error (EXL3 1.6's `out_scal
     sensitivity  t = (sigma^2 / s)^(1/4), which minimizes the sum of s_k t_k^2 times that of sigma_k^2 / t_k^2; s is the
                  mean square of the loss's gradient at an output over its mean over outputs, plus 0.02
 
+A recipe may ask for Hadamard transforms of blocks of inputs alone, without signs (`incoherence: 32`; MR-GPTQ, arXiv
+2509.23202). They spread an outlier over the weights that share its scale, and engines fuse them with what quantizes
+inputs. MXFP4 gains by them.
+
 Scales of outputs have the geometric mean 1; an output of zeros has 1. Those of inputs are 1 (`in_vector`).
 """
 
@@ -52,7 +56,9 @@ def with_chosen_scales(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
 
 
 def operations(scheme: Scheme) -> WeightTransforms:
-    """Return the operations around a linear that is quantized in a rotated basis."""
+    """Return the operations around a linear that is quantized in another basis."""
+    if scheme.incoherence is not True:
+        return WeightTransforms((f"block_hadamard/{scheme.incoherence}",))
     scales = f"channel_scale{scheme.vector_bits}"
     before, after = (scales if has else "signs" for has in (scheme.in_vector, scheme.out_scales != "none"))
     return WeightTransforms((before, "hadamard"), ("hadamard", after))

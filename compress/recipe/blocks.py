@@ -45,8 +45,8 @@ def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sche
     config = build(settings, at, f"{where} ({base.method})", base.config, RULE_KEYS if above else SCHEME_KEYS)
     activations = _part(entries, "activations", base.activations, Activations())
     lowrank = _part(entries, "lowrank", base.lowrank, Correction())
-    basis = value(entries, "incoherence", bool, base.incoherence)
     types = get_type_hints(Scheme)
+    basis = value(entries, "incoherence", types["incoherence"], base.incoherence)
     output = [value(entries, key, types[key], getattr(base, key)) for key in OUTPUT_DEFAULTS]
     made = Scheme(base.method, config, basis, activations, lowrank, *output)
     _check_output(made, at, where)
@@ -58,7 +58,9 @@ def _check_output(made: Scheme, at: Node, where: str) -> None:
     if made.two_sided and not is_two_sided(plugins.load("quant", made.method)):
         able = ", ".join(name for name in plugins.names("quant") if is_two_sided(plugins.load("quant", name)))
         raise error_at(at, f"{where}: {made.method} cannot round two-sided, {able} can; set two_sided: false")
-    if not made.incoherence and (made.out_scales != "none" or made.in_vector):
+    if made.incoherence is not False and made.incoherence is not True and made.incoherence < 2:
+        raise error_at(at, f"{where}: incoherence {made.incoherence} is neither true, false nor a block of inputs")
+    if made.incoherence is not True and (made.out_scales != "none" or made.in_vector):
         advice = "set incoherence: true, or out_scales: none and in_vector: false"
         raise error_at(at, f"{where}: out_scales and in_vector are those of a rotated basis; {advice}")
 

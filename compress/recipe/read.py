@@ -11,7 +11,8 @@
     quantize:                  # a method of compress/quant and its settings (its `Config`)
       method: gptq
       bits: 4
-      incoherence: false       # true: choose codes in a random rotated basis; by default what suits the method
+      incoherence: false       # true: choose codes in a random rotated basis; 32: behind Hadamard transforms of 32
+                               # inputs each (for MXFP4); by default what suits the method
       activations: {bits: 8}   # quantize the inputs, too, at run time (`Activations`); by default they stay as they are
       lowrank: {rank: 16}      # two thin matrices that make up for what is lost (`Correction`); none by default
       two_sided: true          # feed errors back between outputs, too, by the loss's gradients (YAQA); default: false

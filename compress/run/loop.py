@@ -32,7 +32,7 @@ from compress.ranks import Portion, Ranks
 from compress.run import loss_gradients, quantize_linear, sizes, tables
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.job import Job, Prepared
-from compress.run.quantize_linear import NO_STATISTICS, InputRange, LinearTask, Tiles
+from compress.run.quantize_linear import NO_STATISTICS, InputRange, LargestWeights, LinearTask, Tiles
 from compress.types import Fisher, LayerPlan, Quantized
 
 LinearOptions = Mapping[str, Mapping[str, LayerPlan]]  # linear -> option -> how it is stored at that option
@@ -218,22 +218,25 @@ class BlockLoop:
         divided = DividedBlock(Ranks() if is_tuned else stream.ranks, layers, self.job.seed)
         token_weights, note = stream.importance(index, block, layers, divided.routed) if layers else (None, None)
         scales = self._input_scales(index, block)
+        largest = LargestWeights(layers, lambda name: self.skeleton.linear(block, name).weight.detach(), self.job.seed)
         output_gradients = loss_gradients.reader(self.gradients, index, layers, self.device)
         for statistics, names in stream.statistics(index, block, layers, token_weights, divided.own, divided.routed):
             own = {name: self.skeleton.linear(block, name).weight.detach() for name in names}
-            for name, weight in consumer.weights(own).items():
+            weights = consumer.weights(own)
+            for name, weight in weights.items():
                 for option, layer in self.options[name].items():
                     self.meter.say(f"quantizing {name}" + (option and f", option {option}"))
                     in_scale = scales.get(name) if sizes.needs_in_scale(layer) else None
                     known = weight, statistics, self.fisher.get(name), in_scale
+                    behind = output_gradients(layer), largest.of(layer, weights)
                     if divided.is_whole(name):
-                        yield LinearTask(layer, option, *known, output_gradients(layer))
+                        yield LinearTask(layer, option, *known, *behind)
                     else:
-                        divided.quantize_tiles(LinearTask(layer, option, *known, output_gradients(layer)))
-                    del known
+                        divided.quantize_tiles(LinearTask(layer, option, *known, *behind))
+                    del known, behind
                     process_memory.check(self.job.max_memory)
                     self.meter.step()
-            del statistics  # before the next ones are made
+            del statistics, weights  # before the next ones are made
         for task, result, seconds in divided.join(self.options, output_gradients):
             consumer.add(task, result, seconds)
         notes += [note] if note else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compress import plugins
+from compress import formats, plugins
 from compress.calib import stats as calib_stats
 from compress.calib.output_gradients import OutputGradients
 from compress.errors import NumericalError
@@ -22,7 +22,18 @@ from compress.lowrank import correct
 from compress.quant import feedback, incoherence, target_correction
 from compress.run import sizes
 from compress.runtime.activation_quant import LargestInput
-from compress.types import IN_SCALE, Fisher, LayerPlan, OutputMetric, PackedWeight, Quantized, Stats
+from compress.types import (
+    IN_SCALE,
+    Fisher,
+    LayerPlan,
+    LinearSpec,
+    OutputMetric,
+    OutScales,
+    PackedWeight,
+    Quantized,
+    Stats,
+    WeightTransforms,
+)
 
 ROWS_PER_CHECK = 4096  # so many rows of a weight are searched for NaN at a time
 
@@ -51,6 +62,43 @@ class InputStatistics:
 
 
 NO_STATISTICS = InputStatistics()
+
+
+class LargestWeights:
+    """The largest magnitudes of the weights of a block that read one input, for methods that ask for them.
+
+    They are those of the weights alone, so that every process has the same numbers, whichever linears are its own.
+    """
+
+    def __init__(self, layers: Sequence[LayerPlan], read: Callable[[str], Tensor], seed: int) -> None:
+        self.seed, self.read = seed, read  # linear -> its weight [out, in]
+        self.readers: dict[str, dict[str, LinearSpec]] = {}  # input -> the linears that read it
+        for layer in layers:
+            self.readers.setdefault(layer.spec.input_key, {})[layer.spec.name] = layer.spec
+        self.known: dict[tuple[str, WeightTransforms, OutScales], Tensor] = {}
+
+    def of(self, layer: LayerPlan, weights: Mapping[str, Tensor]) -> Tensor | None:
+        """Return what a linear's method is told, float32 []; None if it does not ask.
+
+        weights: of linears, among them all that read its input and are not as they were read; used instead.
+        """
+        if not sizes.needs_largest_weight(layer):
+            return None
+        key = layer.spec.input_key, layer.stored.ops, layer.scheme.out_scales
+        if key not in self.known:
+            readers = self.readers[layer.spec.input_key].values()
+            given = [(spec, weights[spec.name] if spec.name in weights else self.read(spec.name)) for spec in readers]
+            alike = [(dataclasses.replace(layer, spec=spec), weight) for spec, weight in given]
+            self.known[key] = torch.stack([largest_magnitude(one, weight, self.seed) for one, weight in alike]).amax()
+        return self.known[key]
+
+
+def largest_magnitude(layer: LayerPlan, weight: Tensor, seed: int) -> Tensor:
+    """Return the largest magnitude of a weight [out, in] behind the operations of a layer, float32 []."""
+    if layer.stored.ops:
+        weight = incoherence.rotated_weight(weight, layer, incoherence.surroundings(layer, seed, weight))
+    low, high = torch.aminmax(weight)
+    return torch.maximum(-low, high).float()
 
 
 class InputRange:
@@ -86,6 +134,12 @@ def check_finite(name: str, weight: Tensor) -> None:
         raise NumericalError(f"the weight of {name} has NaN or infinite values; repair the checkpoint")
 
 
+def check_nbytes(layer: LayerPlan, packed: PackedWeight) -> None:
+    """Assert that what is stored has as many bytes as were planned, where that is no estimate."""
+    is_planned = packed.nbytes == layer.nbytes or formats.is_estimated(layer.stored)
+    assert is_planned, f"{layer.spec.name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
+
+
 def finish_statistics(
     total: calib_stats.HessianSum, key: str, alpha: float | None, tokens: int, seed: int
 ) -> InputStatistics:
@@ -98,7 +152,7 @@ def finish_statistics(
     if alpha is not None:
         correction, correction_note = target_correction.correction(stats, alpha, tokens)
     notes = tuple(filter(None, (note, correction_note)))
-    kept = Stats(stats.hessian, stats.count, largest=stats.largest)
+    kept = Stats(stats.hessian, stats.count, largest_inputs=stats.largest_inputs)
     return InputStatistics(kept, correction, notes, seed)
 
 
@@ -112,6 +166,9 @@ class LinearTask(NamedTuple):
     fisher: Fisher | None  # where its low-rank part, or tuning, goes by the loss's gradients
     in_scale: Tensor | None  # float32 [1], where its inputs have a static scale
     output_gradients: OutputGradients | None = None  # where its scheme needs the loss's gradients at its outputs
+    largest_weight: Tensor | None = (
+        None  # float32 [], of all weights that read its input; None: where that is not needed
+    )
 
 
 def output_metric(task: LinearTask, change_rows: Callable[[Tensor], Tensor] | None = None) -> OutputMetric | None:
@@ -212,8 +269,10 @@ def _method_inputs(task: LinearTask, seed: int) -> _Problem:
         around = incoherence.surroundings(layer, seed, target, sensitivities)
         target = incoherence.rotated_weight(target, layer, around)
         change = partial(incoherence.rotated_gradients, layer=layer, around=around)
+    if stats is None and task.largest_weight is not None:
+        stats = Stats(task.largest_weight.new_empty(0, 0), 0)
     if stats is not None:
-        stats = dataclasses.replace(stats, output=output_metric(task, change))
+        stats = dataclasses.replace(stats, output=output_metric(task, change), largest_weight=task.largest_weight)
     return _Problem(target, stats, incoherence.derived_seed(seed, "method", layer.spec.name), around)
 
 
@@ -240,5 +299,5 @@ def _with_surroundings(task: LinearTask, result: Quantized, around: dict[str, Te
         scale = {IN_SCALE: task.in_scale} if task.in_scale is not None else {}
         stored = dataclasses.replace(packed.stored, activations=layer.stored.activations)
         packed = PackedWeight(stored, {**packed.tensors, **scale}, packed.shape)
-    assert packed.nbytes == layer.nbytes, f"{layer.spec.name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
+    check_nbytes(layer, packed)
     return Quantized(packed, (*_statistics(task).notes, *notes))

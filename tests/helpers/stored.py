@@ -18,9 +18,11 @@ METHODS = plugins.names("quant")
 # Settings of methods, beside the defaults, that store other tensors.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gptq": [{"symmetric": False, "group_size": 32}],
+    "lossless": [{"coding": "ranked"}],
     "kquant": [{"type": "q2_k"}, {"type": "q3_k"}, {"type": "q6_k", "sweeps": 0}],
     "grid_rtn": [{"type": name} for name in ("mxfp4", "mxfp8", "fp8", "fp8-channel", "fp8-block", "nf4", "dynamic8")],
     "e8p": [{"bits": 3}, {"bits": 4, "row_scales": True}],
+    "ternary": [{"packing": "planar", "group_size": 16}, {"group_size": -1}],
     "structured": [{"rows": 0.5}, {"columns": 0.3, "dtype": "float16"}, {"rows": 0.5, "columns": 0.5}],
     "glvq": [{"bits": 3}],
     "ptq161": [{"salient": 0.0}, {"salient": 0.5}],
@@ -28,6 +30,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "lord": [{"bits": 8}, {"bits": 4, "group_size": 32, "dtype": "float16"}, {"ratio": 2.0, "metric": "sizes"}],
     "nf": [{"bits": 3, "scale_bits": 3, "block_size": 16}, {"bits": 2, "scale_bits": 2}],
     "hqq": [{"bits": 3, "group_size": 32}, {"bits": 2, "group_size": 24}],
+    "aqlm": [{"bits": 4, "stages": 3, "codebook_dtype": "int8", "vector_dim": 4}],
+    "decoupleq": [{"bits": 4, "group_size": 32}],
+    "sinq": [{"bits": 3, "group_size": 32}],
+    "spqr": [{"bits": 2, "group_size": 8, "outliers": 0.1}, {"outliers": 0.0}],
     "trellis": [
         {"bits": 3, "state_bits": 6, "row_scales": True},
         {"code": "hyb", "state_bits": 8},
@@ -73,6 +79,10 @@ def random_parts(stored: Stored, shape: tuple[int, int], seed: int = 0) -> dict[
             return pack_stream(chosen, 1)
         if name in ("rows", "columns"):
             return torch.arange(size[0]).to(dtype)
+        if name == "row_starts":  # as many outliers as rows, one in each
+            return torch.arange(size[0]).to(dtype)
+        if name == "outlier_columns":
+            return torch.randint(0, shape[1], size, generator=generator).to(dtype)
         if name == "group_bits":
             return torch.full(size, stored.params.bits, dtype=dtype)
         if name == "codes" and dtype == torch.float8_e4m3fn:
@@ -100,6 +110,8 @@ def product(x: Tensor, weight: PackedWeight) -> Tensor:
 def samples(name: str, shape: tuple[int, int]) -> list[PackedWeight]:
     """Weights in a format as the methods that write it make them; a format without a method packs the weight itself."""
     weight = problems.random(*shape)
+    if name == "exponents":
+        weight = weight.bfloat16()  # of another type it keeps what it is given
     stats = problems.stats(problems.inputs(2 * shape[1], shape[1]))
     methods = {method: plugins.load("quant", method) for method in METHODS}
     writers = {key: method for key, method in methods.items() if name == method.FORMAT}

@@ -355,6 +355,11 @@ def test_incoherence_is_what_suits_the_method_unless_it_is_said(make: Make, monk
     own = "rules: [{match: a, incoherence: false}]"
     assert asked(f"quantize: {{method: alpha, incoherence: true}}\n{own}") == [True, False]
     assert asked("quantize: {method: alpha}", "method=beta") == [True]
+    assert asked("quantize: {method: alpha, incoherence: 32}") == [32]
+    with pytest.raises(RecipeError, match="incoherence 1 is neither true, false nor a block of inputs"):
+        asked("quantize: {method: alpha, incoherence: 1}")
+    with pytest.raises(RecipeError, match="out_scales and in_vector are those of a rotated basis"):
+        asked("quantize: {method: alpha, incoherence: 32, out_scales: rms}")
     assert asked("quantize: {method: alpha, incoherence: false}", "method=beta") == [False]  # the file says so
 
 

@@ -163,7 +163,25 @@ def test_mixing_heads_is_a_kronecker_product(heads: int, head_dim: int) -> None:
     assert transforms.describe(around) == f"head_mix/{head_dim}" and transforms.specs(around, (6, size)) == {}
 
 
-@pytest.mark.parametrize("name", ["head_mix", "head_mix/", "head_mix/0", "head_mix/-1", "head_mix/2.5", "head_mix/x"])
+@pytest.mark.parametrize(("blocks", "size"), [(3, 32), (1, 12), (4, 5)])
+def test_blocks_are_mixed_apart(blocks: int, size: int) -> None:
+    op = transforms.find(f"block_hadamard/{size}")
+    assert op is not None and op.spec(blocks * size) is None
+    dense = torch.kron(torch.eye(blocks, dtype=torch.float64), hadamard_matrix(size))
+    x = random(2, 3, blocks * size).double()
+    assert torch.allclose(op.forward(x, None), x @ dense.T, atol=1e-12)
+    assert torch.allclose(op.transpose(x, None), x @ dense, atol=1e-12)
+    around = WeightTransforms(input=(f"block_hadamard/{size}",))
+    weight = random(6, blocks * size)
+    assert torch.allclose(transforms.effective(weight, around, {}).double(), weight.double() @ dense, atol=1e-5)
+    assert torch.allclose(transforms.rotate(weight, around, {}).double(), weight.double() @ dense.T, atol=1e-5)
+    with pytest.raises(ValueError, match=f"{blocks * size + 1} channels are no blocks of {size}"):
+        transforms.specs(around, (6, blocks * size + 1))
+
+
+@pytest.mark.parametrize(
+    "name", ["block_hadamard/0", "head_mix", "head_mix/", "head_mix/0", "head_mix/-1", "head_mix/2.5", "head_mix/x"]
+)
 def test_no_such_operation(name: str) -> None:
     assert transforms.find(name) is None
     with pytest.raises(CheckpointError, match="is unknown to this version"):

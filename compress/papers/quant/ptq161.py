@@ -81,8 +81,8 @@ def _input_sizes(stats: Stats) -> tuple[Tensor, tuple[str, ...]]:
         return torch.zeros_like(stats.hessian[0]), (
             "no calibration token reached this input: the first columns chosen",
         )
-    if stats.largest is not None:
-        return stats.largest, ()
+    if stats.largest_inputs is not None:
+        return stats.largest_inputs, ()
     return stats.hessian.diagonal(), ("columns chosen by the mean squares of inputs, not by their largest magnitudes",)
 
 

@@ -108,7 +108,7 @@ def is_better(before: Tensor, after: Tensor) -> bool:
 
 
 def _rounds_without_data(scheme: Any) -> bool:
-    return not plugins.load("quant", scheme.method).NEEDS
+    return "hessian" not in plugins.load("quant", scheme.method).NEEDS
 
 
 def samples_per_step(seq_len: int) -> int:

@@ -62,12 +62,12 @@ def test_columns_are_chosen_by_the_largest_magnitude_of_their_inputs() -> None:
     """One outlier token decides, however large the others' mean squares are."""
     weight, stats, x = layer()
     quiet = int(stats.hessian.diagonal().argmin())
-    assert torch.equal(stats.largest, x.abs().amax(0))
-    largest = stats.largest.clone()
+    assert torch.equal(stats.largest_inputs, x.abs().amax(0))
+    largest = stats.largest_inputs.clone()
     largest[quiet] = 100
-    packed = ptq161.quantize(weight, replace(stats, largest=largest), ptq161.Config()).weight
+    packed = ptq161.quantize(weight, replace(stats, largest_inputs=largest), ptq161.Config()).weight
     assert salient_format.unpack(packed.tensors, packed.params, packed.shape).mask[quiet]
-    result = ptq161.quantize(weight, replace(stats, largest=None), ptq161.Config())
+    result = ptq161.quantize(weight, replace(stats, largest_inputs=None), ptq161.Config())
     assert not salient_format.unpack(result.weight.tensors, packed.params, packed.shape).mask[quiet]
     assert "mean squares" in result.notes[0]
 
@@ -78,7 +78,7 @@ def test_largest_magnitudes_do_not_depend_on_batches() -> None:
         total = HessianSum(50, x.device)
         for part in x.split(100):
             total.add(part, chunk)
-        assert torch.equal(total.finish("x").largest, x.abs().amax(0))
+        assert torch.equal(total.finish("x").largest_inputs, x.abs().amax(0))
 
 
 def test_bits_are_counted() -> None:
