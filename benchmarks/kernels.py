@@ -4,11 +4,11 @@
     python benchmarks/kernels.py --interpret        # the Triton kernels without a GPU: right or not, no times
     python benchmarks/kernels.py show [--json FILE]
 
-An entry is a recipe, whose format and parameters a weight of each shape gets, with random codes. First every kernel is
-compared with the decoded weight in float64, on new random inputs, with uninitialized memory filled with NaN; one that
-is wrong ends the run. Then it is timed in turns with F.linear on bfloat16 (compress/evaluate/speed.py): on a GPU in
-CUDA graphs, on one thread of a CPU in processor time, with weights that are not in the cache. Rows go to
-benchmarks/results/kernels_<device>.json.
+An entry is a recipe, or `name:key=value` with a setting changed, whose format and parameters a weight of each shape
+gets, with random codes. First every kernel is compared with the decoded weight in float64, on new random inputs, with
+uninitialized memory filled with NaN; one that is wrong ends the run. Then it is timed in turns with F.linear on
+bfloat16 (compress/evaluate/speed.py): on a GPU in CUDA graphs, on one thread of a CPU in processor time, with weights
+that are not in the cache. Rows go to benchmarks/results/kernels_<device>.json.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ ENTRIES = [
     "gptvq2bit",
     "vptq2bit",
     "e8p2bit",
+    "ternary",
+    "ternary:packing=planar",
     "trellis2bit",
     "vq2bit",
     "trellis3bit",
@@ -73,7 +75,8 @@ def stored_as(entry: str, shape: tuple[int, int]) -> tuple[str, Any]:
     """Format and parameters that a recipe gives a weight of this shape."""
     from compress import plugins, recipe
 
-    scheme = recipe.load(entry).quantize
+    name, overrides = entry.partition(":")[::2]
+    scheme = recipe.load(name, [overrides] if overrides else []).quantize
     method = plugins.load("quant", scheme.method)
     return method.FORMAT, method.plan_params(scheme.config, shape)
 
@@ -86,7 +89,7 @@ def random_layer(entry: str, shape: tuple[int, int], device: str, seed: int = 0)
 
     format, params = stored_as(entry, shape)
     weight = stored.random_weight(format, params, shape, seed)
-    activations = recipe.load(entry).quantize.activations
+    activations = recipe.load(entry.partition(":")[0]).quantize.activations
     if activations is not None:
         weight = replace(weight, stored=replace(weight.stored, activations=activations))
     return PackedLinear.from_packed(weight).to(device)

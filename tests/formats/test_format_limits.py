@@ -62,6 +62,10 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("grid", GRID, "scale_type", ("e8m0", "e4m3", "nested", "float16", "bfloat16", "float32"), ("int8",)),
     ("grid", GRID, "block_columns", (1, 16, -1), (0,)),
     ("grid", GRID, "block_rows", (1, 128, -1), (0,)),
+    ("exponents", {}, "coding", ("huffman", "ranked"), ("rans",)),
+    ("exponents", {}, "base", (0, 240), (-1, 241)),
+    ("exponents", {}, "stream", (0, 9), (-1,)),
+    ("exponents", {}, "escapes", (0, 9), (-1,)),
     ("ternary", TERNARY, "packing", ("base3", "planar", "binary"), ("base4",)),
     ("ternary", TERNARY, "group_size", (-1, 1, 64, 100), (0, -2)),
     ("ternary", TERNARY, "scale_dtype", ("float16", "bfloat16", "float32"), ("float64",)),
@@ -105,6 +109,8 @@ def test_types_of_kquants() -> None:
 
 def test_formats_that_give_single_rows() -> None:
     assert [name for name in plugins.names("formats") if hasattr(formats.get(name), "decode_rows")] == [
+        "dense",
+        "exponents",
         "grid",
         "int",
         "ternary",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from compress.formats import codebook, e8p, grid, kquant, trellis
+from compress.formats import codebook, e8p, grid, kquant, ternary, trellis
 from compress.formats import int as int_format
 from compress.kernels import dispatch
 from compress.kernels.contract import Prepared
@@ -98,6 +98,17 @@ ANY_CODEBOOK: list[tuple[tuple[int, int], dict[str, Any]]] = [  # what only rows
     ((33, 96), {"bits": (5, 3), "vector_dim": 4, "axis": "out", "group_columns": 32, "norm": "columns", "bias": True}),
     ((33, 96), {"bits": (4,), "vector_dim": 2, "codebook_dtype": "float16", "norm": "rows", "outliers": 2}),
 ]
+TERNARY: list[tuple[Any, ...]] = [  # shape, packing, group_size, type of the scales, one for the weight
+    ((40, 640), "base3", 64, "float16", False),
+    ((33, 300), "base3", 128, "float16", False),
+    ((20, 1000), "base3", 48, "bfloat16", False),
+    ((50, 333), "base3", -1, "float16", False),
+    ((16, 90), "base3", -1, "float32", True),
+    ((40, 576), "planar", 64, "float32", False),
+    ((33, 1030), "planar", -1, "float16", False),
+    ((17, 300), "binary", 16, "float16", False),
+    ((48, 512), "binary", -1, "bfloat16", True),
+]
 
 
 def int_weight(shape: tuple[int, int], bits: int, group: int, symmetric: bool, dtype: str = "float16") -> PackedWeight:
@@ -160,6 +171,10 @@ def lattice_weight(shape: tuple[int, int], bits: int, dim: int, group_size: int)
     return weight
 
 
+def ternary_weight(shape: tuple[int, int], *params: Any) -> PackedWeight:
+    return stored.random_weight("ternary", ternary.Params(*params), shape)
+
+
 WEIGHTS = [
     *(pytest.param(int_weight, case, id=f"int{case[1]}-{case[0]}-{case[2]}") for case in INT),
     pytest.param(int_weight, (*INT[0], "bfloat16"), id="int4-bfloat16"),
@@ -179,6 +194,7 @@ WEIGHTS = [
     *(pytest.param(affine_weight, case, id=f"affine{case[1]}-{case[0]}") for case in AFFINE),
     *(pytest.param(lattice_weight, case, id=f"lattice{case[1]}-{case[0]}") for case in LATTICE),
     *(pytest.param(grid_weight, case, id=f"grid-{i}") for i, case in enumerate(GRID)),
+    *(pytest.param(ternary_weight, case, id=f"{case[1]}-{case[0]}-{case[2]}") for case in TERNARY),
 ]
 
 

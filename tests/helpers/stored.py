@@ -18,9 +18,11 @@ METHODS = plugins.names("quant")
 # Settings of methods, beside the defaults, that store other tensors.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gptq": [{"symmetric": False, "group_size": 32}],
+    "lossless": [{"coding": "ranked"}],
     "kquant": [{"type": "q2_k"}, {"type": "q3_k"}, {"type": "q6_k", "sweeps": 0}],
     "grid_rtn": [{"type": name} for name in ("mxfp4", "mxfp8", "fp8", "fp8-channel", "fp8-block", "nf4", "dynamic8")],
     "e8p": [{"bits": 3}, {"bits": 4, "row_scales": True}],
+    "ternary": [{"packing": "planar", "group_size": 16}, {"group_size": -1}],
     "structured": [{"rows": 0.5}, {"columns": 0.3, "dtype": "float16"}, {"rows": 0.5, "columns": 0.5}],
     "glvq": [{"bits": 3}],
     "ptq161": [{"salient": 0.0}, {"salient": 0.5}],
@@ -104,6 +106,8 @@ def product(x: Tensor, weight: PackedWeight) -> Tensor:
 def samples(name: str, shape: tuple[int, int]) -> list[PackedWeight]:
     """Weights in a format as the methods that write it make them; a format without a method packs the weight itself."""
     weight = problems.random(*shape)
+    if name == "exponents":
+        weight = weight.bfloat16()  # of another type it keeps what it is given
     stats = problems.stats(problems.inputs(2 * shape[1], shape[1]))
     methods = {method: plugins.load("quant", method) for method in METHODS}
     writers = {key: method for key, method in methods.items() if name == method.FORMAT}

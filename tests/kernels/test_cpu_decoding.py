@@ -28,7 +28,7 @@ pytestmark = [
     "make, case, dtype",
     [
         *((*weight.values, torch.bfloat16) for weight in WEIGHTS),
-        *((*WEIGHTS[i].values, dtype) for i in (3, 12, 13, 21, 28) for dtype in (torch.float16, torch.float32)),
+        *((*WEIGHTS[i].values, dtype) for i in (3, 12, 13, 21, 28, -1, -5) for dtype in (torch.float16, torch.float32)),
     ],
 )
 def test_decoders(make: Any, case: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_rounding_to_the_middle_and_of_what_is_not_finite() -> None:
         torch.testing.assert_close(found, formats.decode_stored(weight, dtype), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("make, case", [WEIGHTS[i].values for i in (0, 13, 21, 29)])
+@pytest.mark.parametrize("make, case", [WEIGHTS[i].values for i in (0, 13, 21, 29, -1, -9)])
 def test_decoders_without_some_instructions(make: Any, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an older processor runs instead, on this one."""
     weight = make(*case)

@@ -16,7 +16,7 @@ from compress.kernels import dispatch, llvm
 from compress.kernels.cpu import emitter
 from compress.runtime.linear import PackedLinear
 from helpers import problems, stored
-from helpers.cpu_weights import WEIGHTS, codebook_weight, int_weight, kernel_of
+from helpers.cpu_weights import WEIGHTS, codebook_weight, int_weight, kernel_of, ternary_weight
 
 pytestmark = [
     pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here"),
@@ -234,3 +234,14 @@ def test_threads_are_waited_for() -> None:
     finally:
         torch.set_num_threads(threads)
     assert sorted(done) == [1, 2]
+
+
+@pytest.mark.parametrize("make, case", [weight.values for weight in WEIGHTS if weight.values[0] is ternary_weight][::2])
+def test_ternary_products_without_some_instructions(make: Any, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are exact whatever instructions there are: what another processor computes is the same to the bit."""
+    weight = make(*case)
+    x = problems.random(5, weight.shape[1])
+    expected = kernel_of(weight)(x)
+    monkeypatch.setattr(llvm, "features", frozenset)
+    monkeypatch.setattr(llvm, "function", lambda kind, *settings: llvm.compiled(kind(*settings)))
+    assert torch.equal(kernel_of(weight)(x), expected)

@@ -40,11 +40,12 @@ SMALL = {  # method -> settings of a short search
     "glvq": ("iterations=1", "sweeps=1"),
     "e8p": ("sweeps=1",),
     "pvq": ("sweeps=0",),
+    "ternary": ("sweeps=1",),
     "gptq": ("sweeps=1",),
 }
 SMALL_TRANSFORM = {"awq": ("transform.0.ratios=2",), "outlier_suppression": ("transform.0.thresholds=2",)}
 ALL = {name: recipe.load(name) for name in recipe.names()}
-BINARY = {"ptq161", "bitnet"}  # or ternary, without feedback: more bits than 1.9 on small weights
+BINARY = {"ptq161", "bitnet", "ternary"}  # more bits than 1.9 on small weights
 SPECIAL = {"lord", "structured", "nf"}  # low rank: what they store, and which linears, is tested in files of their own
 METHOD = {
     name: r.quantize.method
@@ -184,6 +185,7 @@ ODD_CODES = {
     ("glvq", "bits=2", "group_size=128"): 80 * 64 * 2 // 8,
     ("gptvq", "bits=6", "vector_dim=4", "permute=true"): 80 * 16 * 6 // 8,  # 13 vectors of 4 columns
     ("vptq", "bits=6", "vector_dim=4", "outliers=0"): 20 * 56 * 6 // 8,  # 17 vectors of 4 rows
+    ("ternary", "group_size=32"): 80 * 60 // 5,  # 3 units of 20 columns
     ("pvq", "pulses=9", "vector_dim=128", "gain_bits=4"): 66 * 7 * 24 // 8,  # vectors of 8 columns: 20 bits and 4
 }
 

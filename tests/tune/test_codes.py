@@ -60,7 +60,7 @@ def made(name: str, weight: Tensor, packed: PackedWeight, rates: Rates = RATES) 
 @pytest.mark.parametrize("start", ["codes", "weights"])
 @pytest.mark.parametrize("name", plugins.names("codes"))
 def test_training_begins_with_what_is_stored(name: str, start: str) -> None:
-    others = [packed for kind in ("codebook", "e8p", "trellis") for packed in samples(kind, (16, 128))]
+    others = [packed for kind in ("codebook", "e8p", "ternary", "trellis") for packed in samples(kind, (16, 128))]
     vectors = [(formats.decode(packed, torch.float32), packed) for packed in others]
     served = [pair for pair in [*weights(), rotated(), *vectors] if plugins.load("codes", name).serves(pair[1])]
     assert len(served) > 3

@@ -18,6 +18,7 @@ import torch
 
 from compress.formats.int import NARROW, PLANES
 from compress.kernels import llvm
+from compress.kernels.cpu.byte_products import LARGEST_BYTE, ByteProducts
 from compress.kernels.cpu.emitter import PRODUCT, Emitter
 from compress.kernels.cpu.integer_totals import integer_totals
 from compress.kernels.cpu.unpack import AHEAD, SHORTS, NarrowTiles, words
@@ -26,7 +27,6 @@ from compress.numerics.packing import FIELDS
 BYTE_BITS = (2, 4)
 BLOCK_ROWS = 16  # rows of the weight whose scales are read together
 EIGHT = 8  # words of a register of 128 bits
-LARGEST_BYTE = 128  # magnitude of the bytes of activations
 MOST = 4  # rows of the weight times rows of activations, whose sums are added up together
 LINE = 32  # words of a line of the cache
 
@@ -190,7 +190,7 @@ class IntBytes(Emitter):
     def _sum(self, tile: Any, number: Any, owner: tuple[int, ...]) -> list[Any]:
         """Return the sums of an owner and a row with each row of activations, as vectors of int32."""
         size = 2 * self.count
-        sums = [[_ByteProducts(self, size, 2**self.bits - 1) for _ in range(2)] for _ in range(self.tokens)]
+        sums = [[ByteProducts(self, size, 2**self.bits - 1) for _ in range(2)] for _ in range(self.tokens)]
         vectors: dict[int, Any] = {}
         for n, word, i in self.places:
             if self.owners[i] != owner:
@@ -293,39 +293,3 @@ class IntBytes(Emitter):
             return self.constant(self.float, BLOCK_ROWS, 2 ** (self.bits - 1))
         stream = self.b.udiv(self.b.mul(self._cell(start, u), self.i64(self.bits)), self.i64(8))
         return self.bit_fields(self.zeros, stream, self.bits)
-
-
-class _ByteProducts:
-    """A sum of products of vectors of `size` bytes, codes up to `largest` times signed bytes."""
-
-    def __init__(self, e: Emitter, size: int, largest: int) -> None:
-        self.e, self.size = e, size
-        self.words = e.vector(e.word, size // 4)
-        self.whole: Any = None  # int32
-        self.part: Any = None  # int16
-        self.count, self.most = 0, 32767 // (2 * largest * LARGEST_BYTE)  # products in `part`
-
-    def add(self, codes: Any, x: Any) -> None:
-        """Add the products of codes and bytes."""
-        e, wide = self.e, self.size == 64
-        if "avx512vnni" in llvm.features() and "avx512vl" in llvm.features():
-            before = e.constant(e.word, self.size // 4, 0) if self.whole is None else self.whole
-            kind = self.words if llvm.llvm_version() < (22, 0) else codes.type
-            given = (before, e.b.bitcast(codes, kind), e.b.bitcast(x, kind))
-            self.whole = e.intrinsic(f"llvm.x86.avx512.vpdpbusd.{8 * self.size}", self.words, *given)
-            return
-        if self.count == self.most:
-            self.whole, self.part, self.count = self.total(), None, 0
-        name = "llvm.x86.avx512.pmaddubs.w.512" if wide else "llvm.x86.avx2.pmadd.ub.sw"
-        product = e.intrinsic(name, e.vector(e.short, self.size // 2), codes, x)
-        self.part = product if self.part is None else e.b.add(self.part, product)
-        self.count += 1
-
-    def total(self) -> Any:
-        """Return the sum, a vector of int32."""
-        if self.part is None:
-            return self.whole
-        e, wide = self.e, self.size == 64
-        name = "llvm.x86.avx512.pmaddw.d.512" if wide else "llvm.x86.avx2.pmadd.wd"
-        pairs = e.intrinsic(name, self.words, self.part, e.constant(e.short, self.size // 2, 1))
-        return pairs if self.whole is None else e.b.add(self.whole, pairs)

@@ -1,5 +1,7 @@
 """Share what trained integer codes have in common: a real number behind each code, rounded by straight-through.
 
+Trits are such codes, of three levels with the zero point 1.
+
 Rounding has the gradient of what is rounded (Bengio et al. 2013, arXiv 1308.3432). A code is
 
     code = clamp(round(latent) + round(zero), 0, 2**bits - 1),    weight = scale * (code - round(zero))
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from compress.formats import int as int_format
+from compress.formats import ternary
 from compress.tune.trained import TrainedWeight, add_surroundings, strip_surroundings
 from compress.types import PackedWeight
 
@@ -56,19 +59,16 @@ class Rounded(torch.autograd.Function):
 
 
 class Latent(TrainedWeight):
-    """One weight of the format `int`, codes as [out, groups, columns of a group]."""
+    """One weight of the format `int` or `ternary`, codes as [out, groups, columns of a group]."""
 
     def __init__(self, packed: PackedWeight, target: Tensor, start: str) -> None:
         super().__init__(packed)
         self.trained.pop("scales")
         self.beside = dict(self.trained)  # low-rank factors, and what transforms store
         params, shape = packed.params, packed.shape
-        codes, scales, zeros = int_format.unpack(packed.tensors, params, shape)
-        self.top = 2**params.bits - 1
+        codes, scales, self.zeros, self.top = _integers(packed)
         self.group = params.group(shape[1])
         self.scales = scales.float()[..., None]  # [out, groups, 1]
-        middle = torch.full_like(self.scales, 2 ** (params.bits - 1))
-        self.zeros = middle if zeros is None else zeros.float()[..., None]
         self.centre = self._in_groups(codes.float()) - self.zeros  # [out, groups, columns]
         matrix = strip_surroundings(target, packed) if start == "weights" else None
         self.latent = self.centre if matrix is None else self._near(self._in_groups(matrix))
@@ -122,9 +122,22 @@ class Latent(TrainedWeight):
         zeros = zeros.round().clamp(0, self.top)
         codes = (latent.round() + zeros).clamp(0, self.top).to(torch.uint8).flatten(1)[:, :columns]
         stored = self._as_stored(scales)[..., 0].to(getattr(torch, params.scale_dtype))
+        if self.packed.format == "ternary":
+            return self._pack_with(ternary.pack(codes.to(torch.int8) - 1, stored, params))
         whole = None if params.symmetric else zeros[..., 0].to(torch.uint8)
         return self._pack_with(int_format.pack(codes, stored, whole, params))
 
     def shift(self, latent: Tensor) -> float:
         """Return the share of codes that are not what they were."""
         return float((latent.detach().round() != self.centre).float().mean())
+
+
+def _integers(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return codes [out, in], scales [out, groups], zero points float32 [out, groups, 1], and the largest code."""
+    if packed.format == "ternary":
+        trits, scales = ternary.unpack(packed.tensors, packed.params, packed.shape)
+        return trits + 1, scales, torch.ones_like(scales, dtype=torch.float32)[..., None], 2
+    codes, scales, zeros = int_format.unpack(packed.tensors, packed.params, packed.shape)
+    bits = packed.params.bits
+    middle = torch.full_like(scales, 2 ** (bits - 1)) if zeros is None else zeros
+    return codes, scales, middle.float()[..., None], 2**bits - 1

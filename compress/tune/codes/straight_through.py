@@ -11,7 +11,8 @@ Measured on tests/models/books-8m, 2 bits, the held-out error of one block behin
 at 2 and 0.5. The divergence of `int2` with 64 samples, tuned block by block, at 2, 0.5, 0.2 and 0.08: 0.0296, 0.0269,
 0.0237, 0.0252 (65,408 tokens).
 
-Not done: formats other than `int`, which keep their codes (compress/tune/codes/fixed.py).
+Trits with a scale for groups or rows are trained alike, without zero points. Not done: other formats, which keep their
+codes (compress/tune/codes/fixed.py).
 """
 
 from __future__ import annotations
@@ -30,17 +31,19 @@ RATE = 0.2  # [steps of the grid] that a code travels unless the settings say ot
 
 def serves(packed: PackedWeight) -> bool:
     """Return whether a weight can be trained so."""
+    if packed.format == "ternary":
+        return not packed.params.tensor_scale and packed.params.packing != "binary"
     return packed.format == "int"
 
 
 class Codes(Latent):
-    """One packed weight of the format `int`."""
+    """One packed weight of the format `int` or `ternary`."""
 
     def __init__(self, packed: PackedWeight, target: Tensor, rates: Rates) -> None:
         super().__init__(packed, target, rates.start)
         self.trained["scales"] = Trained(self.scales)
         self.trained["latent"] = Trained(self.latent, unit=rates.travel)
-        if not packed.params.symmetric:
+        if packed.format == "int" and not packed.params.symmetric:
             self.trained["zeros"] = Trained(self.zeros, unit=rates.travel)
 
     def _now(self) -> tuple[Tensor, Tensor, Tensor]:
