@@ -71,18 +71,14 @@ def random_parts(stored: Stored, shape: tuple[int, int], seed: int = 0) -> dict[
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if name in ("order", "outlier_index"):
+        if name in ("order", "outlier_index", "outlier_columns"):
             return torch.randperm(shape[1], generator=generator)[: size[0]].to(dtype)
         if name == "mask":
             chosen = torch.zeros(8 * size[0], dtype=torch.uint8)
             chosen[torch.randperm(shape[1], generator=generator)[: stored.params.salient]] = 1
             return pack_stream(chosen, 1)
-        if name in ("rows", "columns"):
+        if name in ("rows", "columns", "row_starts"):  # row_starts: one outlier in each row
             return torch.arange(size[0]).to(dtype)
-        if name == "row_starts":  # as many outliers as rows, one in each
-            return torch.arange(size[0]).to(dtype)
-        if name == "outlier_columns":
-            return torch.randint(0, shape[1], size, generator=generator).to(dtype)
         if name == "group_bits":
             return torch.full(size, stored.params.bits, dtype=dtype)
         if name == "codes" and dtype == torch.float8_e4m3fn:
