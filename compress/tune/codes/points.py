@@ -32,7 +32,7 @@ def serves(packed: PackedWeight) -> bool:
     return packed.format == "grid"
 
 
-class _Points(torch.autograd.Function):
+class _TablePoints(torch.autograd.Function):
     """Give the points [n] of a table at numbers of any shape; the gradient passes as if these were the values."""
 
     @staticmethod
@@ -77,7 +77,7 @@ class Codes(TrainedWeight):
 
     def weight(self) -> Tensor:
         """Return the dense weight [out, in], float32."""
-        values: Tensor = _Points.apply(self.trained["latent"].value(), self.points)
+        values: Tensor = _TablePoints.apply(self.trained["latent"].value(), self.points)
         own = {name: each.value() for name, each in self.beside.items()}
         return add_surroundings(values * self.factors, self.packed, {**self.packed.tensors, **own})
 
