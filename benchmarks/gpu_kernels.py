@@ -18,6 +18,13 @@ FEW_ROWS = (1, 5, 17)  # of activations in float16
 TIMED_ROWS = {"cuda": [1, 4, 16, 64], "cpu": [1]}
 ENTRIES = ["int4", "vq2bit", "trellis4bit", "int2", "e8p2bit", "gptvq2bit", "int8", "trellis3bit", "int3", "vptq2bit"]
 TOLERANCE = {"cuda": 4e-3, "cpu": 8e-3}  # in bfloat16, whose rounding is 2e-3; the interpreter truncates
+SCALED = {  # type of inputs -> of the weight that is multiplied in the same type, as arguments of its parameters
+    "fp8": ("e4m3", -1, "float32"),
+    "fp8-block": ("e4m3", 128, "float32", 128),
+    "mxfp8": ("e4m3", 32, "e8m0"),
+    "mxfp4": ("e2m1", 32, "e8m0"),
+    "nvfp4": ("e2m1", 16, "e4m3", 1, True),
+}
 COMPILING = 120  # seconds that a case may take whose kernels are compiled in many forms
 MORE: dict[str, list[dict[str, Any]]] = {  # settings whose kernels differ, at the first shape
     "gptq": [{"bits": bits, "symmetric": symmetric} for bits in range(2, 9) for symmetric in (True, False)],
@@ -38,6 +45,7 @@ def kernels(device: str) -> list[Case]:
         cases.append(Case(name, functools.partial(search, device, bits, state_bits, code)))
     for method, bits in [("kivi", 2), ("kivi", 4), ("kivi", 8), ("lloyd", 2), ("lloyd", 3), ("lloyd", 4)]:
         cases.append(Case(f"attention {method} {bits}", functools.partial(attend, device, method, bits)))
+    cases += [Case(f"inputs {dtype}", functools.partial(scaled_product, device, dtype)) for dtype in SCALED]
     if device == "cuda":  # compiles what is timed later, by several processes at once
         cases += [
             Case(f"{entry} at the shapes that are timed", functools.partial(timed_shapes, entry), COMPILING)
@@ -90,6 +98,32 @@ def product(device: str, format: str, params: Any, shape: tuple[int, int]) -> Ro
             worst[f"{rows} rows {kind}"] = apart(poisoned(kernel, x), x.double() @ exact.T)
     assert max(worst.values()) < TOLERANCE[device], f"wrong: {worst}"
     return {"worst": max(worst.values()), "compared": len(worst)}
+
+
+def scaled_product(device: str, dtype: str) -> Row:
+    """Compare products by tensor cores, of inputs and weights in one type, with simulated ones in float64."""
+    import torch
+
+    from compress.formats import decode_stored, grid
+    from compress.runtime import activation_quant, integer
+    from compress.types import Activations
+    from helpers import stored
+
+    params, shape = grid.Params(*SCALED[dtype]), (512, 4096)
+    activations = Activations(4 if params.bits == 4 else 8, dtype=dtype)  # type: ignore[arg-type]
+    asked = integer.IntegerProduct("grid", params, shape, activations)
+    if reason := integer.obstacle(asked, torch.device(device)):
+        raise SkippedError(reason)
+    weight = stored.random_weight("grid", params, shape)
+    tensors = {name: tensor.to(device) for name, tensor in weight.tensors.items()}
+    held, exact = integer.operands(asked, tensors), decode_stored(weight, torch.float64).to(device)
+    worst = 0.0
+    for rows in ROWS[device]:
+        x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows)).to(device, torch.bfloat16)
+        q, scale = activation_quant.quantize(x, activations)
+        worst = max(worst, apart(integer.multiply(asked, x, held, None), q.double() * scale.double() @ exact.T))
+    assert worst < TOLERANCE[device], f"wrong: {worst}"
+    return {"worst": worst, "compared": len(ROWS[device])}
 
 
 def poisoned(kernel: Callable[[Any], Any], x: Any) -> Any:

@@ -5,10 +5,10 @@ modules, that defines the names which `KINDS` lists for its kind.
 Published methods that are not on the frontier lie in `compress/papers/<folder of their kind>/`. They are found in the
 same way, behind the others.
 
-    quant      Config, quantize(weight, stats, config, seed), FORMAT it writes, NEEDS (of stats: hessian, largest),
-               INCOHERENCE (its default), plan_params(config, shape), workspace(config, shape) in bytes, and prepare,
-               quantize_rows, join, row_unit where rows are quantized in tiles, TWO_SIDED where stats.output counts,
-               too: docs/adding_a_method.md
+    quant      Config, quantize(weight, stats, config, seed), FORMAT it writes, NEEDS (hessian, largest_weight, or
+               nothing), INCOHERENCE (its default), plan_params(config, shape), workspace(config, shape) in bytes, and
+               prepare, quantize_rows, join, row_unit where rows are quantized in tiles, TWO_SIDED where stats.output
+               counts, too: docs/adding_a_method.md
     transform  Config, apply(...), SCOPE: "block" or "model", as compress/transform/smooth.py and
                compress/transform/rotate.py do
     allocate   Config, allocate(problem, config, bench), needs(config): compress/allocate/__init__.py

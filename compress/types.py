@@ -60,9 +60,9 @@ class Stats:
     where it was not taken. The engine uses it up (compress/quant/target_correction.py): methods never see it.
     output: what errors of a linear's outputs cost, None where they cost all the same.
     largest_inputs: the largest magnitude of each input over all tokens [in], float32; None in a rotated basis.
-    largest: float32 [], the largest magnitude of all weights of a block that read the input, each in the basis in which
-    it is rounded, before target correction. None where a method does not ask for it, and for weights of towers: then it
-    is the weight's own. A method that asks for nothing else is given a Hessian [0, 0] and the count 0.
+    largest_weight: float32 [], the largest magnitude of all weights of a block that read the input, each in the basis
+    in which it is rounded, before target correction. None where a method does not ask for it, and for weights of
+    towers: then it is the weight's own. A method that asks for nothing else is given a Hessian [0, 0] and the count 0.
     """
 
     hessian: Tensor
@@ -70,7 +70,7 @@ class Stats:
     drift: Tensor | None = None
     output: OutputMetric | None = None
     largest_inputs: Tensor | None = None
-    largest: Tensor | None = None
+    largest_weight: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -286,10 +286,8 @@ class Scheme:
 
     method: str  # how codes are chosen: a file of compress/quant; its settings stand beside it
     config: Any  # settings of the method
-    incoherence: bool | int = (
-        False  # choose the codes in a random rotated basis; of a number, behind Hadamard transforms
-    )
-    # of blocks of so many inputs; by default what suits the method
+    incoherence: bool | int = False  # choose the codes in a random rotated basis, or behind Hadamard transforms of
+    # blocks of so many inputs; by default what suits the method
     activations: Activations | None = None  # quantize the inputs at run time, too: keys of recipe/activations; null:
     # they stay as they are
     lowrank: Correction | None = None  # add a low-rank part: keys of recipe/lowrank; null: none

@@ -8,11 +8,16 @@ A format file has
 - `check(tensors, params, shape)`, only where a stored integer selects something and can say more than there is, such as
   an order of columns or a number of bits: ValueError, which begins with the tensor's name. Where every pattern of bits
   decodes to a weight, there is nothing to check;
-- `decode_rows(tensors, params, shape, rows, dtype) -> Tensor [n, in_features]` and `join_rows(parts) -> tensors`, only
-  where rows lie apart: a table of embeddings needs them. `has_rows(params) -> bool` beside them says for which
-  parameters they do, if not for all;
+- `decode_rows(tensors, params, shape, rows, dtype) -> Tensor [n, in_features]` and, but for estimated parameters,
+  `join_rows(parts) -> tensors`, only where rows lie apart: a table of embeddings needs them. `has_rows(params) -> bool`
+  beside them says for which parameters they do, if not for all;
+- `ESTIMATED = True`, only where parameters count what a weight takes, so that those of a plan, and its bytes, are what
+  is usual;
+- `is_unpacked(params) -> bool`, only where some parameters are those of storage alone: a model all of whose packed
+  weights are stored so is decoded when it is loaded;
 - `ROW_FACTORS`, names of stored tensors, only where the weight is a product with them: of one number, or of one for
   each row, and one or more behind the last;
+- `fixed_tensors(params) -> names` of stored tensors that training leaves as they are, only where there are any;
 - `cut(tensors, params, shape, rows, columns) -> (Params, tensors)`, for tensor parallelism: exactly what decoding and
   slicing would give. rows and columns are ranges of a weight [out, in], of step 1 and not empty. What is returned may
   have other parameters than the whole. ValueError says why a cut is not possible: what is stored may be shared by
@@ -75,6 +80,12 @@ def specs(stored: Stored, shape: Shape) -> dict[str, Spec]:
     }
 
 
+def fixed_tensors(stored: Stored) -> tuple[str, ...]:
+    """Return the names of stored tensors that training leaves as they are, beside codes."""
+    own = getattr(get(stored.format), "fixed_tensors", lambda _: ())
+    return (*own(stored.params), *((IN_SCALE,) if stored.has_in_scale else ()))
+
+
 def check(weight: PackedWeight, where: str) -> None:
     """Check the tensors of a weight that come from a file; nothing may compute with them before.
 
@@ -105,6 +116,18 @@ def check(weight: PackedWeight, where: str) -> None:
 def nbytes(stored: Stored, shape: Shape) -> int:
     """Return the stored bytes of a weight [out, in], exact; ValueError as `specs`."""
     return sum(math.prod(size) * dtype.itemsize for size, dtype in specs(stored, shape).values())
+
+
+def is_estimated(stored: Stored) -> bool:
+    """Return whether the bytes of a weight that is not packed yet may be others than those that are planned."""
+    return bool(getattr(get(stored.format), "ESTIMATED", False))
+
+
+def is_unpacked(stored: Stored) -> bool:
+    """Return whether a weight is meant to be decoded once, when it is loaded."""
+    format: Any = get(stored.format)
+    is_bare = not stored.ops and stored.activations is None and stored.lowrank is None
+    return is_bare and hasattr(format, "is_unpacked") and bool(format.is_unpacked(stored.params))
 
 
 def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ keeps in a block whose other experts are packed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,18 @@ def pack(weight: Tensor, params: Params) -> dict[str, Tensor]:
 def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """The weight in `dtype`."""
     return tensors["values"].to(dtype, copy=True)
+
+
+def decode_rows(
+    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return the rows [n] int64 of the weight, [n, in]."""
+    return tensors["values"][rows].to(dtype)
+
+
+def join_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the tensors of a weight whose rows were stored in parts."""
+    return {"values": torch.cat([part["values"] for part in parts])}
 
 
 def cut(

@@ -189,6 +189,21 @@ def decoded_product(kernel: Prepared, x: Tensor, into: Tensor | None = None) -> 
     return y
 
 
+def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """Return a weight [out, in] with nothing around it, decoded by a kernel of its device, else by one of the CPU.
+
+    Where neither has one the format decodes.
+    """
+    tensors, device = weight.tensors, next(iter(weight.tensors.values())).device
+    for on in dict.fromkeys((device, torch.device("cpu"))):
+        moved = {name: tensor.to(on) for name, tensor in tensors.items()}
+        kernel = prepare(torch.empty(0, device=on), moved, weight.format, weight.params, weight.shape)
+        if kernel is not None:
+            with _on(on):
+                return kernel.decode(dtype).to(device)
+    return formats.decode_stored(weight, dtype)
+
+
 def rows(
     ids: Tensor, tensors: Mapping[str, Tensor], format: str, params: Any, shape: Shape, dtype: torch.dtype
 ) -> Tensor:

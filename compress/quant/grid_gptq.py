@@ -33,7 +33,7 @@ from compress.quant.settings import check, check_damp
 from compress.types import OutputMetric, PackedWeight, Quantized, Stats, Stored, Work
 
 FORMAT = "grid"
-NEEDS = frozenset({"hessian", "largest"})
+NEEDS = frozenset({"hessian", "largest_weight"})
 INCOHERENCE = False
 TWO_SIDED = True
 WEIGHT_STEPS = 1500
@@ -133,7 +133,7 @@ def prepare(weight: Tensor, stats: Stats | None, config: Config) -> PointRoundin
         order = feedback.loop_order(hessian.diagonal(), params.block_columns if stays_together else 0)
     factor = upper_factor(hessian, config.damp, order)
     damping = (factor.damp * hessian.diagonal().mean()).item()
-    largest = target.abs().amax() if stats.largest is None else stats.largest
+    largest = target.abs().amax() if stats.largest_weight is None else stats.largest_weight
     rounding = PointRounding(
         *(config, params, target, hessian, damping, order, factor.upper, (*notes, *factor.notes), stats.output),
         *(largest, {}),

@@ -19,7 +19,7 @@ from compress.quant import grid_types
 from compress.types import PackedWeight, Quantized, Stats, Stored, Work
 
 FORMAT = "grid"
-NEEDS = frozenset({"largest"})
+NEEDS = frozenset({"largest_weight"})
 INCOHERENCE = False
 WEIGHT_STEPS = 200
 ROUNDED_WEIGHTS = 1 << 20  # weights that are rounded at a time
@@ -45,10 +45,12 @@ def work(config: Config, shape: tuple[int, int]) -> Work:
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
-    """Quantize weight [out, in], any float dtype, finite; of `stats` only `largest` counts. `seed` is unused."""
+    """Quantize weight [out, in], any float dtype, finite; of `stats` only `largest_weight` counts. `seed` is unused."""
     shape = (weight.shape[0], weight.shape[1])
     params, target = plan_params(config, shape), weight.float()
-    scales = grid_types.BlockScales(target, params, config.scale_search, stats.largest if stats is not None else None)
+    scales = grid_types.BlockScales(
+        target, params, config.scale_search, stats.largest_weight if stats is not None else None
+    )
     codes = torch.empty(shape, dtype=torch.uint8, device=weight.device)
     (rows, columns), factors = params.block(shape), scales.factors()
     for part in torch.arange(shape[0]).split(max(1, ROUNDED_WEIGHTS // max(1, shape[1]))):

@@ -56,7 +56,17 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     chosen = sum(spec.numel for spec in specs if schemes[spec.name] is None)
     of_blocks = Plan(tuple(layers), kept, kept_nbytes, decided, chosen_numel=chosen, one_sided=one_sided)
     with_towers = outside_plan.add_towers(of_blocks, recipe, skeleton, _outside)
-    return outside_plan.add_tables(with_towers, recipe, skeleton, _outside)
+    return _with_estimates(outside_plan.add_tables(with_towers, recipe, skeleton, _outside))
+
+
+def _with_estimates(plan: Plan) -> Plan:
+    """Return the plan with a message if the bytes of some weights are known only when they are packed."""
+    guesses = [layer for layer in plan.packed if formats.is_estimated(layer.stored)]
+    if not guesses:
+        return plan
+    nbytes = sum(layer.nbytes for layer in guesses)
+    line = f"the bytes of {len(guesses)} weights depend on their numbers: {nbytes:,} are an estimate by what is usual"
+    return dataclasses.replace(plan, messages=(*plan.messages, line))
 
 
 def _without_gradients(schemes: dict[str, Scheme | None], recipe: Recipe) -> tuple[dict[str, Scheme | None], str]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compress import plugins
+from compress import formats, plugins
 from compress.calib import stats as calib_stats
 from compress.calib.output_gradients import OutputGradients
 from compress.errors import NumericalError
@@ -82,7 +82,7 @@ class LargestWeights:
 
         weights: of linears, among them all that read its input and are not as they were read; used instead.
         """
-        if not sizes.needs_largest(layer):
+        if not sizes.needs_largest_weight(layer):
             return None
         key = layer.spec.input_key, layer.stored.ops, layer.scheme.out_scales
         if key not in self.known:
@@ -134,6 +134,12 @@ def check_finite(name: str, weight: Tensor) -> None:
         raise NumericalError(f"the weight of {name} has NaN or infinite values; repair the checkpoint")
 
 
+def check_nbytes(layer: LayerPlan, packed: PackedWeight) -> None:
+    """Assert that what is stored has as many bytes as were planned, where that is no estimate."""
+    is_planned = packed.nbytes == layer.nbytes or formats.is_estimated(layer.stored)
+    assert is_planned, f"{layer.spec.name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
+
+
 def finish_statistics(
     total: calib_stats.HessianSum, key: str, alpha: float | None, tokens: int, seed: int
 ) -> InputStatistics:
@@ -160,7 +166,9 @@ class LinearTask(NamedTuple):
     fisher: Fisher | None  # where its low-rank part, or tuning, goes by the loss's gradients
     in_scale: Tensor | None  # float32 [1], where its inputs have a static scale
     output_gradients: OutputGradients | None = None  # where its scheme needs the loss's gradients at its outputs
-    largest: Tensor | None = None  # float32 [], of all weights that read its input; None: where that is not needed
+    largest_weight: Tensor | None = (
+        None  # float32 [], of all weights that read its input; None: where that is not needed
+    )
 
 
 def output_metric(task: LinearTask, change_rows: Callable[[Tensor], Tensor] | None = None) -> OutputMetric | None:
@@ -261,10 +269,10 @@ def _method_inputs(task: LinearTask, seed: int) -> _Problem:
         around = incoherence.surroundings(layer, seed, target, sensitivities)
         target = incoherence.rotated_weight(target, layer, around)
         change = partial(incoherence.rotated_gradients, layer=layer, around=around)
-    if stats is None and task.largest is not None:
-        stats = Stats(task.largest.new_empty(0, 0), 0)
+    if stats is None and task.largest_weight is not None:
+        stats = Stats(task.largest_weight.new_empty(0, 0), 0)
     if stats is not None:
-        stats = dataclasses.replace(stats, output=output_metric(task, change), largest=task.largest)
+        stats = dataclasses.replace(stats, output=output_metric(task, change), largest_weight=task.largest_weight)
     return _Problem(target, stats, incoherence.derived_seed(seed, "method", layer.spec.name), around)
 
 
@@ -291,5 +299,5 @@ def _with_surroundings(task: LinearTask, result: Quantized, around: dict[str, Te
         scale = {IN_SCALE: task.in_scale} if task.in_scale is not None else {}
         stored = dataclasses.replace(packed.stored, activations=layer.stored.activations)
         packed = PackedWeight(stored, {**packed.tensors, **scale}, packed.shape)
-    assert packed.nbytes == layer.nbytes, f"{layer.spec.name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
+    check_nbytes(layer, packed)
     return Quantized(packed, (*_statistics(task).notes, *notes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -250,6 +250,23 @@ def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any
         "layers": [to_dict(row) for row in run.layers],
         "self_check": self_check,
     }
+
+
+def with_sizes(plan: Plan, rows: Sequence[LayerReport]) -> Plan:
+    """Return the plan with the bytes that were stored in the place of those that were estimated."""
+    known = {each.name: each for each in rows}
+
+    def settle(layers: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
+        return tuple(
+            dataclasses.replace(layer, stored=made.stored, nbytes=made.nbytes)
+            if (made := known.get(layer.spec.name)) is not None and formats.is_estimated(layer.stored)
+            else layer
+            for layer in layers
+        )
+
+    return dataclasses.replace(
+        plan, layers=settle(plan.layers), tower_layers=settle(plan.tower_layers), tables=settle(plan.tables)
+    )
 
 
 def packed_nbytes(plan: Plan) -> dict[str, int]:

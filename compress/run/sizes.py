@@ -41,9 +41,9 @@ def needs_statistics(layer: LayerPlan) -> bool:
     return "hessian" in method.NEEDS or correct.needs_statistics(layer.scheme.lowrank)
 
 
-def needs_largest(layer: LayerPlan) -> bool:
+def needs_largest_weight(layer: LayerPlan) -> bool:
     """Return whether a method is told the largest of all weights that read the same input: no text is needed."""
-    return layer.scheme.config is not None and "largest" in plugins.load("quant", layer.scheme.method).NEEDS
+    return layer.scheme.config is not None and "largest_weight" in plugins.load("quant", layer.scheme.method).NEEDS
 
 
 def needs_gradients(layer: LayerPlan) -> bool:
@@ -310,12 +310,12 @@ CHUNK_ROW_MULTIPLE = 16  # every chunk but the last has a multiple of so many ro
 
 
 def chunk_rows(layer: LayerPlan) -> int:
-    """Return the rows of a table that are quantized at a time: all of them where its format cannot join rows.
+    """Return the rows of a table that are quantized at a time: all of them where its format cannot join such rows.
 
     A chunk has at least twice as many rows as columns, so that factoring the Hessian anew costs little beside it.
     """
     rows, columns = layer.spec.shape
-    if not formats.has_rows(layer.stored):
+    if not formats.has_rows(layer.stored) or formats.is_estimated(layer.stored):
         return rows
     return min(rows, max(CHUNK_WEIGHTS // columns, 2 * columns) // CHUNK_ROW_MULTIPLE * CHUNK_ROW_MULTIPLE)
 

@@ -133,7 +133,7 @@ def _quantize(
     All at once where the scales of some rows need another type than those of others.
     """
     plain = sizes.plan_rows(layer, layer.spec.shape[0])
-    largest = quantize_linear.largest_magnitude(plain, weight, seed) if sizes.needs_largest(layer) else None
+    largest = quantize_linear.largest_magnitude(plain, weight, seed) if sizes.needs_largest_weight(layer) else None
     for rows in dict.fromkeys((sizes.chunk_rows(layer), layer.spec.shape[0])):
         chunks = [_chunk(layer, part, given, seed, largest) for part in weight.split(rows)]
         if len({chunk.result.weight.stored for chunk in chunks}) == 1:
@@ -141,7 +141,7 @@ def _quantize(
     tensors = formats.join_rows([chunk.result.weight for chunk in chunks])
     stored = dataclasses.replace(chunks[0].result.weight.stored, ops=layer.stored.ops)
     packed = PackedWeight(stored, {**tensors, **around}, layer.spec.shape)
-    assert packed.nbytes == layer.nbytes, f"{layer.spec.name}: {packed.nbytes} bytes stored, {layer.nbytes} planned"
+    quantize_linear.check_nbytes(layer, packed)
     notes = tuple(dict.fromkeys(note for chunk in chunks for note in chunk.result.notes))
     return packed, report.row(layer, packed, _mean(chunks), given.stats, notes)
 
@@ -156,7 +156,7 @@ class _Chunk(NamedTuple):
 
 def _chunk(layer: LayerPlan, rows: Tensor, given: InputStatistics, seed: int, largest: Tensor | None) -> _Chunk:
     part = sizes.plan_rows(layer, rows.shape[0])
-    result = quantize_linear.quantize(LinearTask(part, "", rows, given, None, None, largest=largest), seed)
+    result = quantize_linear.quantize(LinearTask(part, "", rows, given, None, None, largest_weight=largest), seed)
     norm = rows.float().square().sum(dtype=torch.float64).item()
     return _Chunk(result, report.errors(rows, result.weight, given.stats), norm)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -23,6 +24,7 @@ def finish(output: Output, run: RunState, head: InputStatistics, started: float,
     skeleton, job, directory, device = run.prepared.skeleton, run.job, output.model, torch.device(run.job.device)
     outside_shards.write_rest(output, run, head, progress)
     outside_shards.write_towers(output, run, progress)
+    run.prepared = dataclasses.replace(run.prepared, plan=report.with_sizes(run.prepared.plan, run.layers))
     progress("writing the configuration", len(skeleton.blocks), len(skeleton.blocks))
     companion_files.write_index(directory)
     companion_files.copy_files(skeleton.checkpoint.directory, directory)

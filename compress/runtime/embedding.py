@@ -99,6 +99,8 @@ class PackedEmbedding(PackedModule):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the table as it is looked up, decoded anew."""
+        if formats.is_unpacked(self.stored):
+            return super().dequantize(dtype)
         stored = dataclasses.replace(self.stored, ops=transforms.of_rows(self.stored.ops))
         return formats.decode(PackedWeight(stored, self.tensors, self.shape), dtype)
 

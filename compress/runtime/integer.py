@@ -3,9 +3,10 @@
     y[m, n] = s[m] * sum over groups g of scale[g, n] * (sum over k in g of q[m, k] code[n, k])
 
 The inner sums are exact: int8 times int8 in int32. Weights of the format `int` without zero points can be multiplied so
-(`obstacle` names what else it takes), codes of less than 8 bits in containers of 8. Everything else is fake
-quantization: what the inputs have become is multiplied with the dequantized weight in floating point. It is the same
-product but for rounding, and gradients pass through it straight.
+(`obstacle` names what else it takes), codes of less than 8 bits in containers of 8; weights of the format `grid` in the
+type of the inputs (runtime/scaled.py). Everything else is fake quantization: what the inputs have become is multiplied
+with the dequantized weight in floating point. It is the same product but for rounding, and gradients pass through it
+straight.
 
 Few rows for a weight that a kernel reads in its stored form (compress/kernels/dispatch.py) are left to that kernel: it
 reads a fraction of the bytes. On a CPU, codes of 8 bits with one scale a row are themselves read as they are stored.
@@ -30,6 +31,7 @@ from compress.kernels import dispatch, measured
 from compress.kernels.contract import Prepared
 from compress.kernels.dispatch import Processor
 from compress.runtime import activation_quant as inputs
+from compress.runtime import scaled
 from compress.types import Activations
 
 LEAST_GROUP = 64  # columns: with smaller groups, adding up their float32 outputs costs more than the integers save
@@ -63,23 +65,34 @@ def describe(
     product, on = IntegerProduct(format, params, shape, activations), torch.device(device)
     if reason := obstacle(product, on):
         return f"fake: {reason}"
-    name = "fp8 x fp8 matmul" if activations.dtype == "fp8" else "int8 x int8 integer matmul"
+    name = "int8 x int8 integer matmul"
+    if activations.dtype != "int":
+        name = f"{activations.dtype} x {activations.dtype} matmul"
     packed = not is_direct(product, on) and dispatch.supported(on, format, params, shape) is not None
     return f"{name}; few rows by the kernel of packed weights" if packed else name
 
 
 def obstacle(product: IntegerProduct, device: torch.device) -> str:
     """Why a product has to be computed from dequantized numbers; empty if it has not."""
+    if product.format == "grid":
+        return _obstacle(product, dispatch.processor(device)) or _failure(product, device)
     return _obstacle(product, dispatch.processor(device))
+
+
+def _failure(product: IntegerProduct, device: torch.device) -> str:
+    """Why the device does not multiply blocks, which a trial tells."""
+    return scaled.failure(product.activations.dtype, device) if product.activations.block else ""
 
 
 @cache
 def _obstacle(product: IntegerProduct, on: Processor) -> str:
     params, (_, columns), activations = product.params, product.shape, product.activations
-    if activations.block:
-        return f"inputs of {activations.dtype}"
+    if product.format == "grid":
+        return scaled.obstacle(params, product.shape, activations, on)
     if product.format != "int":
         return f"the format {product.format} has no integer codes"
+    if activations.block:
+        return f"inputs of {activations.dtype}"
     if not params.symmetric:
         return "the weight has zero points"
     group = min(params.group(columns), columns)
@@ -154,7 +167,7 @@ def takes_integers(product: IntegerProduct, x: Tensor) -> bool:
     """Whether x [..., in] is multiplied with the codes."""
     if (x.requires_grad and torch.is_grad_enabled()) or x.shape[-1] != product.shape[1]:
         return False
-    if obstacle(product, x.device):
+    if obstacle(product, x.device) or (product.activations.block and x.dtype != torch.bfloat16):
         return False
     return is_direct(product, x.device) or not dispatch.taken(*product[:3], x)
 
@@ -162,6 +175,8 @@ def takes_integers(product: IntegerProduct, x: Tensor) -> bool:
 def is_direct(product: IntegerProduct, device: torch.device) -> bool:
     """Whether the codes are multiplied as they are stored, so that nothing derived from them has to be kept."""
     params, columns = product.params, product.shape[1]
+    if product.format != "int":
+        return False
     one_group = params.group(columns) >= columns
     return device.type == "cpu" and params.bits == 8 and one_group and sys.byteorder == "little"
 
@@ -172,6 +187,9 @@ def operands(product: IntegerProduct, tensors: Mapping[str, Tensor]) -> tuple[Te
     The codes are int8 [out, group], float8_e4m3fn for fp8, padded for a GPU; or the stored words, as bytes, if direct.
     """
     params, shape = product.params, product.shape
+    if product.format == "grid":
+        held = scaled.operands(tensors, params, shape, product.activations)
+        return held if product.activations.block else (held[0], _pad(held[1], PADDED_MULTIPLE))
     if is_direct(product, tensors["scales"].device):
         return tensors["scales"][:1, : shape[0]].float(), tensors["words8"].view(torch.uint8)
     codes, scales, _ = int_format.unpack(tensors, params, shape)
@@ -187,6 +205,8 @@ def multiply(product: IntegerProduct, x: Tensor, held: tuple[Tensor, ...], in_sc
     """x [..., in] times the weight whose `operands` are held -> [..., out] of the type of x."""
     out_features, in_features = product.shape
     given = x.reshape(-1, in_features)
+    if product.activations.block:
+        return scaled.multiply(given, held, product.activations, in_scale).view(*x.shape[:-1], out_features)
     count, on_cpu = len(given), x.device.type == "cpu"
     some = max(1, PIECE // in_features) if on_cpu else max(1, count)
     parts = [_quantize(part, product.activations, in_scale) for part in given.split(some)]

@@ -74,7 +74,8 @@ class PackedModule(nn.Module):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight [rows, columns], decoded anew."""
-        return formats.decode(self.packed(), dtype)
+        weight = self.packed()
+        return dispatch.decode(weight, dtype) if formats.is_unpacked(self.stored) else formats.decode(weight, dtype)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         """Load, and check what is there now; where torch is going to raise an error of its own, leave it to that."""

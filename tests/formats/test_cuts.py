@@ -72,6 +72,8 @@ SETTINGS: list[tuple[str, tuple[int, int], dict[str, Any]]] = [  # of layouts th
     ("nf", (33, 100), {"bits": 3, "block_size": 16, "tile_words": 4, "scale_bits": 3, "scale_block": 4}),
     ("affine", (40, 96), {"bits": 4, "group_size": 16, "tile_words": 4}),
     ("affine", (33, 100), {"bits": 3, "group_size": -1, "tile_words": 4, "column_scales": True}),
+    ("sparse_outliers", (40, 96), {"bits": 3, "group_size": 16, "tile_words": 4, "outliers": 40}),
+    ("sparse_outliers", (50, 64), {"bits": 2, "group_size": 8, "tile_words": 4, "code_bits": 4, "block_rows": 8}),
     ("grid", (40, 96), {"values": "e2m1", "block_columns": 16, "scale_type": "e4m3", "tensor_scale": True}),
     ("grid", (40, 97), {"values": "nf4", "block_columns": 32, "scale_type": "float32"}),
     ("grid", (40, 96), {"values": "e4m3", "block_columns": -1, "scale_type": "float32"}),

@@ -13,6 +13,7 @@ from compress import formats, plugins
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 INT = {"bits": 4, "group_size": 128, "symmetric": True, "tile_words": 32}
 AFFINE = {"bits": 4, "group_size": 64, "tile_words": 32}
+SPARSE = {"bits": 3, "group_size": 16, "tile_words": 32}
 NF = {"bits": 4, "block_size": 64, "tile_words": 32}
 CODEBOOK = {"bits": (8,), "vector_dim": 4, "tile_words": 32}
 LATTICE = {"bits": 2, "dim": 8, "group_size": 128, "compand": False, "row_scales": False}
@@ -36,6 +37,11 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("affine", AFFINE, "group_size", (-1, 1, 64, 100), (0, -2)),
     ("affine", AFFINE, "scale_dtype", ("float16", "bfloat16"), ("float32",)),
     ("affine", AFFINE, "column_scales", (False, True), ()),
+    ("sparse_outliers", SPARSE, "bits", tuple(range(2, 9)), (1, 9)),
+    ("sparse_outliers", SPARSE, "code_bits", tuple(range(1, 9)), (0, 9)),
+    ("sparse_outliers", SPARSE, "group_size", (1, 16, 100), (0, -1)),
+    ("sparse_outliers", SPARSE, "block_rows", (8, 16, 64), (0, 12)),
+    ("sparse_outliers", SPARSE, "outliers", (0, 5), (-1,)),
     ("codebook", CODEBOOK, "bits", ((1,), (16,), (8, 8, 8)), ((), (0,), (17,))),
     ("codebook", CODEBOOK, "vector_dim", (1, 4, 8), (0,)),
     ("codebook", CODEBOOK, "outlier_bits", (4, 8), (2, 16)),
@@ -56,6 +62,10 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("grid", GRID, "scale_type", ("e8m0", "e4m3", "nested", "float16", "bfloat16", "float32"), ("int8",)),
     ("grid", GRID, "block_columns", (1, 16, -1), (0,)),
     ("grid", GRID, "block_rows", (1, 128, -1), (0,)),
+    ("exponents", {}, "coding", ("huffman", "ranked"), ("rans",)),
+    ("exponents", {}, "base", (0, 240), (-1, 241)),
+    ("exponents", {}, "stream", (0, 9), (-1,)),
+    ("exponents", {}, "escapes", (0, 9), (-1,)),
     ("ternary", TERNARY, "packing", ("base3", "planar", "binary"), ("base4",)),
     ("ternary", TERNARY, "group_size", (-1, 1, 64, 100), (0, -2)),
     ("ternary", TERNARY, "scale_dtype", ("float16", "bfloat16", "float32"), ("float64",)),
@@ -99,6 +109,8 @@ def test_types_of_kquants() -> None:
 
 def test_formats_that_give_single_rows() -> None:
     assert [name for name in plugins.names("formats") if hasattr(formats.get(name), "decode_rows")] == [
+        "dense",
+        "exponents",
         "grid",
         "int",
         "ternary",

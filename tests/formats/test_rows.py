@@ -38,4 +38,5 @@ def test_joined_rows_are_the_bytes_of_the_whole(bits: int, symmetric: bool) -> N
 def test_only_bare_weights_of_a_format_with_rows_can_be_looked_up() -> None:
     params = int_format.Params(8, -1, True, 64)
     assert formats.has_rows(Stored("int", params))
-    assert not formats.has_rows(Stored("dense", None))
+    assert formats.has_rows(Stored("dense", None))
+    assert not formats.has_rows(Stored("e8p", None))

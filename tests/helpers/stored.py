@@ -18,6 +18,7 @@ METHODS = plugins.names("quant")
 # Settings of methods, beside the defaults, that store other tensors.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gptq": [{"symmetric": False, "group_size": 32}],
+    "lossless": [{"coding": "ranked"}],
     "kquant": [{"type": "q2_k"}, {"type": "q3_k"}, {"type": "q6_k", "sweeps": 0}],
     "grid_rtn": [{"type": name} for name in ("mxfp4", "mxfp8", "fp8", "fp8-channel", "fp8-block", "nf4", "dynamic8")],
     "e8p": [{"bits": 3}, {"bits": 4, "row_scales": True}],
@@ -29,6 +30,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "lord": [{"bits": 8}, {"bits": 4, "group_size": 32, "dtype": "float16"}, {"ratio": 2.0, "metric": "sizes"}],
     "nf": [{"bits": 3, "scale_bits": 3, "block_size": 16}, {"bits": 2, "scale_bits": 2}],
     "hqq": [{"bits": 3, "group_size": 32}, {"bits": 2, "group_size": 24}],
+    "aqlm": [{"bits": 4, "stages": 3, "codebook_dtype": "int8", "vector_dim": 4}],
+    "decoupleq": [{"bits": 4, "group_size": 32}],
+    "sinq": [{"bits": 3, "group_size": 32}],
+    "spqr": [{"bits": 2, "group_size": 8, "outliers": 0.1}, {"outliers": 0.0}],
     "trellis": [
         {"bits": 3, "state_bits": 6, "row_scales": True},
         {"code": "hyb", "state_bits": 8},
@@ -66,30 +71,47 @@ def random_parts(stored: Stored, shape: tuple[int, int], seed: int = 0) -> dict[
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if name in ("order", "outlier_index"):
-            return torch.randperm(shape[1], generator=generator)[: size[0]].to(dtype)
-        if name == "mask":
-            chosen = torch.zeros(8 * size[0], dtype=torch.uint8)
-            chosen[torch.randperm(shape[1], generator=generator)[: stored.params.salient]] = 1
-            return pack_stream(chosen, 1)
-        if name in ("rows", "columns"):
-            return torch.arange(size[0]).to(dtype)
-        if name == "group_bits":
-            return torch.full(size, stored.params.bits, dtype=dtype)
-        if name == "codes" and dtype == torch.float8_e4m3fn:
-            return (torch.randn(size, generator=generator) * 100).to(dtype)
-        if name == "codes" and stored.format == "ternary":
-            count = ternary.DIGITS[stored.params.packing]
-            trits = torch.randint(-1, 2, (*size, count), generator=generator).to(torch.int8)
-            return ternary._to_bytes(trits, stored.params.packing)
+        chosen = _draw_choice(name, stored, shape[1], size, generator)
+        if chosen is not None:
+            return chosen.to(dtype)
         if dtype.is_floating_point:
             return (0.001 + 0.01 * torch.rand(size, generator=generator)).to(dtype)
-        if name == "scales" and getattr(stored.params, "scale_type", "") == "e8m0":
-            return torch.randint(110, 125, size, generator=generator).to(dtype)
         info = torch.iinfo(dtype)
         return torch.randint(info.min, info.max + 1, size, generator=generator).to(dtype)
 
     return {name: draw(name, *spec) for name, spec in formats.specs(stored, shape).items()}
+
+
+def _draw_choice(
+    name: str, stored: Stored, columns: int, size: tuple[int, ...], generator: torch.Generator
+) -> Tensor | None:
+    """What selects, or must not be any pattern of bits; None for a tensor that can be anything."""
+    if name in ("order", "outlier_index"):
+        return torch.randperm(columns, generator=generator)[: size[0]]
+    if name in ("rows", "columns", "row_starts"):  # as many outliers as rows, one in each
+        return torch.arange(size[0])
+    if name == "outlier_columns":
+        return torch.randint(0, columns, size, generator=generator)
+    if name == "mask":
+        chosen = torch.zeros(8 * size[0], dtype=torch.uint8)
+        chosen[torch.randperm(columns, generator=generator)[: stored.params.salient]] = 1
+        return pack_stream(chosen, 1)
+    if name == "group_bits":
+        return torch.full(size, stored.params.bits)
+    return _draw_codes(name, stored, size, generator)
+
+
+def _draw_codes(name: str, stored: Stored, size: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+    """Codes and scales of formats in which some patterns of bits mean nothing."""
+    if name == "codes" and getattr(stored.params, "values", "") == "e4m3":
+        return torch.randn(size, generator=generator) * 100
+    if name == "codes" and stored.format == "ternary":
+        count = ternary.DIGITS[stored.params.packing]
+        trits = torch.randint(-1, 2, (*size, count), generator=generator).to(torch.int8)
+        return ternary._to_bytes(trits, stored.params.packing)
+    if name == "scales" and getattr(stored.params, "scale_type", "") == "e8m0":
+        return torch.randint(110, 125, size, generator=generator)
+    return None
 
 
 def product(x: Tensor, weight: PackedWeight) -> Tensor:
@@ -101,6 +123,8 @@ def product(x: Tensor, weight: PackedWeight) -> Tensor:
 def samples(name: str, shape: tuple[int, int]) -> list[PackedWeight]:
     """Weights in a format as the methods that write it make them; a format without a method packs the weight itself."""
     weight = problems.random(*shape)
+    if name == "exponents":
+        weight = weight.bfloat16()  # of another type it keeps what it is given
     stats = problems.stats(problems.inputs(2 * shape[1], shape[1]))
     methods = {method: plugins.load("quant", method) for method in METHODS}
     writers = {key: method for key, method in methods.items() if name == method.FORMAT}

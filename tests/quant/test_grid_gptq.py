@@ -90,7 +90,7 @@ def test_scales_inside_of_the_loop(type: str) -> None:
 def test_the_tensor_scale_is_that_of_all_readers(type: str) -> None:
     top = WEIGHT.abs().max()
     for factor in (0.5, 4.0):  # half: targets may be larger than all weights
-        given = Stats(STATS.hessian, STATS.count, largest=factor * top)
+        given = Stats(STATS.hessian, STATS.count, largest_weight=factor * top)
         made, plain = quantize(given, type=type), quantize(type=type)
         name = "tensor_scale" if type == "nvfp4" else "scales"
         assert torch.allclose(made.tensors[name], factor * plain.tensors[name])

@@ -61,7 +61,7 @@ def test_a_tensor_scale_has_an_exact_inverse_and_room(largest: float) -> None:
 
 
 def test_the_largest_of_other_weights_counts() -> None:
-    given = Stats(torch.empty(0, 0), 0, largest=8 * WEIGHT.abs().max())
+    given = Stats(torch.empty(0, 0), 0, largest_weight=8 * WEIGHT.abs().max())
     alone = quantize(WEIGHT).tensors["tensor_scale"]
     shared = grid_rtn.quantize(WEIGHT, given, grid_rtn.Config()).weight
     assert torch.equal(shared.tensors["tensor_scale"], 8 * alone)

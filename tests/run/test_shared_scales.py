@@ -56,7 +56,7 @@ def test_what_engines_fuse_has_one_scale(name: str, pico_dir: Callable[..., Path
 
 def test_no_text_is_asked_for() -> None:
     layer = LayerPlan(LinearSpec("a", (4, 32), torch.float32, 0, "a"), NVFP4.load().quantize, Stored("grid", None), 0)
-    assert sizes.needs_largest(layer) and not sizes.needs_statistics(layer) and not sizes.needs_text(layer)
+    assert sizes.needs_largest_weight(layer) and not sizes.needs_statistics(layer) and not sizes.needs_text(layer)
     data = {"description": "x", "quantize": {"method": "grid_rtn"}}
     assert catalogue.ListedRecipe("x", data).cost == "data-free"
 

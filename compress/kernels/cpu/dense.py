@@ -200,10 +200,13 @@ class Dense(Dots):
     out [rows, outputs] in rows of `width` numbers.
     """
 
+    more_pointers, more_integers = "", ""  # of a weight whose chunks are made of several tensors
+
     def __init__(self, stored: torch.dtype, dtype: torch.dtype, bias: torch.dtype | None) -> None:
-        super().__init__("dense", "x weight bias out", "first last rows inputs outputs width", stored, dtype)
-        self.x, self.weight, self.bias, self.out = self.pointers
-        first, last, rows, self.inputs, self.outputs, self.width = self.integers
+        integers = f"first last rows inputs outputs width {self.more_integers}"
+        super().__init__("dense", f"x weight bias out {self.more_pointers}", integers, stored, dtype)
+        self.x, self.weight, self.bias, self.out, *_ = self.pointers
+        first, last, rows, self.inputs, self.outputs, self.width, *_ = self.integers
         b, self.bias_type = self.b, bias
         size = self.i64(self.chunk)
         self.columns = b.mul(b.udiv(b.add(self.inputs, self.i64(self.chunk - 1)), size), size)
