@@ -47,7 +47,7 @@ def refusal(weight: ExportWeight, types: Collection[str]) -> str | None:
     if weight.roles:
         return "tables are plain numbers there"
     kind, columns = type_of(weight), weight.shape[1]
-    if kind not in types:
+    if kind is None or kind not in types:
         what = f"of the type {kind}" if kind else f"stored as {weight.stored.params}"
         return f"it is {what}, which no engine multiplies there; set type to one of {', '.join(types)}"
     if (reason := weight.not_alone()) is not None:
