@@ -46,6 +46,7 @@ PLUGINS: dict[str, set[str]] = {
 
 # Model types that are also words of our own or plain English.
 ORDINARY = {"align", "aria", "beam", "canary", "clap", "clip", "ctrl", "encoder-decoder", "flint", "funnel", "radio"}
+ORDINARY |= {"bitnet"}  # a method, too
 
 
 def sources() -> list[Path]:

@@ -292,24 +292,29 @@ def multiply(x, words, scale, row_scales, out, partials, counters,
     before_at = words + (end - 1)[None, :, None] * in_features + k[:, None, :]
     words_at = words + (group * PARTS // 4)[None, :, None] * in_features + k[:, None, :]
     begin = block % KINDS * PARTS * 4 % 16  # bits of the first words that are another group's
-    if KINDS == 1:
-        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 0, PARTS, STATE_BITS, FACTOR,
-                    ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
-    elif begin == 0:
-        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 0, PARTS, STATE_BITS, FACTOR,
-                    ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
-    elif KINDS == 2:
-        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 8, PARTS, STATE_BITS, FACTOR,
-                    ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
-    elif begin == 8:
-        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 8, PARTS, STATE_BITS, FACTOR,
-                    ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
+    if PARTS % 4 == 0:
+        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 0, PARTS, STATE_BITS,
+                    FACTOR, ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
+    elif PARTS % 2 == 0:
+        if begin == 0:
+            acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 0, PARTS, STATE_BITS,
+                        FACTOR, ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
+        else:
+            acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 8, PARTS, STATE_BITS,
+                        FACTOR, ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
+    elif begin % 8 == 0:
+        if begin == 0:
+            acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 0, PARTS, STATE_BITS,
+                        FACTOR, ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
+        else:
+            acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 8, PARTS, STATE_BITS,
+                        FACTOR, ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
     elif begin == 4:
-        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 4, PARTS, STATE_BITS, FACTOR,
-                    ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
+        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 4, PARTS, STATE_BITS,
+                    FACTOR, ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
     else:
-        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 12, PARTS, STATE_BITS, FACTOR,
-                    ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
+        acc = _sums(x, before_at, words_at, k, m, up, rows, in_features, start, stop, 12, PARTS, STATE_BITS,
+                    FACTOR, ADDEND, HALVES, GROUPS, BLOCK_M, BLOCK_K, WARPS, MASKED, USE_ASM)  # fmt: skip
     total = _rows(acc) * down[:, None]
     row = tl.arange(0, GROUPS * 16)
     n = ((block // KINDS * GROUPS + row // 16) * KINDS + block % KINDS) * 16 + row % 16
@@ -368,15 +373,20 @@ def decode(words, scale, row_scales, out, in_features, out_features, PARTS: tl.c
     if PARTS % 4 == 0:
         _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 0, PARTS,
                STATE_BITS, FACTOR, ADDEND, HALVES, NUMERATOR, DENOMINATOR, ROW_SCALES, USE_ASM)  # fmt: skip
-    elif begin == 0:
-        _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 0, PARTS,
-               STATE_BITS, FACTOR, ADDEND, HALVES, NUMERATOR, DENOMINATOR, ROW_SCALES, USE_ASM)  # fmt: skip
-    elif PARTS % 4 == 2:
-        _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 8, PARTS,
-               STATE_BITS, FACTOR, ADDEND, HALVES, NUMERATOR, DENOMINATOR, ROW_SCALES, USE_ASM)  # fmt: skip
-    elif begin == 8:
-        _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 8, PARTS,
-               STATE_BITS, FACTOR, ADDEND, HALVES, NUMERATOR, DENOMINATOR, ROW_SCALES, USE_ASM)  # fmt: skip
+    elif PARTS % 2 == 0:
+        if begin == 0:
+            _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 0, PARTS,
+                   STATE_BITS, FACTOR, ADDEND, HALVES, NUMERATOR, DENOMINATOR, ROW_SCALES, USE_ASM)  # fmt: skip
+        else:
+            _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 8, PARTS,
+                   STATE_BITS, FACTOR, ADDEND, HALVES, NUMERATOR, DENOMINATOR, ROW_SCALES, USE_ASM)  # fmt: skip
+    elif begin % 8 == 0:
+        if begin == 0:
+            _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 0, PARTS,
+                   STATE_BITS, FACTOR, ADDEND, HALVES, NUMERATOR, DENOMINATOR, ROW_SCALES, USE_ASM)  # fmt: skip
+        else:
+            _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 8, PARTS,
+                   STATE_BITS, FACTOR, ADDEND, HALVES, NUMERATOR, DENOMINATOR, ROW_SCALES, USE_ASM)  # fmt: skip
     elif begin == 4:
         _write(words, before_at, row_scales, out, k, group, factor, in_features, out_features, 4, PARTS,
                STATE_BITS, FACTOR, ADDEND, HALVES, NUMERATOR, DENOMINATOR, ROW_SCALES, USE_ASM)  # fmt: skip

@@ -13,7 +13,8 @@ Differences: vectors are bfloat16 instead of float16, and zero points bytes, to 
 largest magnitudes (a rotated basis), the root mean squares of inputs choose the columns, and a note says so. Not done:
 the paper's preprocessing, which trains a low-rank correction of the weights on 20,000 batches and merges it before.
 
-Not in the core: see docs/results/low_bit.md for its loss beside trellis codes of fewer bits.
+Not in the core: KL 0.2115 on the bundled model at 1.820 bits (65,408 tokens; vectors of rows weigh more on small
+matrices), where trellis codes have 0.0317 at 1.759 bits and 0.1749 at 1.009.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ CHECKS = 5  # times that the held-out loss is measured behind the start
 MASTERS = 24  # bytes of a parameter: itself, its gradient, two moments, the best so far, as a step rounds it
 STATES = 4  # float32 numbers kept of a number that a linear reads or writes
 LOGITS = 4  # times the float32 logits of a sample that are alive at a time
-SEED = 0  # of random weights
+SEED = 0  # equal runs draw equal weights
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Training:
         """Give all that is trained the random values with which transformers begins such a model."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
-            fresh = dict(empty_model(self.model.config, torch.float32).named_parameters())
+            fresh = dict(empty_model(cast(Any, self.model).config, torch.float32).named_parameters())
         for name, parameter in self.parameters(self.names):
             parameter.copy_(fresh[name])
 
