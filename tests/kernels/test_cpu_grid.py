@@ -74,7 +74,7 @@ def test_rows_are_looked_up(case: Any, dtype: torch.dtype) -> None:
 
 
 def test_what_is_not_looked_up() -> None:
-    weight, ids = grid_weight(*GRID[0]), torch.tensor([1])  # a tensor scale
+    weight, ids = grid_weight(*GRID[7]), torch.tensor([1])  # nested scales
     assert kernel.look_up(weight.tensors, weight.params, weight.shape, ids, torch.float32) is None
     weight = grid_weight(*ROWS[0])
     assert kernel.look_up(weight.tensors, weight.params, weight.shape, ids, torch.float64) is None
@@ -82,6 +82,16 @@ def test_what_is_not_looked_up() -> None:
 
 def test_blocks_of_parts_of_vectors_are_left_to_the_format() -> None:
     assert dispatch.supported("cpu", "grid", grid.Params("e2m1", 24, "e8m0"), (64, 512)) is None
+
+
+def test_a_row_with_a_nan_gives_nan() -> None:
+    """Of any number of rows of activations, whatever they are."""
+    weight = stored.random_weight("grid", grid.Params("e4m3", 32, "e8m0"), (40, 320))
+    weight.tensors["codes"].view(torch.uint8)[7, 200] = 0xFF
+    x = torch.zeros(5, 320)
+    for count in (1, 5):
+        y = kernel_of(weight)(x[:count])
+        assert y[:, 7].isnan().all() and (y[:, 8:] == 0).all()
 
 
 @pytest.mark.usefixtures("plain_processor")

@@ -101,8 +101,9 @@ def test_rows_are_looked_up(params: Params) -> None:
 def test_what_is_left_to_the_format() -> None:
     shape, ids = (64, 480), torch.tensor([1])
     assert dispatch.supported("cuda", "grid", Params("e2m1", 24, "e8m0"), shape) is None
-    weight = random_weight("grid", NVFP4, shape)  # a tensor scale
-    assert grid.look_up(weight.tensors, NVFP4, shape, ids, torch.float32) is None
+    params = Params("e4m3", 32, "float32", 32)  # blocks of rows
+    tensors = random_weight("grid", params, shape).tensors
+    assert grid.look_up(tensors, params, shape, ids, torch.float32) is None
     params = Params("e4m3", 32, "e8m0")
     tensors = random_weight("grid", params, shape).tensors
     assert grid.look_up(tensors, params, shape, ids, torch.float64) is None

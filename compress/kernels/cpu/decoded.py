@@ -153,9 +153,13 @@ class DecodedProduct(Prepared):
         """Return the bytes that a thread works in."""
         return 4 * (SIDE * (self.columns + SLACK) + self.space)
 
+    def product(self, dtype: torch.dtype) -> llvm.Function:
+        """Return the function that multiplies."""
+        return llvm.function(_Multiply, self.reader, self.settings, dtype)
+
     def call(self, rows: ActivationRows, x: int, space: int) -> CompiledCall:
         """Return what multiplies with activations float32 [rows, columns] at x."""
-        function = llvm.function(_Multiply, self.reader, self.settings, rows.dtype)
+        function = self.product(rows.dtype)
         outputs, inputs = self.shape
         blocks = -(-outputs // LANES)
         given = {"x": x, "out": rows.target, "space": space, "first": 0, "last": blocks, "outputs": outputs}

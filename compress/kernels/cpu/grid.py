@@ -1,14 +1,17 @@
-"""Multiply with the `grid` format on a CPU: points of its tables are looked up in registers, and rows decoded near.
+"""Multiply with the `grid` format on a CPU: MXFP4 and NVFP4 as integers, e4m3 in registers, others decoded near.
 
-A table of 16 points is multiplied by the factor of a block once, and permuted by the codes: one instruction for 16
-weights with AVX-512, two or three for 8 with AVX2. e4m3 is turned into float16 by shifts and widened. Tables of 256
-points, and processors without such permutations, look one weight up after the other.
+Points of e2m1 are halves of small integers: bytes of sixteen permuted entries are those integers, -12 to 12. They meet
+activations as int16 in products that are summed in pairs, and the sums of a block meet its factor, which is multiplied
+by the scale of the activations once for each row of the weight.
+
+A code of e4m3 becomes a float16 of the same bits by a shift and a mask, which is widened and multiplied, and never
+written; the power of two between both types meets the factor of the block. That would make a number of NaN: whether a
+row has one is seen in its codes, which are read twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import gcd
 from typing import Any
 
 import torch
@@ -17,21 +20,26 @@ from torch import Tensor
 from compress.formats import grid
 from compress.formats.grid import Params
 from compress.kernels import llvm
-from compress.kernels.contract import Prepared, Shape
+from compress.kernels.contract import Decoder, Prepared, Shape
 from compress.kernels.cpu import emitter, small_matmul
-from compress.kernels.cpu.decoded import DecodedProduct, Put, RowReader
-from compress.kernels.cpu.emitter import LANES, Emitter, Writer
+from compress.kernels.cpu.decoded import DecodedProduct
+from compress.kernels.cpu.emitter import LANES, PRODUCT, Emitter, Writer
+from compress.kernels.cpu.grid_rows import HALF_TO_E4M3, NAN_CODE, GridReader, LookUpRows
+from compress.kernels.cpu.small_matmul import Product, ProductSizes
 
-CHUNK = 64  # columns that are written one after another without a loop
-EIGHT = 8  # float32 of a register of AVX2
-NEGATIVE = 0x80000000  # sign of a float32
-NAN_CODE = 0x7F  # e4m3, without its sign
-HALF_TO_E4M3 = 256.0  # exponents of float16 have another bias
+COLUMNS = 64  # columns that are written one after another without a loop, and of a scale of the activations
+SHORTS = 32  # activations of a vector
+SUMMED_BLOCKS = (16, 32)  # columns that share a scale, where weights are integers
+HALVES = 2.0  # times a point of e2m1: an integer
+LEAST_BLOCK = 32  # columns of a block of e4m3
+GROUP = 4  # rows of activations that meet a code of e4m3 while it is in a register
 
 
 def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Prepared | None:
     """Return the product with a weight whose blocks are whole vectors, or rows."""
-    return _GridProduct(tensors, params, shape) if emitter.worthwhile(shape) and _is_read(params, shape) else None
+    if not emitter.worthwhile(shape) or not _is_read(params, shape):
+        return None
+    return (_SummedGrid if _is_summed(params, shape) else _DecodedGrid)(tensors, params, shape)
 
 
 def look_up(
@@ -42,7 +50,7 @@ def look_up(
         return None
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return None
-    return _GridProduct(tensors, params, shape).look_up(ids, dtype)
+    return _DecodedGrid(tensors, params, shape).look_up(ids, dtype)
 
 
 def _is_read(params: Params, shape: Shape) -> bool:
@@ -50,193 +58,39 @@ def _is_read(params: Params, shape: Shape) -> bool:
     return columns % LANES == 0 or columns >= shape[1]
 
 
-class _GridReader(RowReader):
-    """Reads points of a table times the factor of their block."""
-
-    def __init__(self, e: Emitter, named: Mapping[str, Any], params: Params) -> None:
-        super().__init__(e, named)
-        self.params = params
-
-    @staticmethod
-    def arguments(params: Params) -> tuple[str, str]:
-        nested = " scale_sizes scale_mean" if params.scale_type == grid.NESTED else ""
-        return f"codes scales{nested}{' tensor_scale' if params.tensor_scale else ''}", "features blocks row_bytes"
-
-    def write(self, row: Any, features: Any, put: Put) -> None:
-        self._write_factors(row)
-        line = self.b.mul(row, self.named["row_bytes"])
-
-        def chunk(first: Any, rest: Any) -> None:
-            self._chunk(line, first, rest, put)
-
-        self.e.in_chunks(features, CHUNK, chunk)
-
-    def _chunk(self, line: Any, first: Any, rest: Any, put: Put) -> None:
-        """Write CHUNK columns from `first` on, only `rest` of them if it is given."""
-        e, b, width = self.e, self.b, self.params.block_columns
-        factor = scaled = None
-        for position in range(0, CHUNK, LANES):
-            column = b.add(first, e.i64(position))
-            if position % (CHUNK if width == -1 else gcd(width, CHUNK)) == 0:
-                factor = self._factor(column)
-                scaled = self._scaled_table(factor)
-            left = None if rest is None else b.sub(rest, e.i64(position))
-            values = (
-                self._octets(line, column, left, factor)
-                if self.params.bits == 8
-                else self._nibbles(line, column, left, scaled)
-            )
-            put(0, column, values, left)
-
-    # ------------------------------------------------------------ factors
-
-    def _factor(self, column: Any) -> Any:
-        """The factor of the block of a column, a value."""
-        e, b, width = self.e, self.b, self.params.block_columns
-        block = e.i64(0) if width == -1 else e.clamped(b.udiv(column, e.i64(width)), self.named["blocks"])
-        return e.load(self.space, block, e.float)
-
-    def _write_factors(self, row: Any) -> None:
-        """Write the factors of all blocks of a row to the space."""
-        e, b, params, count = self.e, self.b, self.params, self.named["blocks"]
-        above = e.i64(0) if params.block_rows == -1 else b.udiv(row, e.i64(params.block_rows))
-        first = b.mul(above, count)
-        if params.scale_type == grid.NESTED:
-            with e.loop(count) as i:
-                e.store(self._times_tensor(self._read_nested(b.add(first, i))), self.space, i)
-            return
-
-        def some(start: Any, rest: Any) -> None:
-            e.store(self._times_tensor(self._scales(b.add(first, start), rest)), self.space, start)
-
-        e.in_chunks(count, LANES, some)
-
-    def _times_tensor(self, scales: Any) -> Any:
-        if not self.params.tensor_scale:
-            return scales
-        factor = self.e.load(self.named["tensor_scale"], self.e.i64(0), self.e.float)
-        return self.b.fmul(scales, factor if scales.type == self.e.float else self.e.splat(factor, LANES))
-
-    def _read_nested(self, index: Any) -> Any:
-        """The scale `index` of all that are nested."""
-        e, b, named = self.e, self.b, self.named
-        point = self._point(e.load(named["scales"], index, e.byte), grid.DYNAMIC8)
-        size = e.load(named["scale_sizes"], b.udiv(index, e.i64(grid.SCALES_PER_SIZE)), e.float)
-        return b.fadd(b.fmul(point, size), e.load(named["scale_mean"], e.i64(0), e.float))
-
-    def _scales(self, first: Any, rest: Any) -> Any:
-        """Sixteen stored scales as float32."""
-        e, b, kind, at = self.e, self.b, self.params.scale_type, self.named["scales"]
-        if kind not in (grid.E8M0, grid.E4M3):
-            return e.load_floats(at, first, getattr(torch, kind), LANES, rest)
-        octets = e.load_some(at, first, e.byte, LANES, rest)
-        if kind == grid.E4M3:
-            return self._from_e4m3(octets)
-        words = b.shl(b.zext(octets, e.vector(e.word, LANES)), e.constant(e.word, LANES, 23))
-        least = e.constant(e.word, LANES, 1 << 22)  # 2^-127 is no normal number
-        words = b.select(b.icmp_unsigned("==", words, e.constant(e.word, LANES, 0)), least, words)
-        return b.bitcast(words, e.vector(e.float, LANES))
-
-    # ------------------------------------------------------------ points
-
-    def _octets(self, line: Any, column: Any, left: Any, factor: Any) -> Any:
-        """Sixteen weights of 8 bits."""
-        e, b = self.e, self.b
-        codes = e.load_some(self.named["codes"], b.add(line, column), e.byte, LANES, left)
-        if self.params.values == grid.E4M3:
-            points = self._from_e4m3(codes)
-        else:
-            points = self._points_in_turn(codes)
-        return b.fmul(points, e.splat(factor, LANES))
-
-    def _from_e4m3(self, octets: Any) -> Any:
-        """Numbers of e4m3 as float32: those of float16 with the same bits, times 2^8."""
-        e, b = self.e, self.b
-        shorts = b.sext(octets, e.vector(e.short, LANES))
-        moved = b.and_(b.shl(shorts, e.constant(e.short, LANES, 7)), e.constant(e.short, LANES, -0x4001))
-        wide = b.fpext(b.bitcast(moved, e.vector(e.half, LANES)), e.vector(e.float, LANES))
-        magnitude = b.and_(octets, e.constant(e.byte, LANES, NAN_CODE))
-        is_nan = b.icmp_unsigned("==", magnitude, e.constant(e.byte, LANES, NAN_CODE))
-        return b.select(is_nan, e.floats(float("nan")), b.fmul(wide, e.floats(HALF_TO_E4M3)))
-
-    def _scaled_table(self, factor: Any) -> list[Any]:
-        """The table of 16 points times a factor, in registers; empty where codes are looked up in turn."""
-        e, features = self.e, llvm.features()
-        if self.params.bits == 8 or "avx2" not in features:
-            return []
-        points = grid.value_table(self.params.values).tolist()
-        if "avx512f" in features:
-            return [self.b.fmul(e.ir.Constant(e.vector(e.float, LANES), points), e.splat(factor, LANES))]
-        halves = [points[:EIGHT]] if self._is_symmetric() else [points[:EIGHT], points[EIGHT:]]
-        return [self.b.fmul(e.ir.Constant(e.vector(e.float, EIGHT), half), e.splat(factor, EIGHT)) for half in halves]
-
-    def _is_symmetric(self) -> bool:
-        """Whether bit 3 of a code is the sign."""
-        return self.params.values in (grid.E2M1, grid.FP4)
-
-    def _nibbles(self, line: Any, column: Any, left: Any, tables: Any) -> Any:
-        """Sixteen weights of 4 bits."""
-        e, b = self.e, self.b
-        start = b.add(line, b.udiv(column, e.i64(2)))
-        count = None if left is None else b.sdiv(b.add(left, e.i64(1)), e.i64(2))
-        octets = e.load_some(self.named["codes"], start, e.byte, LANES // 2, count)
-        words = b.bitcast(octets, e.vector(e.word, 2))  # eight codes each, the first in the lowest bits
-        places = e.ir.Constant(e.vector(e.word, LANES), [4 * (i % EIGHT) for i in range(LANES)])
-        spread = e.shuffled(words, words, [i // EIGHT for i in range(LANES)])
-        codes = b.lshr(spread, places)
-        if not tables:
-            low = b.and_(codes, e.constant(e.word, LANES, 15))
-            factor = e.splat(self._factor(column), LANES)
-            return b.fmul(self._points_in_turn(low), factor)
-        if len(tables) == 1 and tables[0].type.count == LANES:
-            return e.intrinsic("llvm.x86.avx512.permvar.sf.512", tables[0].type, tables[0], codes)
-        halves = [self._permute(e.shuffled(codes, codes, range(i, i + EIGHT)), tables) for i in (0, EIGHT)]
-        return e.shuffled(halves[0], halves[1], range(LANES))
-
-    def _permute(self, codes: Any, tables: list[Any]) -> Any:
-        """Eight weights by permutations of registers."""
-        e, b = self.e, self.b
-        looked = [e.intrinsic("llvm.x86.avx2.permps", table.type, table, codes) for table in tables]
-        top = b.shl(codes, e.constant(e.word, EIGHT, 28))  # bit 3 of the code is the sign
-        if len(looked) == 2:
-            return b.select(b.icmp_signed("<", top, e.constant(e.word, EIGHT, 0)), looked[1], looked[0])
-        sign = b.and_(top, e.constant(e.word, EIGHT, NEGATIVE))
-        return b.bitcast(b.xor(b.bitcast(looked[0], sign.type), sign), looked[0].type)
-
-    def _points_in_turn(self, codes: Any) -> Any:
-        """Points by a table in memory, one after the other."""
-        e, b = self.e, self.b
-        result = e.vector(e.float, LANES)(e.ir.Undefined)
-        for i in range(LANES):
-            point = self._point(b.extract_element(codes, e.word(i)), self.params.values)
-            result = b.insert_element(result, point, e.word(i))
-        return result
-
-    def _point(self, code: Any, values: str) -> Any:
-        """The point of a code, a value."""
-        e = self.e
-        known = e.module.globals.get(values)
-        if known is None:
-            points = grid.value_table(values).tolist()
-            known = e.ir.GlobalVariable(e.module, e.ir.ArrayType(e.float, len(points)), values)
-            known.global_constant, known.linkage = True, "internal"
-            known.initializer = e.ir.Constant(known.value_type, points)
-        return e.load(known, self.b.zext(code, e.index), e.float)
+def _is_summed(params: Params, shape: Shape) -> bool:
+    """Return whether weights are summed as integers, which takes permutations of bytes."""
+    is_known = params.values == grid.E2M1 and params.block_columns in SUMMED_BLOCKS
+    return is_known and params.scale_type != grid.NESTED and shape[1] % COLUMNS == 0 and "avx2" in llvm.features()
 
 
-class _GridProduct(DecodedProduct):
-    reader = _GridReader
+def _is_in_registers(params: Params, shape: Shape) -> bool:
+    """Return whether weights are e4m3 in whole blocks of 32 columns, whole 64, or rows."""
+    _, block = params.block(shape)
+    fits = block >= shape[1] or (shape[1] % block == 0 and (block == LEAST_BLOCK or block % COLUMNS == 0))
+    return params.values == grid.E4M3 and params.scale_type != grid.NESTED and shape[1] % COLUMNS == 0 and fits
+
+
+class _DecodedGrid(DecodedProduct):
+    reader = GridReader
 
     def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> None:
         blocks = params.blocks(shape)[1]
         sizes = {"blocks": blocks, "row_bytes": -(-shape[1] * params.bits // 8)}
         super().__init__(tensors, params, shape, (params,), sizes, -(-blocks // LANES) * LANES)
+        self._is_in_registers = _is_in_registers(params, shape)
+
+    def product(self, dtype: torch.dtype) -> llvm.Function:
+        if not self._is_in_registers:
+            return super().product(dtype)
+        _, columns = self.params.block(self.shape)
+        return llvm.function(_GridOctets, self.params, 0 if columns >= self.shape[1] else columns, dtype)
 
     def look_up(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the rows ids [n] of the weight, [n, in], as bfloat16, float16 or float32; ids must be rows of it."""
         ids = ids.long().contiguous()
         out = torch.empty(len(ids), self.shape[1], dtype=dtype, device="cpu")
-        write = llvm.function(_LookUpRows, self.settings, dtype)
+        write = llvm.function(LookUpRows, self.settings, dtype)
         values = {**self.stored, **self.sizes, "out": out.data_ptr(), "ids": ids.data_ptr()}
 
         def work(first: int, last: int) -> None:
@@ -247,19 +101,196 @@ class _GridProduct(DecodedProduct):
         return out
 
 
-class _LookUpRows(Writer):
-    """Writes the rows `ids` of a weight."""
+class _SummedGrid(Product):
+    """x times a weight of MXFP4 or NVFP4."""
 
-    def __init__(self, settings: tuple[Any, ...], dtype: torch.dtype) -> None:
-        pointers, integers = _GridReader.arguments(*settings)
-        super().__init__("look_up", f"{pointers} space out ids", f"first last {integers}", dtype)
+    def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> None:
+        self._decoded = _DecodedGrid(tensors, params, shape)
+        rows, blocks = -(-shape[0] // LANES) * LANES, params.blocks(shape)[1]
+        pitch = -(-blocks // LANES) * LANES
+        layout = ProductSizes(shape[1], shape[0], shape[1], rows, COLUMNS, SHORTS, 2 * pitch)
+        sizes = {"blocks": blocks, "pitch": pitch, "rows": rows, "outputs": shape[0], "columns": shape[1]}
+        super().__init__(tensors, params, shape, layout, self._decoded.stored, sizes)
+
+    def kernel(self, tokens: int) -> llvm.Function:
+        return llvm.function(_GridSums, self.params, tokens)
+
+    def decoder(self, dtype: torch.dtype) -> Decoder:
+        return self._decoded.decoder(dtype)
+
+
+class _GridSums(Emitter):
+    """Sums rows of the weight times few rows of activations."""
+
+    def __init__(self, params: Params, tokens: int) -> None:
+        pointers, _ = GridReader.arguments(params)
+        super().__init__("product", f"{pointers} {PRODUCT}", "first last blocks pitch rows outputs columns")
+        self.params, self.tokens = params, tokens
+        self.width = SHORTS if "avx512bw" in llvm.features() else SHORTS // 2  # of a register
+        self.scales_of = GridReader(self, self.named, params)
         named, b = self.named, self.b
-        reads = _GridReader(self, named, *settings)
-        with self.loop(named["last"], named["first"]) as i:
-            line = b.mul(i, named["features"])
-
-            def put(_: int, column: Any, values: Any, left: Any) -> None:
-                self.store_some(self.rounded(values), named["out"], b.add(line, column), left)
-
-            reads.write(self.load(named["ids"], i, self.index), named["features"], put)
+        self.blocks, self.space, self.out = named["blocks"], named["space"], named["out"]
+        steps = b.udiv(named["columns"], self.i64(COLUMNS))
+        parts = COLUMNS // self.width
+        kind = self.vector(self.float, self.width // 2)
+        self.sums = [[self.variable(kind) for _ in range(parts)] for _ in range(tokens)]
+        self._spread_scales()
+        begin, end = (b.mul(named[name], self.i64(LANES)) for name in ("first", "last"))
+        with self.loop(self.smaller(end, named["outputs"]), begin) as row:
+            self._write_factors(row)
+            for variable in (each for variables in self.sums for each in variables):
+                b.store(self.constant(self.float, self.width // 2, 0.0), variable)
+            line = b.mul(row, b.udiv(named["columns"], self.i64(2)))
+            with self.loop(steps) as step:
+                self._add(line, step)
+            for m, variables in enumerate(self.sums):
+                total = b.load(variables[0])
+                for variable in variables[1:]:
+                    total = b.fadd(total, b.load(variable))
+                self.store(self.total(total), self.out, b.add(b.mul(named["rows"], self.i64(m)), row))
         b.ret_void()
+
+    def _place(self, m: int, side: int, block: Any) -> Any:
+        """Where the scale (0) of activations or the factor (1) of a block for a row of activations is."""
+        return self.b.add(self.b.mul(self.named["pitch"], self.i64(2 * m + side)), block)
+
+    def _spread_scales(self) -> None:
+        """Write the scales of the activations for each block of columns."""
+        b, spans = self.b, self.b.udiv(self.named["columns"], self.i64(COLUMNS))
+        with self.loop(self.blocks) as block:
+            span = b.udiv(block, self.i64(COLUMNS // self.params.block_columns))
+            for m in range(self.tokens):
+                scale = self.load(self.named["x_scales"], b.add(b.mul(spans, self.i64(m)), span), self.float)
+                self.store(b.fmul(scale, self.float(1 / HALVES)), self.space, self._place(m, 0, block))
+
+    def _write_factors(self, row: Any) -> None:
+        """Write the factors of all blocks of a row, times the scales of the activations."""
+        b = self.b
+        above = self.scales_of.first_scale(row)
+
+        def some(start: Any, rest: Any) -> None:
+            factors = self.scales_of.times_tensor(self.scales_of.scales(b.add(above, start), rest))
+            for m in range(self.tokens):
+                scales = self.load(self.space, self._place(m, 0, start), self.float, LANES)
+                self.store(b.fmul(factors, scales), self.space, self._place(m, 1, start))
+
+        self.in_chunks(self.blocks, LANES, some)
+
+    def _add(self, line: Any, step: Any) -> None:
+        """Add the products of COLUMNS columns to the sums."""
+        b, width = self.b, self.width
+        for start in range(0, COLUMNS, width):
+            octets = b.add(line, b.add(b.mul(step, self.i64(COLUMNS // 2)), self.i64(start // 2)))
+            weights = self._integers(octets)
+            for m, sums in enumerate(self.sums):
+                vector, inside = divmod(start, SHORTS)
+                first = b.mul(step, self.i64(COLUMNS * self.tokens))
+                place = self.i64((vector * self.tokens + m) * SHORTS + inside)
+                x = self.load(self.named["x16"], b.add(first, place), self.short, width)
+                products = b.sitofp(self.pair_sums(weights, x), self.vector(self.float, width // 2))
+                variable = sums[start // width]
+                b.store(self.multiply_add(products, self._factors(m, step, start), b.load(variable)), variable)
+
+    def _integers(self, start: Any) -> Any:
+        """The integers of `width` weights whose codes begin at a byte, as int16."""
+        b, width = self.b, self.width
+        shorts = self.vector(self.short, width // 2)
+        octets = b.zext(self.load(self.named["codes"], start, self.byte, width // 2), shorts)
+        spread = b.or_(octets, b.shl(octets, self.constant(self.short, width // 2, 4)))
+        codes = b.and_(spread, self.constant(self.short, width // 2, 0x0F0F))  # a code in each byte, in order
+        points = (HALVES * grid.value_table(grid.E2M1)).int().tolist()
+        kind = self.vector(self.byte, width)
+        table = self.ir.Constant(kind, (points * 2)[:width])
+        name = "llvm.x86.avx2.pshuf.b" if width == SHORTS else "llvm.x86.ssse3.pshuf.b.128"
+        return b.sext(self.intrinsic(name, kind, table, b.bitcast(codes, kind)), self.vector(self.short, width))
+
+    def _factors(self, m: int, step: Any, start: int) -> Any:
+        """The factors of `width` columns, for pairs of columns."""
+        b, size, lanes = self.b, self.params.block_columns, self.width // 2
+        count = max(1, self.width // size)
+        block = b.add(b.mul(step, self.i64(COLUMNS // size)), self.i64(start // size))
+        factors = self.load(self.space, self._place(m, 1, block), self.float, count)
+        return self.shuffled(factors, factors, [i * count // lanes for i in range(lanes)])
+
+
+class _GridOctets(Writer):
+    """Writes the products of rows of activations, float32 [tokens, columns], with rows of the weight."""
+
+    def __init__(self, params: Params, columns: int, dtype: torch.dtype) -> None:
+        """columns: of a block, 0 for whole rows."""
+        pointers, integers = GridReader.arguments(params)
+        sizes = f"first last outputs columns tokens width {integers}"
+        super().__init__("product", f"{pointers} x out space", sizes, dtype)
+        named, b = self.named, self.b
+        self.block, self.outputs = columns, named["outputs"]
+        is_wide = "avx512f" in llvm.features()
+        count = 2 if is_wide else 1  # sums of each row of activations, which do not wait for each other
+        group = GROUP if is_wide else GROUP // 2
+        kind = self.vector(self.float, LANES)
+        self.inner, self.sums = ([[self.variable(kind) for _ in range(n)] for _ in range(group)] for n in (count, 1))
+        self.seen = self.variable(self.vector(self.byte, COLUMNS))
+        reads_scales = GridReader(self, named, params)
+        groups = b.udiv(named["tokens"], self.i64(group))
+        begin, end = (b.mul(named[name], self.i64(LANES)) for name in ("first", "last"))
+        with self.loop(self.smaller(end, self.outputs), begin) as row:
+            reads_scales.write_factors(row)
+            self.is_bad = self._has_nan(b.mul(row, named["row_bytes"]))
+            with self.loop(groups) as m:
+                self._tile(row, b.mul(m, self.i64(group)), group)
+            with self.loop(named["tokens"], b.mul(groups, self.i64(group))) as m:
+                self._tile(row, m, 1)
+        b.ret_void()
+
+    def _tile(self, row: Any, m: Any, count: int) -> None:
+        """Write the products of a row of the weight with `count` rows of activations from m on."""
+        b, named = self.b, self.named
+        line = b.mul(row, named["row_bytes"])
+        step = min(self.block or COLUMNS, COLUMNS)
+        width = self.i64(self.block) if self.block else named["features"]
+        for (total,) in self.sums[:count]:
+            b.store(self.floats(0.0), total)
+        with self.loop(named["blocks"]) as block:
+            for inner in self.inner[:count]:
+                for each in inner:
+                    b.store(self.floats(0.0), each)
+            first = b.mul(block, width)
+            with self.loop(b.udiv(width, self.i64(step))) as i:
+                self._add(line, b.add(first, b.mul(i, self.i64(step))), step, m, count)
+            factor = b.fmul(self.load(self.named["space"], block, self.float), self.float(HALF_TO_E4M3))
+            for inner, (total,) in zip(self.inner[:count], self.sums, strict=False):
+                partial = b.load(inner[0])
+                for each in inner[1:]:
+                    partial = b.fadd(partial, b.load(each))
+                b.store(self.multiply_add(partial, self.splat(factor, LANES), b.load(total)), total)
+        for i, (total,) in enumerate(self.sums[:count]):
+            value = b.select(self.is_bad, self.float(float("nan")), self.total(b.load(total)))
+            place = b.add(b.mul(b.add(m, self.i64(i)), named["width"]), row)
+            self.store(self.rounded(self.splat(value, 1)), named["out"], place)
+
+    def _add(self, line: Any, first: Any, count: int, m: Any, tokens: int) -> None:
+        """Add the products of `count` columns from `first` on."""
+        b, named = self.b, self.named
+        for i, position in enumerate(range(0, count, LANES)):
+            column = b.add(first, self.i64(position))
+            octets = self.load(named["codes"], b.add(line, column), self.byte, LANES)
+            shorts = b.sext(octets, self.vector(self.short, LANES))
+            moved = b.and_(
+                b.shl(shorts, self.constant(self.short, LANES, 7)), self.constant(self.short, LANES, -0x4001)
+            )
+            weights = b.fpext(b.bitcast(moved, self.vector(self.half, LANES)), self.vector(self.float, LANES))
+            for t, sums in enumerate(self.inner[:tokens]):
+                place = b.add(b.mul(b.add(m, self.i64(t)), named["columns"]), column)
+                variable = sums[i % len(sums)]
+                x = self.load(named["x"], place, self.float, LANES)
+                b.store(self.multiply_add(weights, x, b.load(variable)), variable)
+
+    def _has_nan(self, line: Any) -> Any:
+        """Return whether one of the codes of a row is NaN."""
+        b, zeros, nan = self.b, self.constant(self.byte, COLUMNS, 0), self.constant(self.byte, COLUMNS, NAN_CODE)
+        b.store(zeros, self.seen)
+        with self.loop(b.udiv(self.named["features"], self.i64(COLUMNS))) as i:
+            codes = self.load(self.named["codes"], b.add(line, b.mul(i, self.i64(COLUMNS))), self.byte, COLUMNS)
+            is_nan = b.sext(b.icmp_unsigned("==", b.and_(codes, nan), nan), zeros.type)
+            b.store(b.or_(b.load(self.seen), is_nan), self.seen)
+        whole = self.intrinsic(f"llvm.vector.reduce.or.v{COLUMNS}i8", self.byte, b.load(self.seen))
+        return b.icmp_unsigned("!=", whole, self.byte(0))
