@@ -34,7 +34,7 @@ from torch import Tensor
 from compress.numerics import checks, huffman
 
 ESTIMATED = True  # the bytes that `estimate` has before a weight is packed may be others
-USUAL_BITS = 2.75  # of an exponent in a stream
+USUAL_BITS = 2.75  # bits of an exponent in a stream
 USUAL_ESCAPES = 1 / 3000
 RANKS = 15  # exponents behind `base` that have a code
 LARGEST_BASE = 255 - RANKS

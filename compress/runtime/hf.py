@@ -42,12 +42,11 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from compress import formats
 from compress.errors import CheckpointError, first_line, shown
 from compress.formats import stored
 from compress.runtime import embedding, expert_layouts, linears, saving, step
 from compress.runtime.experts import Experts, is_fused_experts
-from compress.runtime.linear import PackedLinear, PackedModule
+from compress.runtime.linear import PackedLinear, PackedModule, are_unpacked
 from compress.storage import manifest, paths
 from compress.storage.checkpoint import MANIFEST
 from compress.types import Pruning, Stored
@@ -226,7 +225,7 @@ class CompressQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
                 _check_loaded(name, module)
-        if _is_unpacked(model):
+        if are_unpacked(_packed_modules(model)):
             self.dequantize(model)
         if any(isinstance(module, PackedModule) for module in model.modules()):
             step.speed_up(model)  # a model of which nothing is packed computes as its original
@@ -325,14 +324,6 @@ def _packed_tensors(model: nn.Module) -> set[str]:
 
 def _packed_modules(model: nn.Module) -> list[PackedModule]:
     return [module for module in model.modules() if isinstance(module, PackedModule)]
-
-
-def _is_unpacked(model: nn.Module) -> bool:
-    """Return whether all packed weights of a model are stored for the sake of their bytes alone."""
-    packed = _packed_modules(model)
-    is_here = not any(tensor.is_meta for module in packed for tensor in module.tensors.values())
-    ways = {module.stored for module in packed if module.format != "dense"}
-    return is_here and bool(ways) and all(map(formats.is_unpacked, ways))
 
 
 def _placeholder(shape: tuple[int, int]) -> torch.Tensor:

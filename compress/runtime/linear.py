@@ -97,6 +97,13 @@ class PackedModule(nn.Module):
         return self
 
 
+def are_unpacked(packed: Sequence[PackedModule]) -> bool:
+    """Return whether all packed weights of a model are stored for their bytes alone, and are here."""
+    ways = {module.stored for module in packed if module.format != "dense"}
+    is_here = not any(tensor.is_meta for module in packed for tensor in module.tensors.values())
+    return is_here and bool(ways) and all(map(formats.is_unpacked, ways))
+
+
 class _Entry(NamedTuple):
     built_from: Hashable  # the state of the tensors of the module
     derived: Derived

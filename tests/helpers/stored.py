@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress import formats, plugins
-from compress.formats import codebook, ternary
+from compress.formats import codebook, exponents, ternary
 from compress.numerics.packing import pack_stream
 from compress.types import PackedWeight, Stored
 from helpers import problems
@@ -123,8 +123,9 @@ def product(x: Tensor, weight: PackedWeight) -> Tensor:
 def samples(name: str, shape: tuple[int, int]) -> list[PackedWeight]:
     """Weights in a format as the methods that write it make them; a format without a method packs the weight itself."""
     weight = problems.random(*shape)
-    if name == "exponents":
-        weight = weight.bfloat16()  # of another type it keeps what it is given
+    if name == "exponents":  # its method keeps what is too small to gain by it
+        packed = [exponents.pack(weight.bfloat16(), coding) for coding in ("huffman", "ranked")]
+        return [PackedWeight(Stored(name, params), tensors, shape) for params, tensors in packed]
     stats = problems.stats(problems.inputs(2 * shape[1], shape[1]))
     methods = {method: plugins.load("quant", method) for method in METHODS}
     writers = {key: method for key, method in methods.items() if name == method.FORMAT}

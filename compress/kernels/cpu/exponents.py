@@ -103,10 +103,10 @@ class _RankedProduct(_DecodedWeight):
         return _multiply((self,), x)
 
     def fuse(self, others: Sequence[Prepared]) -> Joined | None:
-        return None if _ranked((self, *others)) is None else _multiply
+        return None if _select_ranked((self, *others)) is None else _multiply
 
     def calls(self, rows: ActivationRows, take: Take, others: Sequence[Prepared] = ()) -> Iterator[CompiledCall] | None:
-        parts = _ranked((self, *others))
+        parts = _select_ranked((self, *others))
         return None if parts is None else _calls(parts, rows, take)
 
     def call(self, rows: ActivationRows, x: int) -> CompiledCall:
@@ -125,7 +125,7 @@ class _RankedProduct(_DecodedWeight):
         )
 
 
-def _ranked(kernels: Sequence[Prepared]) -> list[_RankedProduct] | None:
+def _select_ranked(kernels: Sequence[Prepared]) -> list[_RankedProduct] | None:
     """Return kernels that read activations alike; None if they do not."""
     ranked = [kernel for kernel in kernels if isinstance(kernel, _RankedProduct)]
     return ranked if len(ranked) == len(kernels) and len({each.shape[1] for each in ranked}) == 1 else None
@@ -242,4 +242,4 @@ class _DecodeRanked(Emitter):
         zeros = self.constant(self.short, PAIR, 0)
         exponents = b.select(b.icmp_signed("!=", ranks, zeros), b.add(ranks, self.base), zeros)
         fractions = b.zext(self.load_some(self.fractions, b.add(line, first), self.byte, PAIR, rest), kind)
-        self.store_some(huffman.joined(self, exponents, fractions), self.out, b.add(line, first), rest)
+        self.store_some(huffman.join_halves(self, exponents, fractions), self.out, b.add(line, first), rest)

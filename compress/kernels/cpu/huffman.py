@@ -23,7 +23,7 @@ from compress.numerics import huffman
 TOGETHER = 4  # rows
 STEPS = 4  # entries that are looked up in a word
 MOST = 6  # symbols of an entry, in its lowest bytes
-COUNT, LENGTH = 48, 56  # where the number of symbols, and that of their bits, begin in an entry
+COUNT, LENGTH = 48, 56  # bits at which the number of symbols, and that of their bits, begin
 WORD = 8  # bytes
 SPACE = 64  # bytes behind a row of exponents that may be written: STEPS * MOST + WORD are
 CHUNK = 32  # weights that are joined at a time
@@ -140,11 +140,11 @@ class _Decode(Emitter):
         exponents = self.load(self.space, b.add(near, column), self.byte, CHUNK)
         place = b.add(line, column)
         fractions = b.zext(self.load_some(self.fractions, place, self.byte, CHUNK, rest), kind)
-        bits = joined(self, b.zext(exponents, kind), fractions)
+        bits = join_halves(self, b.zext(exponents, kind), fractions)
         self.store_some(bits, self.out, place, rest)
 
 
-def joined(e: Emitter, exponents: Any, fractions: Any) -> Any:
+def join_halves(e: Emitter, exponents: Any, fractions: Any) -> Any:
     """Return bfloat16 numbers, as int16, of vectors int16 of exponents and fractions."""
     b, lanes = e.b, exponents.type.count
     sign = b.shl(b.and_(fractions, e.constant(e.short, lanes, 0x80)), e.constant(e.short, lanes, 8))

@@ -12,7 +12,7 @@ from compress.kernels.loops.compiler import Bytes, Longs, Words, loop
 from compress.numerics import huffman
 
 SYMBOLS_PER_THREAD = 1 << 16  # fewer are not worth waking it
-LENGTH_BITS = 4  # of an entry of the table: code << 4 | length
+LENGTH_BITS = 4  # bits of the length in an entry of the table: code << 4 | length
 
 
 def available() -> bool:
