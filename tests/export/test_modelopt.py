@@ -112,21 +112,17 @@ def test_experts_of_a_layer_share_the_scale_of_their_inputs(tmp_path: Path) -> N
 
 def test_the_settings_are_those_that_the_package_writes(tmp_path: Path) -> None:
     """Its own conversion of the older layout into the newer one."""
-    foreign.tool("modelopt")
-    from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
-
+    convert_settings = foreign.tool("modelopt.torch.export.convert_hf_config").convert_hf_quant_config_format
     for number, (kind, settings, name) in enumerate(CASES):
         _, section, described = exported(packed(tmp_path / str(number), "llama", kind, *settings))
-        expected = convert_hf_quant_config_format(described)
+        expected = convert_settings(described)
         if "config_groups" not in expected:  # it has none for FP8 by rows, nor for MXFP8
             section.pop("config_groups")
         assert {key: section[key] for key in expected} == expected, name
 
 
 def test_the_package_decodes_our_weights(tmp_path: Path) -> None:
-    foreign.tool("modelopt")
-    from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP8QTensor, NVFP4QTensor
-
+    types = foreign.tool("modelopt.torch.quantization.qtensor")
     for number, (kind, settings, _) in enumerate(CASES[:5]):
         source = packed(tmp_path / str(number), "llama", kind, *settings)
         tensors = stored_tensors(exported(source)[0])
@@ -135,11 +131,13 @@ def test_the_package_decodes_our_weights(tmp_path: Path) -> None:
             arguments = (weight.shape, torch.float32, codes)
             if kind == "nvfp4":
                 double = tensors[f"{weight.name}.weight_scale_2"]
-                theirs = NVFP4QTensor(*arguments).dequantize(scale=scale, double_scale=double, block_sizes={-1: 16})
+                theirs = types.NVFP4QTensor(*arguments).dequantize(
+                    scale=scale, double_scale=double, block_sizes={-1: 16}
+                )
             elif kind == "mxfp8":
-                theirs = MXFP8QTensor(*arguments).dequantize(scale=scale)
+                theirs = types.MXFP8QTensor(*arguments).dequantize(scale=scale)
             else:
-                theirs = FP8QTensor(*arguments).dequantize(scale=scale[:, None] if scale.dim() else scale)
+                theirs = types.FP8QTensor(*arguments).dequantize(scale=scale[:, None] if scale.dim() else scale)
             assert torch.equal(theirs, weight.dense(torch.float32)), weight.name
 
 
