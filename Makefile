@@ -6,7 +6,7 @@
 # make sweep: a tiny model of every architecture through the command line, written to docs/models.md (an hour).
 # make vllm: packed checkpoints in vLLM on the CPU, in an environment of its own (.venv-vllm, 3.5 GB).
 # make sglang: the same in SGLang, whose packages for GPUs are left out (.venv-sglang, 3 GB; ten minutes).
-# make exports: exported files in GPTQModel, llama.cpp, MLX, ONNX Runtime and torchao, in an environment of their own (.venv-exports; builds them).
+# make exports: exported files in GPTQModel, compressed-tensors, modelopt, llama.cpp, MLX, ONNX Runtime and torchao, in an environment of their own (.venv-exports; builds them).
 # make peft: the tests of PEFT and the Trainer, in an environment of their own (.venv-peft).
 # All create a virtual environment in .venv and install what is missing.
 PYTHON ?= python3
@@ -122,5 +122,5 @@ peft:
 exports:
 	$(PYTHON) -m venv .venv-exports
 	.venv-exports/bin/pip install --quiet "$(TORCH)"
-	.venv-exports/bin/pip install --quiet --editable ".[gguf,onnx]" -r tests/export/requirements.txt -r tests/export/requirements-engines.txt -r tests/export/requirements-onnx.txt
+	.venv-exports/bin/pip install --quiet --editable ".[gguf,onnx]" -r tests/export/requirements.txt -r tests/export/requirements-types.txt -r tests/export/requirements-engines.txt -r tests/export/requirements-onnx.txt
 	.venv-exports/bin/python -m pytest tests/export

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 import torch
+from torch import Tensor
 
 from compress.errors import ExportError
 from compress.export.convert import Export
@@ -46,7 +47,7 @@ def refusal(weight: ExportWeight, types: Collection[str]) -> str | None:
     if weight.roles:
         return "tables are plain numbers there"
     kind, columns = type_of(weight), weight.shape[1]
-    if kind not in types:
+    if kind is None or kind not in types:
         what = f"of the type {kind}" if kind else f"stored as {weight.stored.params}"
         return f"it is {what}, which no engine multiplies there; set type to one of {', '.join(types)}"
     if (reason := weight.not_alone()) is not None:
@@ -97,26 +98,28 @@ def check_fused(export: Export) -> None:
                 )
 
 
-def in_scales(export: Export) -> dict[str, torch.Tensor]:
+def in_scales(export: Export) -> dict[str, Tensor]:
     """Return the static scale of the inputs of each weight that has one, float32 [1], by its name.
 
-    Experts of a layer have the largest of those of all that read the same kind of input.
+    Fused linears, and experts of a layer that read the same kind of input, have the largest of all of them.
     """
-    known: dict[str, torch.Tensor] = {}
-    largest: dict[tuple[str, str], torch.Tensor] = {}
-    keys: dict[str, tuple[str, str]] = {}
+    readers = {weight.name: weight.name for weight in export.held}
+    for group in fused_linears(export):
+        readers |= {weight.name: group[0].name for weight in group}
+    for weight in [weight for weight in export.held if weight.is_expert]:
+        experts, _, last = weight.module.rsplit(".", 2)
+        readers[weight.name] = f"{experts} {'' if last in PROJECTIONS[:-1] else last}"
+    scales: dict[str, Tensor] = {}
+    largest: dict[str, Tensor] = {}
     for weight in export.held:
-        if (stored := (weight.tensors or {}).get(IN_SCALE)) is None:
-            continue
-        known[weight.name] = scale = stored.read().float()
-        if weight.is_expert:
-            experts, _, last = weight.module.rsplit(".", 2)
-            keys[weight.name] = key = (experts, "" if last in PROJECTIONS[:-1] else last)
-            largest[key] = torch.maximum(largest.get(key, scale), scale)
-    return {name: largest[keys[name]] if name in keys else scale for name, scale in known.items()}
+        if (stored := (weight.tensors or {}).get(IN_SCALE)) is not None:
+            scales[weight.name] = scale = stored.read().float()
+            reader = readers[weight.name]
+            largest[reader] = torch.maximum(largest.get(reader, scale), scale)
+    return {name: largest[readers[name]] for name in scales}
 
 
 def tensor_scale(weight: StoredWeight) -> float | None:
     """Return the factor of all scales, None without one, or of a weight that is not quantized yet."""
     stored = (weight.tensors or {}).get("tensor_scale")
-    return None if stored is None else float(stored.read().to(torch.float32))
+    return None if stored is None else float(stored.read())

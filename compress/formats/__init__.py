@@ -17,6 +17,7 @@ A format file has
   weights are stored so is decoded when it is loaded;
 - `ROW_FACTORS`, names of stored tensors, only where the weight is a product with them: of one number, or of one for
   each row, and one or more behind the last;
+- `fixed_tensors(params) -> names` of stored tensors that training leaves as they are, only where there are any;
 - `cut(tensors, params, shape, rows, columns) -> (Params, tensors)`, for tensor parallelism: exactly what decoding and
   slicing would give. rows and columns are ranges of a weight [out, in], of step 1 and not empty. What is returned may
   have other parameters than the whole. ValueError says why a cut is not possible: what is stored may be shared by
@@ -77,6 +78,12 @@ def specs(stored: Stored, shape: Shape) -> dict[str, Spec]:
         **({IN_SCALE: ((1,), torch.float32)} if stored.has_in_scale else {}),
         **(lowrank.part_specs(stored.lowrank, shape) if stored.lowrank is not None else {}),
     }
+
+
+def fixed_tensors(stored: Stored) -> tuple[str, ...]:
+    """Return the names of stored tensors that training leaves as they are, beside codes."""
+    own = getattr(get(stored.format), "fixed_tensors", lambda _: ())
+    return (*own(stored.params), *((IN_SCALE,) if stored.has_in_scale else ()))
 
 
 def check(weight: PackedWeight, where: str) -> None:

@@ -193,6 +193,12 @@ def decode_rows(
     return decode(part, params, (len(rows), shape[1]), dtype)
 
 
+def fixed_tensors(params: Params) -> tuple[str, ...]:
+    """Return the stored tensors that are those of other linears, too: no training may change them."""
+    is_whole = params.block_rows == params.block_columns == -1
+    return (TENSOR_SCALE,) if params.tensor_scale else ("scales",) if is_whole else ()
+
+
 def join_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the tensors of a weight from those of its rows; `has_rows` must hold, and tensor scales be equal."""
     shared = {name: tensor for name, tensor in parts[0].items() if name == TENSOR_SCALE}

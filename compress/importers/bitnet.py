@@ -29,15 +29,15 @@ LEAST_MEAN = 1e-5  # magnitude that weights are divided by
 
 def describe(source: CheckpointSource) -> str:
     """Return how the weights are stored."""
-    return "bitnet of three values, rounded at use" if _is_online(source) else "bitnet of three values"
+    return "three values, rounded at use" if _is_online(source) else "three values in 2 bits"
 
 
 def tensors(source: CheckpointSource) -> dict[str, Readable]:
     """Return the weights by name; CheckpointError for one that lacks a part, or has one of another shape."""
     if _is_online(source):
-        return {name: _rounded(source, name) for name in _plain_linears(source)}
+        return {name: _round_at_use(source, name) for name in _plain_linears(source)}
     names = [name for name, stored in source.stored.items() if stored.dtype == torch.uint8 and name.endswith(".weight")]
-    return {name: _unpacked(source, name) for name in names}
+    return {name: _unpack_weight(source, name) for name in names}
 
 
 def _is_online(source: CheckpointSource) -> bool:
@@ -59,7 +59,7 @@ def _plain_linears(source: CheckpointSource) -> list[str]:
     return names
 
 
-def _unpacked(source: CheckpointSource, name: str) -> Decoded:
+def _unpack_weight(source: CheckpointSource, name: str) -> Decoded:
     stored = source.take(name, (torch.uint8,))
     scale = source.take(f"{name}_scale", scaled.FLOATS, (1,))
     if len(stored.shape) != 2:
@@ -86,7 +86,7 @@ def _codes(stored: StoredTensor, start: int, stop: int) -> Tensor:
     return torch.cat(parts)
 
 
-def _rounded(source: CheckpointSource, name: str) -> Decoded:
+def _round_at_use(source: CheckpointSource, name: str) -> Decoded:
     stored = source.take(name)
 
     def decode(start: int, stop: int) -> Tensor:

@@ -81,7 +81,7 @@ def _weight(source: CheckpointSource, module: str) -> Decoded:
     if f"{module}.weight_scale_2" in source.stored:
         factor = source.take(f"{module}.weight_scale_2", scaled.FLOATS)
     codes = _halves(stored) if stored.dtype == torch.uint8 else scaled.plain(stored)
-    grid = scaled.ScaleGrid(_squeezed(scale), _block(codes, scale), factor=factor)
+    grid = scaled.ScaleGrid(_squeeze(scale), _block(codes, scale), factor=factor)
     return scaled.weight(source, stored.name, codes, grid, source.dtype)
 
 
@@ -91,7 +91,7 @@ def _halves(stored: StoredTensor) -> scaled.Codes:
     return scaled.Codes(stored, shape, lambda start, stop: unpack_e2m1(stored.rows(start, stop)))
 
 
-def _squeezed(scale: StoredTensor) -> StoredTensor:
+def _squeeze(scale: StoredTensor) -> StoredTensor:
     """Return the scales of blocks, stored as [rows, 1, columns, 1], as [rows, columns]."""
     if len(scale.shape) == 4 and scale.shape[1] == scale.shape[3] == 1:
         return scale._replace(shape=(scale.shape[0], scale.shape[2]))

@@ -70,7 +70,7 @@ def params(config: TypeConfig, shape: tuple[int, int]) -> grid.Params:
 
 
 @cache
-def _ascending(values: str) -> tuple[Tensor, Tensor, Tensor]:
+def ascending(values: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return the codes of a table by ascending value, uint8, these values, and the last number that is nearer to each.
 
     Halfway between two points it is the one whose code is even that is taken: of floating-point numbers that with the
@@ -91,7 +91,7 @@ def nearest(units: Tensor, values: str) -> Tensor:
     """Return the codes uint8 of the points nearest to `units` of any shape, float32; beyond the largest that one."""
     if values == grid.E4M3:
         return units.clamp(-LARGEST[values], LARGEST[values]).to(torch.float8_e4m3fn).view(torch.uint8)
-    order, _, bounds = (tensor.to(units.device) for tensor in _ascending(values))
+    order, _, bounds = (tensor.to(units.device) for tensor in ascending(values))
     return order[torch.bucketize(units.contiguous(), bounds, out_int32=True)]
 
 
@@ -103,8 +103,8 @@ def points(units: Tensor, values: str) -> Tensor:
         size = units.abs()
         step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
         return units.div(step).round_().mul_(step).clamp_(-6, 6)
-    _, ascending, bounds = (tensor.to(units.device) for tensor in _ascending(values))
-    return ascending[torch.bucketize(units.contiguous(), bounds, out_int32=True)]
+    _, known, bounds = (tensor.to(units.device) for tensor in ascending(values))
+    return known[torch.bucketize(units.contiguous(), bounds, out_int32=True)]
 
 
 class BlockScales:

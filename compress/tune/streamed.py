@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from compress import formats
 from compress.calib import reference_logprobs
 from compress.calib.reference_logprobs import ReferenceLogprobs
 from compress.model import blockwise, lm_head
@@ -32,7 +33,7 @@ from compress.runtime.embedding import PackedEmbedding
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
 from compress.tune.stored_linear import StoredLinear
-from compress.types import IN_SCALE, PackedWeight
+from compress.types import PackedWeight
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 Numbers = Mapping[str, Tensor]  # name on disk -> values, float32
@@ -219,7 +220,8 @@ class StreamedModel:
 
     def _train_packed(self, prefix: str, path: str, weight: PackedWeight) -> dict[str, str]:
         """Return tensor -> name on disk for what is trained of a packed linear."""
-        floats = (key for key, tensor in weight.tensors.items() if tensor.dtype in FLOATS and key != IN_SCALE)
+        fixed = formats.fixed_tensors(weight.stored)
+        floats = (key for key, tensor in weight.tensors.items() if tensor.dtype in FLOATS and key not in fixed)
         named = {key: self._on_disk(f"{prefix}{path}.{key}", weight.tensors[key]) for key in floats}
         return {key: name for key, name in named.items() if name is not None}
 

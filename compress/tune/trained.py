@@ -17,7 +17,7 @@ from compress import formats
 from compress.formats import lowrank, transforms
 from compress.storage.checkpoint import Checkpoint
 from compress.tune.stored_linear import turned_effective
-from compress.types import IN_SCALE, PackedWeight
+from compress.types import PackedWeight
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -66,9 +66,10 @@ class TrainedWeight:
     """One packed weight that is trained; the numbers in `trained` are moved by AdamW."""
 
     def __init__(self, packed: PackedWeight) -> None:
-        """Begin with all stored floating-point numbers as trained ones, but for the scale of inputs."""
+        """Begin with all stored floating-point numbers as trained ones, but for those that linears share."""
         self.packed = packed
-        floats = {name: t for name, t in packed.tensors.items() if t.dtype in FLOATS and name != IN_SCALE}
+        fixed = formats.fixed_tensors(packed.stored)
+        floats = {name: t for name, t in packed.tensors.items() if t.dtype in FLOATS and name not in fixed}
         self.trained = {name: Trained(t) for name, t in floats.items()}
 
     def weight(self) -> Tensor:

@@ -15,6 +15,10 @@ from compress import importers
 from compress.errors import ExportError
 from compress.export import convert, grids
 from compress.export.source import open_source
+from compress.export.targets import compressed_tensors
+from compress.export.weights import StoredWeight
+from compress.quant import grid_types
+from compress.types import Activations, Stored
 from helpers import foreign, without_us
 from helpers.grids import TYPES, packed, set_tensor_scales
 from helpers.runs import stored_tensors
@@ -92,6 +96,45 @@ def test_names_and_shapes(kind: str, tmp_path: Path) -> None:
     assert settings["config_groups"]["group_0"]["targets"] == ["Linear"]
     if kind == "nvfp4":
         assert float(stored["weight_global_scale"]) == 2048
+
+
+FP4_INPUTS = Activations(4, "tensor", dtype="nvfp4")
+PRESETS = {  # of the package, by the type of weights and that of inputs
+    "NVFP4A16": ("nvfp4", None),
+    "NVFP4": ("nvfp4", FP4_INPUTS),
+    "MXFP4A16": ("mxfp4", None),
+    "MXFP4": ("mxfp4", Activations(4, dtype="mxfp4")),
+    "MXFP4XFP8": ("mxfp4", Activations(dtype="fp8-block")),
+    "MXFP8A16": ("mxfp8", None),
+    "MXFP8": ("mxfp8", Activations(dtype="mxfp8")),
+    "FP8": ("fp8", Activations(scale="tensor", dtype="fp8")),
+    "FP8_DYNAMIC": ("fp8-channel", Activations(dtype="fp8")),
+    "FP8_BLOCK": ("fp8-block", Activations(dtype="fp8-block")),
+}
+COMPARED = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "scale_dtype")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_settings_are_those_of_the_presets(name: str) -> None:
+    foreign.tool("compressed_tensors")
+    from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+
+    kind, inputs = PRESETS[name]
+    stored = Stored("grid", grid_types.TYPES[kind], activations=inputs)
+    assert compressed_tensors.refuses(weight := StoredWeight("q_proj", (128, 128), stored)) is None
+    ours = QuantizationScheme.model_validate({"targets": ["Linear"], **compressed_tensors._scheme(weight)})
+    theirs = preset_name_to_scheme(name, ["Linear"])
+    for part in ("weights", "input_activations"):
+        mine, expected = getattr(ours, part), getattr(theirs, part)
+        assert (mine is None) == (expected is None), part
+        for key in COMPARED if expected is not None else ():
+            assert getattr(mine, key) == getattr(expected, key), (part, key)
+
+
+def test_inputs_that_engines_round_otherwise_are_refused() -> None:
+    for kind, inputs in (("nvfp4", Activations(4, dtype="nvfp4")), ("fp8-block", Activations()), ("mxfp8", FP4_INPUTS)):
+        weight = StoredWeight("q_proj", (128, 128), Stored("grid", grid_types.TYPES[kind], activations=inputs))
+        assert f"engines quantize inputs otherwise beside {kind}" in (compressed_tensors.refuses(weight) or "")
 
 
 def test_groups_of_several_types(tmp_path: Path) -> None:

@@ -71,34 +71,47 @@ def random_parts(stored: Stored, shape: tuple[int, int], seed: int = 0) -> dict[
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if name in ("order", "outlier_index"):
-            return torch.randperm(shape[1], generator=generator)[: size[0]].to(dtype)
-        if name == "mask":
-            chosen = torch.zeros(8 * size[0], dtype=torch.uint8)
-            chosen[torch.randperm(shape[1], generator=generator)[: stored.params.salient]] = 1
-            return pack_stream(chosen, 1)
-        if name in ("rows", "columns"):
-            return torch.arange(size[0]).to(dtype)
-        if name == "row_starts":  # as many outliers as rows, one in each
-            return torch.arange(size[0]).to(dtype)
-        if name == "outlier_columns":
-            return torch.randint(0, shape[1], size, generator=generator).to(dtype)
-        if name == "group_bits":
-            return torch.full(size, stored.params.bits, dtype=dtype)
-        if name == "codes" and dtype == torch.float8_e4m3fn:
-            return (torch.randn(size, generator=generator) * 100).to(dtype)
-        if name == "codes" and stored.format == "ternary":
-            count = ternary.DIGITS[stored.params.packing]
-            trits = torch.randint(-1, 2, (*size, count), generator=generator).to(torch.int8)
-            return ternary._to_bytes(trits, stored.params.packing)
+        chosen = _draw_choice(name, stored, shape[1], size, generator)
+        if chosen is not None:
+            return chosen.to(dtype)
         if dtype.is_floating_point:
             return (0.001 + 0.01 * torch.rand(size, generator=generator)).to(dtype)
-        if name == "scales" and getattr(stored.params, "scale_type", "") == "e8m0":
-            return torch.randint(110, 125, size, generator=generator).to(dtype)
         info = torch.iinfo(dtype)
         return torch.randint(info.min, info.max + 1, size, generator=generator).to(dtype)
 
     return {name: draw(name, *spec) for name, spec in formats.specs(stored, shape).items()}
+
+
+def _draw_choice(
+    name: str, stored: Stored, columns: int, size: tuple[int, ...], generator: torch.Generator
+) -> Tensor | None:
+    """What selects, or must not be any pattern of bits; None for a tensor that can be anything."""
+    if name in ("order", "outlier_index"):
+        return torch.randperm(columns, generator=generator)[: size[0]]
+    if name in ("rows", "columns", "row_starts"):  # as many outliers as rows, one in each
+        return torch.arange(size[0])
+    if name == "outlier_columns":
+        return torch.randint(0, columns, size, generator=generator)
+    if name == "mask":
+        chosen = torch.zeros(8 * size[0], dtype=torch.uint8)
+        chosen[torch.randperm(columns, generator=generator)[: stored.params.salient]] = 1
+        return pack_stream(chosen, 1)
+    if name == "group_bits":
+        return torch.full(size, stored.params.bits)
+    return _draw_codes(name, stored, size, generator)
+
+
+def _draw_codes(name: str, stored: Stored, size: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+    """Codes and scales of formats in which some patterns of bits mean nothing."""
+    if name == "codes" and getattr(stored.params, "values", "") == "e4m3":
+        return torch.randn(size, generator=generator) * 100
+    if name == "codes" and stored.format == "ternary":
+        count = ternary.DIGITS[stored.params.packing]
+        trits = torch.randint(-1, 2, (*size, count), generator=generator).to(torch.int8)
+        return ternary._to_bytes(trits, stored.params.packing)
+    if name == "scales" and getattr(stored.params, "scale_type", "") == "e8m0":
+        return torch.randint(110, 125, size, generator=generator)
+    return None
 
 
 def product(x: Tensor, weight: PackedWeight) -> Tensor:

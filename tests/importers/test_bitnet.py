@@ -38,7 +38,7 @@ def test_packed_weights(linear_class: str, pico_dir: foreign.Pico, tmp_path: Pat
     both = foreign.written(
         pico_dir("llama"), tmp_path, settings(linear_class), lambda n, w: pack(n, w, linear_class == "bitlinear")
     )
-    foreign.check(both, tmp_path, "bitnet of three values")
+    foreign.check(both, tmp_path, "three values in 2 bits")
 
 
 def test_weights_that_are_rounded_at_use(pico_dir: foreign.Pico, tmp_path: Path) -> None:

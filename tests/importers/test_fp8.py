@@ -137,7 +137,9 @@ def test_block_sizes_that_are_none(block: object, pico_dir: foreign.Pico, tmp_pa
 def test_tools_that_cannot_be_read_are_named(pico_dir: foreign.Pico, tmp_path: Path) -> None:
     both = foreign.written(pico_dir("llama"), tmp_path, {"quant_method": "hqq"}, pack)
     line = one_line(cli(*command(both.quantized, RTN, tmp_path / "out")))
-    assert "already quantized ('hqq'), in a way that cannot be read; what can be: awq, bitsandbytes, comp" in line
+    assert (
+        "already quantized ('hqq'), in a way that cannot be read; what can be: awq, bitnet, bitsandbytes, comp" in line
+    )
     foreign.configure(both.quantized, quantization_config={"bits": 4})
     foreign.refused(both.quantized, "names no quant_method")
 

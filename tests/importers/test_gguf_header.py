@@ -111,8 +111,8 @@ BAD = {
     "a tensor behind the end": (made(entries=[entry("a", (64,), 0, 0)]), "is truncated"),
     "half a block": (made(entries=[entry("a", (3, 31), 8, 0)]), "with rows of 31 for Q8_0"),
     "a type that is not read": (
-        made(entries=[entry("a", (32,), 40, 0)]),
-        "tensor 'a' is of type NVFP4, which is not read",
+        made(entries=[entry("a", (32,), 15, 0)]),
+        "tensor 'a' is of type Q8_K, which is not read",
     ),
     "an unknown type": (made(entries=[entry("a", (32,), 99, 0)]), "of type number 99, which is not read"),
 }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compress import formats, plugins
+from compress.formats import grid
 from compress.formats import int as int_format
 from compress.model.blockwise import BlockArgs
 from compress.tune import held_block
@@ -60,7 +61,8 @@ def made(name: str, weight: Tensor, packed: PackedWeight, rates: Rates = RATES) 
 @pytest.mark.parametrize("start", ["codes", "weights"])
 @pytest.mark.parametrize("name", plugins.names("codes"))
 def test_training_begins_with_what_is_stored(name: str, start: str) -> None:
-    others = [packed for kind in ("codebook", "e8p", "ternary", "trellis") for packed in samples(kind, (16, 128))]
+    kinds = ("codebook", "e8p", "ternary", "trellis", "grid")
+    others = [packed for kind in kinds for packed in samples(kind, (16, 128))]
     vectors = [(formats.decode(packed, torch.float32), packed) for packed in others]
     served = [pair for pair in [*weights(), rotated(), *vectors] if plugins.load("codes", name).serves(pair[1])]
     assert len(served) > 3
@@ -69,7 +71,8 @@ def test_training_begins_with_what_is_stored(name: str, start: str) -> None:
         assert torch.allclose(trained.weight(), formats.decode(packed, torch.float32), rtol=1e-5, atol=1e-5)
         rounded = trained.pack()
         assert rounded.stored == packed.stored and rounded.tensors.keys() == packed.tensors.keys()
-        assert all(torch.equal(tensor, rounded.tensors[key]) for key, tensor in packed.tensors.items())
+        pairs = [(tensor, rounded.tensors[key]) for key, tensor in packed.tensors.items()]
+        assert all(torch.equal(before.view(torch.uint8), after.view(torch.uint8)) for before, after in pairs)
         assert trained.changed_share() in (0.0, None)
 
 
@@ -262,3 +265,35 @@ def test_rounding_has_the_gradient_of_what_is_rounded(top: int) -> None:
     gradients = (torch.autograd.grad(y, x, g) for y, x, g in ((made, floats, slope.float()), (exact, leaves, slope)))
     for mine, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(mine.double(), expected, rtol=1e-5, atol=1e-4 * top)
+
+
+def test_points_are_as_near_to_the_weight_as_their_cells_allow() -> None:
+    """Halfway between two points is half a place; the gradient is that of the value, and ends with the table."""
+    table = torch.tensor([[0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0] * 2])
+    params = grid.Params("e2m1", 16, "e8m0")
+    codes, scales = torch.arange(16)[None] % 8, torch.full((1, 1), 127)
+    tensors = grid.pack(codes.to(torch.uint8), {"scales": scales.to(torch.uint8)}, params)
+    packed = PackedWeight(Stored("grid", params), tensors, (1, 16))
+    target = table + torch.tensor([0.2, -0.2, 0.1, 0.9, -0.9, 0.25, -0.4, 9.0] * 2)
+    trained = made("points", target, packed)
+    moved = trained.trained["latent"].start - (codes + 7)  # 0 is the eighth of 15
+    wanted = torch.tensor([0.4, -0.4, 0.2, 0.48, -0.48, 0.25, -0.4, 0.48] * 2)
+    assert torch.allclose(moved, wanted[None], atol=1e-6)
+    trained.trained["latent"].moved.data += 0.6 / trained.trained["latent"].unit
+    (trained.weight() * torch.arange(16.0)).sum().backward()
+    gradient = trained.trained["latent"].moved.grad
+    assert gradient is not None
+    inside = torch.tensor([1.0] * 7 + [0.0]).repeat(2)
+    assert torch.allclose(gradient / trained.trained["latent"].unit, inside * torch.arange(16.0), rtol=1e-5)
+    assert trained.changed_share() is not None and 0 < float(trained.changed_share() or 0) < 1
+
+
+@pytest.mark.parametrize("name", ["fixed", "points"])
+def test_what_linears_share_is_not_trained(name: str) -> None:
+    packed = samples("grid", (16, 128))
+    for weight in packed:
+        trained = made(name, formats.decode(weight, torch.float32), weight).trained
+        assert "tensor_scale" not in trained
+        if weight.params.block_rows == weight.params.block_columns == -1:
+            assert "scales" not in trained
+    assert any("tensor_scale" in weight.tensors for weight in packed)

@@ -22,10 +22,9 @@ from compress.export.weights import ExportWeight, StoredWeight
 from compress.storage.checkpoint import write_text
 from compress.storage.paths import MODELOPT_SETTINGS
 from compress.types import Activations
-from compress.version import __version__
 
 SUFFIX = ""
-PRODUCER = {"name": "modelopt", "version": "0.47.0", "written_by": f"compress {__version__}"}
+PRODUCER = {"name": "modelopt", "version": "0.47.0", "written_by": "compress"}
 MIXED = "MIXED_PRECISION"
 BLOCK = 128
 ALGORITHMS: dict[tuple[str, Activations | None], str] = {  # type, type of inputs -> what it is called

@@ -103,7 +103,7 @@ class _GridReader(RowReader):
         first = b.mul(above, count)
         if params.scale_type == grid.NESTED:
             with e.loop(count) as i:
-                e.store(self._times_tensor(self._nested(b.add(first, i))), self.space, i)
+                e.store(self._times_tensor(self._read_nested(b.add(first, i))), self.space, i)
             return
 
         def some(start: Any, rest: Any) -> None:
@@ -117,7 +117,7 @@ class _GridReader(RowReader):
         factor = self.e.load(self.named["tensor_scale"], self.e.i64(0), self.e.float)
         return self.b.fmul(scales, factor if scales.type == self.e.float else self.e.splat(factor, LANES))
 
-    def _nested(self, index: Any) -> Any:
+    def _read_nested(self, index: Any) -> Any:
         """The scale `index` of all that are nested."""
         e, b, named = self.e, self.b, self.named
         point = self._point(e.load(named["scales"], index, e.byte), grid.DYNAMIC8)

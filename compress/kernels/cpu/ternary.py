@@ -71,6 +71,9 @@ class Ternary(Product):
         per_group = 0 if params.group_size == -1 else params.group_size // span
         self._settings = (params.packing, span, rest, self._scaling, params.scale_dtype, per_group)
 
+    def most_rows(self, dtype: torch.dtype) -> int:
+        return emitter.MOST_OF_INTEGERS if emitter.widens(dtype) else super().most_rows(dtype)
+
     def kernel(self, tokens: int) -> llvm.Function:
         return llvm.function(TernarySums, *self._settings, tokens)
 

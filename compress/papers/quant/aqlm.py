@@ -20,7 +20,7 @@ Differences from the paper and its code, and why:
 - k-means there weighs all columns alike.
 - The Hessian is damped, as for the other methods here.
 
-Not in the core: on the bundled model see docs/results/low_bit.md; `trellis` is better at equal bytes.
+Not in the core: its KL has not been measured yet, so that nothing has it on the frontier.
 
 Not done: scales of groups within a row; several rows in a vector.
 """

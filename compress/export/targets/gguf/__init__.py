@@ -23,7 +23,6 @@ from compress.export.targets.gguf.architecture import TOOL
 from compress.export.targets.gguf.tensors import BLOCK
 from compress.export.weights import ExportWeight
 from compress.formats.kquant import SUPER_BLOCK
-from compress.importers import gguf_blocks, gguf_points
 
 SUFFIX = ".gguf"
 TABLE = "token_embd.weight"
@@ -65,7 +64,7 @@ def _refuses_fp4(weight: ExportWeight) -> str | None:
     """The same of a data type."""
     if tensors.type_of(weight) is None:
         return f"the type {grids.type_of(weight)} is none of GGUF files; set type: mxfp4 or nvfp4"
-    if weight.shape[1] % (size := gguf_blocks.BLOCKS[tensors.FP4[grids.type_of(weight) or ""]].elements):
+    if weight.shape[1] % (size := tensors.block_of(weight)):
         return f"rows of {weight.shape[1]} are no whole blocks of {size}; leave it unquantized"
     return weight.not_alone()
 
@@ -73,10 +72,10 @@ def _refuses_fp4(weight: ExportWeight) -> str | None:
 def _refuses_trits(weight: ExportWeight) -> str | None:
     """The same of a weight of three values."""
     columns, group = weight.shape[1], weight.stored.params.group(weight.shape[1])
-    if columns % gguf_points.TRITS:
-        return f"rows of {columns} are no whole blocks of {gguf_points.TRITS}; leave it unquantized"
-    if group % gguf_points.TRITS:
-        return f"groups of {group} are no whole blocks; set group_size to a multiple of {gguf_points.TRITS}, or -1"
+    if columns % (size := tensors.block_of(weight)):
+        return f"rows of {columns} are no whole blocks of {size}; leave it unquantized"
+    if group % size:
+        return f"groups of {group} are no whole blocks; set group_size to a multiple of {size}, or -1"
     return weight.not_alone()
 
 

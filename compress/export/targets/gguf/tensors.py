@@ -69,6 +69,13 @@ def type_of(weight: ExportWeight) -> int | None:
     return next((number for number, bits in gguf_blocks.SIGNED.items() if bits >= signed_bits(weight)), None)
 
 
+def block_of(weight: ExportWeight) -> int:
+    """Return how many weights a block of its type holds, which there is."""
+    number = type_of(weight)
+    assert number is not None
+    return gguf_blocks.BLOCKS[number].elements
+
+
 def entries(export: Export, model: Model) -> dict[str, GgufEntry]:
     """Return the tensors of the file by name; ExportError for one that the model has in no such file."""
     sources: dict[str, dict[int | None, Readable | StoredWeight]] = {}
