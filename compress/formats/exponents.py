@@ -110,7 +110,7 @@ def check(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int])
         if int(sizes.sum(dtype=torch.int64)) != params.stream:
             raise ValueError(f"sizes do not add up to the {params.stream} bytes of stream")
     elif params.escapes:
-        checks.within("escapes", tensors["escapes"], 0, shape[0] * shape[1] - 1)
+        checks.distinct("escapes", tensors["escapes"], shape[0] * shape[1])
         checks.ascending("escapes", tensors["escapes"])
 
 

@@ -71,6 +71,7 @@ def test_bytes_of_normal_weights() -> None:
         ("huffman", "lengths", torch.zeros_like),
         ("ranked", "escapes", lambda t: t.flip(0)),
         ("ranked", "escapes", lambda t: t + (1 << 20)),
+        ("ranked", "escapes", lambda t: torch.cat((t[:1], t[:-1]))),  # one twice
     ],
 )
 def test_damaged_tensors_are_refused(coding: str, name: str, change: object) -> None:
