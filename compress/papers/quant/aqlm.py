@@ -244,8 +244,8 @@ class _Search:
         books, is_int8 = self.books, self.params.codebook_dtype == "int8"
         parts = codebook.Parts(
             [codes.T for codes in self.codes],
-            [stored[None, None] for stored in books.stored],
-            [scale[None, None] for scale in books.scale] if is_int8 else [],
+            [stored[None, None].clone() for stored in books.stored],  # not a view of all stages
+            [scale[None, None].clone() for scale in books.scale] if is_int8 else [],
             norm_scale=self.scales.half(),
         )
         return PackedWeight(Stored(FORMAT, self.params), codebook.pack(parts, self.params, shape), shape)
