@@ -17,7 +17,7 @@ from compress.recipe import catalogue, keys
 from compress.version import __version__
 from helpers.runs import cli, one_line
 
-SCREEN_LINES = 45
+SCREEN_LINES = 55
 
 
 def succeeded(*words: str) -> str:
