@@ -94,7 +94,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     notes += codebooks.notes(params.bits[0], config.bits)
     target, hessian = feedback.pad_columns(weight.T.float().contiguous(), hessian, params.vector_dim)
     damping = config.damp * hessian.diagonal().mean().item()
-    search = _Search(Objective(target, hessian, damping), config, params, seed)
+    search = _CodebookSearch(Objective(target, hessian, damping), config, params, seed)
     search.alternate(config.sweeps)
     return Quantized(search.pack(shape), tuple(notes))
 
@@ -121,7 +121,7 @@ class AdditiveLayout(EntryLayout):
         return total
 
 
-class _Search:
+class _CodebookSearch:
     """Codes [stages, blocks, rows], codebooks and scales of one matrix [in, out], columns padded to whole blocks."""
 
     def __init__(self, layer: Objective, config: Config, params: codebook.Params, seed: int) -> None:

@@ -7,7 +7,7 @@ what it has learned. compress/papers/tune/bitnet.py trains, from a checkpoint or
 result in the place of what this file writes.
 
 Of normal weights this rounding loses 0.264 of the square (mean) and 0.318 (median), where the best scale and threshold
-lose 0.190 (compress/quant/ternary.py).
+lose 0.190 (compress/papers/quant/ternary.py).
 """
 
 from __future__ import annotations
