@@ -53,6 +53,7 @@ NF4_LEVELS = (
     *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+LARGEST = {E2M1: 6.0, E4M3: 448.0, NF4: 1.0, FP4: 1.0, DYNAMIC8: 1.0}  # point of each table
 FP4_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 
 
@@ -109,6 +110,19 @@ def value_table(values: str) -> Tensor:
             return _dynamic_table()
         magnitudes = torch.tensor(E2M1_MAGNITUDES) if values == E2M1 else torch.tensor(FP4_TWELFTHS) / 12
         return torch.cat((magnitudes, -magnitudes))
+
+
+def nearest_floats(units: Tensor, values: str) -> Tensor:
+    """Return the points of e2m1 or e4m3 nearest to float32 of any shape, float32; beyond the largest that one.
+
+    Of two points that are as near it is the one with the even mantissa, as hardware rounds.
+    """
+    top = LARGEST[values]
+    if values == E4M3:
+        return units.clamp(-top, top).to(torch.float8_e4m3fn).float()
+    size = units.abs()  # steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return units.div(step).round_().mul_(step).clamp_(-top, top)
 
 
 def _dynamic_table() -> Tensor:

@@ -14,12 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compress.formats import grid
+
 Bytes = NDArray[np.uint8]  # [blocks, bytes of a block], or a part of these columns
 Values = NDArray[np.float32]
 
 TQ1_0, TQ2_0, MXFP4, NVFP4 = 34, 35, 39, 40  # numbers of the types
 TRITS = 256  # numbers of a block of three values
-DOUBLED = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.float32)  # points of e2m1, times 2
+DOUBLED = 2 * grid.value_table(grid.E2M1).numpy()  # points of e2m1, times 2
 POWERS = np.array((81, 27, 9, 3, 1), np.uint8)
 
 

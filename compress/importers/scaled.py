@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from compress.formats import grid as points
 from compress.importers.source import CheckpointSource, Decoded, step
 from compress.storage.checkpoint import StoredTensor
 
@@ -28,7 +29,6 @@ RUNTIME_ENDINGS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale") 
 
 Block = tuple[int, int]  # rows, columns
 Rows = Callable[[int, int], Tensor]  # (start, stop) -> these rows, float32
-E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class Codes(NamedTuple):
@@ -151,6 +151,6 @@ def unpack_codes(words: Tensor, bits: int, count: int) -> Tensor:
 
 def unpack_e2m1(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the numbers [..., 2 n] in a packed uint8 tensor [..., n]."""
-    levels = torch.tensor(E2M1_NUMBERS, dtype=dtype)
+    levels = points.value_table(points.E2M1).to(dtype)
     table = torch.stack([levels.repeat(16), levels.repeat_interleave(16)], -1)  # [byte, half]
     return table[packed.int()].flatten(-2)

@@ -34,16 +34,7 @@ TYPES = {  # data type -> how the format stores it
     "fp4": grid.Params(grid.FP4, 64, grid.NESTED),
     "dynamic8": grid.Params(grid.DYNAMIC8, 256, "float32"),
 }
-LARGEST = {
-    grid.E2M1: 6.0,
-    grid.E4M3: 448.0,
-    grid.NF4: 1.0,
-    grid.FP4: 1.0,
-    grid.DYNAMIC8: 1.0,
-}  # points
-LARGEST_SCALE = (
-    448.0 / 1.5
-)  # largest scale of a block whose largest weight is at 6: at 4 it is 448, the largest of e4m3
+LARGEST_SCALE = 448.0 / 1.5  # of a block whose largest weight is at 6: at 4 it is 448, the largest of e4m3
 LARGEST_CODE, ONE_IN_E4M3 = 0x7E, 0x38  # codes in e4m3 of the largest number, and of 1
 STEPS = range(-2, 7)  # numbers of e4m3 from the nearest scale that are tried
 EXPONENTS = (0, -1, 1)  # powers of two, from the scale that clips nothing
@@ -90,19 +81,16 @@ def ascending(values: str) -> tuple[Tensor, Tensor, Tensor]:
 def nearest(units: Tensor, values: str) -> Tensor:
     """Return the codes uint8 of the points nearest to `units` of any shape, float32; beyond the largest that one."""
     if values == grid.E4M3:
-        return units.clamp(-LARGEST[values], LARGEST[values]).to(torch.float8_e4m3fn).view(torch.uint8)
+        top = grid.LARGEST[values]
+        return units.clamp(-top, top).to(torch.float8_e4m3fn).view(torch.uint8)
     order, _, bounds = (tensor.to(units.device) for tensor in ascending(values))
     return order[torch.bucketize(units.contiguous(), bounds, out_int32=True)]
 
 
 def points(units: Tensor, values: str) -> Tensor:
     """Return the values of the codes that `nearest` gives, float32."""
-    if values == grid.E4M3:
-        return units.clamp(-LARGEST[values], LARGEST[values]).to(torch.float8_e4m3fn).float()
-    if values == grid.E2M1:  # steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6
-        size = units.abs()
-        step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-        return units.div(step).round_().mul_(step).clamp_(-6, 6)
+    if values in (grid.E2M1, grid.E4M3):
+        return grid.nearest_floats(units, values)
     _, known, bounds = (tensor.to(units.device) for tensor in ascending(values))
     return known[torch.bucketize(units.contiguous(), bounds, out_int32=True)]
 
@@ -133,7 +121,7 @@ class BlockScales:
             self.stored[grid.TENSOR_SCALE] = tensor_scale(whole, params.values).reshape(1)
         if params.is_whole:
             tops, is_searched = whole.reshape(1, 1), False  # it is shared, too
-        wanted = tops / LARGEST[params.values] / self.stored.get(grid.TENSOR_SCALE, 1.0)
+        wanted = tops / grid.LARGEST[params.values] / self.stored.get(grid.TENSOR_SCALE, 1.0)
         if params.scale_type == grid.NESTED:
             self._describe(wanted)
         if is_searched:
@@ -204,7 +192,7 @@ def factors(stored: Mapping[str, Tensor], params: grid.Params) -> Tensor:
 
 def tensor_scale(largest: Tensor, values: str) -> Tensor:
     """Return the tensor scale, float32 [], of weights whose largest magnitude is this: a power of two, 1 for zeros."""
-    mantissa, exponent = torch.frexp(largest.float() / (LARGEST[values] * LARGEST_SCALE))
+    mantissa, exponent = torch.frexp(largest.float() / (grid.LARGEST[values] * LARGEST_SCALE))
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-120, 120)
     return torch.where(largest == 0, 1.0, torch.ldexp(torch.ones_like(mantissa), exponent))
 

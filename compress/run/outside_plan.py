@@ -213,8 +213,9 @@ def _unfit(table: Table, layer: LayerPlan) -> str | None:
     if not formats.has_rows(layer.stored):
         where = "embeddings" if len(table.roles) == 1 else "head, which the embeddings are tied to,"
         return (
-            f"{where}: {layer.scheme.method} stores no rows that could be looked up; give a method that writes "
-            "format int, with neither incoherence, activations nor lowrank"
+            f"{where}: {layer.scheme.method} as the recipe has it stores no rows that could be looked up; give a "
+            "method or type whose rows have scales of their own, such as rtn, with neither incoherence, activations "
+            "nor lowrank"
         )
     if "head" not in table.roles and sizes.needs_statistics(layer):
         return (

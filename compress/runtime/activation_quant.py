@@ -35,17 +35,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import NumericalError
+from compress.formats import grid
 from compress.types import INPUT_BLOCKS, Activations
 
 FP8 = torch.float8_e4m3fn
-FP8_LARGEST, FP4_LARGEST = 448.0, 6.0
+FP8_LARGEST, FP4_LARGEST = grid.LARGEST[grid.E4M3], grid.LARGEST[grid.E2M1]
 FP8_HALF_STEP, FP4_HALF_STEP = 16.0, 1.0  # half the distance of the two largest numbers
 E8M0_LEAST = -127  # exponent
-E2M1, E4M3 = "e2m1", "e4m3"
-NUMBERS = {"nvfp4": E2M1, "mxfp4": E2M1, "mxfp8": E4M3, "fp8-block": E4M3}  # type -> that of its numbers
-POINT_LARGEST = {E2M1: FP4_LARGEST, E4M3: FP8_LARGEST}
-KEPT = {E2M1: FP4_LARGEST + FP4_HALF_STEP, E4M3: FP8_LARGEST + FP8_HALF_STEP}  # the largest that rounds to it
-POINT_EXPONENT = {E2M1: 2, E4M3: 8}  # exponent of the largest point
+NUMBERS = {"nvfp4": grid.E2M1, "mxfp4": grid.E2M1, "mxfp8": grid.E4M3, "fp8-block": grid.E4M3}  # type -> its points
+KEPT = {grid.E2M1: FP4_LARGEST + FP4_HALF_STEP, grid.E4M3: FP8_LARGEST + FP8_HALF_STEP}  # the most that rounds to it
+POINT_EXPONENT = {grid.E2M1: 2, grid.E4M3: 8}  # exponent of the largest point
 TINY = torch.finfo(torch.float32).tiny  # the scale of a token of zeros
 LARGEST = {"fp8": FP8_LARGEST, "nvfp4": FP4_LARGEST * FP8_LARGEST}  # Q, of types that have s
 SPLIT_POWERS = {"fp8": 256.0, "nvfp4": 2048.0}  # factor that `split` takes off
@@ -146,7 +145,7 @@ def _round_blocks(x: Tensor, scale: Tensor, dtype: str) -> InputBlocks:
     scales = _scales_of(blocks.abs().amax(-1, keepdim=True), inverse, dtype)
     factor = scales / inverse
     units = torch.where(factor > 0, blocks / factor, 0.0)
-    return InputBlocks(_round_to_points(units, NUMBERS[dtype]), scales)
+    return InputBlocks(grid.nearest_floats(units, NUMBERS[dtype]), scales)
 
 
 def _scales_of(top: Tensor, inverse: Tensor, dtype: str) -> Tensor:
@@ -158,17 +157,6 @@ def _scales_of(top: Tensor, inverse: Tensor, dtype: str) -> Tensor:
         return top / FP8_LARGEST
     exponent = torch.frexp(top).exponent - 1 - POINT_EXPONENT[numbers]
     return torch.ldexp(torch.ones_like(top), torch.where(top > 0, exponent, E8M0_LEAST).clamp_min(E8M0_LEAST))
-
-
-def _round_to_points(units: Tensor, numbers: str) -> Tensor:
-    """Round finite float32 of any shape to the nearest points of e2m1 or e4m3, float32; ties go to even mantissas."""
-    top = POINT_LARGEST[numbers]
-    clamped = units.clamp(-top, top)
-    if numbers == E4M3:
-        return clamped.to(FP8).float()
-    magnitude = clamped.abs()
-    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-    return (clamped / step).round_().mul_(step)
 
 
 def _join(blocks: InputBlocks, columns: int) -> Tensor:

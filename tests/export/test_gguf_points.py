@@ -56,11 +56,18 @@ def test_fp4(kind: str, tmp_path: Path) -> None:
     assert_equal(checkpoint, tmp_path, kind.upper())
 
 
-@pytest.mark.parametrize(("packing", "kind", "group"), [("base3", "TQ1_0", 256), ("planar", "TQ2_0", -1)])
-def test_three_values(packing: str, kind: str, group: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        ("method: ternary, packing: base3, group_size: 256", "TQ1_0"),
+        ("method: ternary, packing: planar, group_size: -1", "TQ2_0"),
+        ("method: bitnet, packing: base3", "TQ1_0"),
+    ],
+)
+def test_three_values(method: str, kind: str, tmp_path: Path) -> None:
     model = save_pico("llama", tmp_path / "model", changes=SUPER_BLOCKS)
     tokenizer().save_pretrained(model)
-    quantize = f"quantize={{method: ternary, packing: {packing}, group_size: {group}}}"
+    quantize = f"quantize={{{method}}}"
     api.quantize(job(model, Setup("int8", (*KEEP_TABLES, *SMALL, quantize)), tmp_path / "packed"))
     assert_equal(tmp_path / "packed", tmp_path, kind)
 

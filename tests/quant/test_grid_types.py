@@ -93,7 +93,7 @@ def test_no_other_scale_nearby_is_better(type: str) -> None:
     chosen = grid.factors(t, params).double()
     for row, index in product(range(len(WEIGHT)), range(160 // params.block_columns)):
         block = WEIGHT[row, index * params.block_columns : (index + 1) * params.block_columns].double()
-        ideal = float(block.abs().max()) / grid_types.LARGEST[params.values]
+        ideal = float(block.abs().max()) / grid.LARGEST[params.values]
         if type == "nvfp4":
             known = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double() * whole
             tried = [float(s) for s in known if ideal / 1.2 < s < ideal * 1.2]

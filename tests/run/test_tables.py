@@ -147,7 +147,7 @@ def test_a_tied_table_is_not_stored_in_two_ways(pico_dir: Callable[..., Path], t
     source = pico_dir("llama_tied")
     with pytest.raises(RecipeError, match="is stored once, but the sections embeddings and head of the recipe differ"):
         prepare.prepare(job(source, GPTQ.set(HEAD, "embeddings={bits: 4, group_size: 32}"), tmp_path / "out"))
-    with pytest.raises(RecipeError, match="nf stores no rows that could be looked up"):
+    with pytest.raises(RecipeError, match="nf as the recipe has it stores no rows that could be looked up"):
         prepare.prepare(job(source, GPTQ.set("head={method: nf, bits: 4}"), tmp_path / "out"))
 
 

@@ -8,6 +8,9 @@ result in the place of what this file writes.
 
 Of normal weights this rounding loses 0.264 of the square (mean) and 0.318 (median), where the best scale and threshold
 lose 0.190 (compress/papers/quant/ternary.py).
+
+Differences: the scale is rounded to a number of float16, which blocks of three values in GGUF files hold. Where more
+than half of the weights are 0, and so is the median, the mean takes its place.
 """
 
 from __future__ import annotations
@@ -63,7 +66,10 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
 def to_trits(weight: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
     """Return the nearest of -1, 0 and 1 for a weight [out, in] float32 over its scale, as float32, and the scale []."""
     sizes = weight.detach().abs()
-    size = (sizes.mean() if scale == "mean" else sizes.flatten().median()).clamp(min=torch.finfo(torch.float32).tiny)
+    size = sizes.mean() if scale == "mean" else sizes.flatten().median()
+    size = torch.where(size > 0, size, sizes.mean()).clamp(min=torch.finfo(torch.float32).tiny)
+    half = size.half().float()
+    size = torch.where((half >= torch.finfo(torch.float16).tiny) & half.isfinite(), half, size)
     return (weight / size).round().clamp(-1, 1), size
 
 

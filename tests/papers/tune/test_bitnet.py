@@ -29,6 +29,7 @@ TRAINED = Setup("bitnet1.58", (*SMALL, "tune.steps=30", "tune.rate=0.01", "tune.
 def slow(weight: Tensor, scale: str) -> Tensor:
     sizes = [abs(w) for w in weight.double().flatten().tolist()]
     size = statistics.fmean(sizes) if scale == "mean" else sorted(sizes)[(len(sizes) - 1) // 2]
+    size = float(torch.tensor(size).half())
     return torch.tensor([size * min(1, max(-1, round(w / size))) for w in weight.double().flatten().tolist()])
 
 
@@ -45,6 +46,11 @@ def test_rounding_is_the_papers(shape: tuple[int, int], scale: str) -> None:
 
 def test_zeros_and_bits() -> None:
     assert not problems.decoded(rounding.quantize(torch.zeros(16, 20), None, rounding.Config()).weight).any()
+    sparse = torch.zeros(16, 20).index_fill_(1, torch.arange(8), 0.5)  # the median is 0: the mean counts, 0.2
+    wanted = sparse.sign().double() * float(torch.tensor(0.2).half())
+    assert torch.equal(problems.decoded(rounding.quantize(sparse, None, rounding.Config()).weight), wanted)
+    tiny = rounding.quantize(torch.full((4, 4), 1e-20), None, rounding.Config()).weight  # float16 does not hold it
+    assert torch.equal(problems.decoded(tiny), torch.full((4, 4), 1e-20).double())
     params = rounding.plan_params(rounding.Config(), (4096, 4096))
     assert 1.6 <= 8 * formats.nbytes(Stored("ternary", params), (4096, 4096)) / 4096**2 < 1.602
 

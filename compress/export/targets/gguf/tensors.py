@@ -196,7 +196,7 @@ def _trit_blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tenso
     halves = scales.half()
     if not torch.equal(halves.float(), scales.float()):
         raise ExportError(
-            f"{weight.name} has scales that float16, the only type there, does not hold; set scale_dtype: float16"
+            f"{weight.name} has scales too large or too small for float16, the only type there; leave it unquantized"
         )
     halves = halves.repeat_interleave(params.group(columns) // gguf_points.TRITS, 1)
     rows = torch.arange(count) if order is None else order
