@@ -289,12 +289,8 @@ def test_nothing_is_unpickled_and_no_remote_code_is_trusted() -> None:
 OPENS = "compress.model.load"
 
 
-OTHER_TOOLS = {
-    "kv_eviction.py",
-    "lossless.py",
-    "peers.py",
-    "peft_example.py",
-}  # benchmarks that show how these open models
+# Benchmarks that show how these open models.
+OTHER_TOOLS = {"kv_eviction.py", "lossless.py", "peers.py", "peft_example.py"}
 
 
 def test_one_module_opens_models() -> None:

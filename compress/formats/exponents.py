@@ -31,6 +31,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from compress.errors import CheckpointError
 from compress.numerics import checks, huffman
 
 ESTIMATED = True  # the bytes that `estimate` has before a weight is packed may be others
@@ -90,6 +91,11 @@ def size_type(columns: int) -> torch.dtype:
     return torch.int16 if columns * huffman.LIMIT <= 8 * torch.iinfo(torch.int16).max else torch.int32
 
 
+def row_bytes(columns: int) -> tuple[int, int]:
+    """Return the fewest and the most bytes of a row, huffman: each of its codes has 1 to 12 bits."""
+    return -(-columns // 8), -(-columns * huffman.LIMIT // 8)
+
+
 def code_bytes(columns: int) -> int:
     """Return the bytes of the codes of a row, ranked."""
     return (columns + 1) // 2
@@ -99,11 +105,12 @@ def check(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int])
     """Check that codes can be told apart, that rows fill the stream, and that escapes are in the weight; ValueError."""
     if params.coding == "huffman":
         huffman.check_lengths("lengths", tensors["lengths"].cpu())
-        sizes = tensors["sizes"].long()
-        if bool((sizes < 0).any()) or int(sizes.sum()) != params.stream:
+        sizes = tensors["sizes"]
+        checks.within("sizes", sizes, *row_bytes(shape[1]))
+        if int(sizes.sum(dtype=torch.int64)) != params.stream:
             raise ValueError(f"sizes do not add up to the {params.stream} bytes of stream")
     elif params.escapes:
-        checks.within("escapes", tensors["escapes"], 0, shape[0] * shape[1] - 1)
+        checks.distinct("escapes", tensors["escapes"], shape[0] * shape[1])
         checks.ascending("escapes", tensors["escapes"])
 
 
@@ -147,14 +154,22 @@ def _pack_ranked(bits: Tensor, exponents: Tensor, fractions: Tensor, base: int) 
 
 
 def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return the weight [out, in] in `dtype`; ValueError for a damaged stream."""
+    """Return the weight [out, in] in `dtype`; CheckpointError for a stream that is seen to be damaged."""
     if params.coding == "huffman":
-        exponents = huffman.decode(tensors["stream"], tensors["sizes"], tensors["lengths"], shape[1])
+        exponents = _decode_stream(tensors["stream"], tensors["sizes"], tensors["lengths"], shape[1])
         return join(tensors["fractions"], exponents).to(dtype)
     weight = _decode_codes(tensors["fractions"], tensors["codes"], params)
     if params.escapes:
         weight.view(torch.int16).view(-1)[tensors["escapes"].long()] = tensors["escaped"]
     return weight.to(dtype)
+
+
+def _decode_stream(stream: Tensor, sizes: Tensor, lengths: Tensor, columns: int) -> Tensor:
+    """Return the exponents of rows, uint8 [rows, columns]."""
+    try:
+        return huffman.decode(stream, sizes, lengths, columns)
+    except ValueError as error:
+        raise CheckpointError(f"{error}; download or write the checkpoint again") from error
 
 
 def join(fractions: Tensor, exponents: Tensor) -> Tensor:
@@ -179,7 +194,7 @@ def decode_rows(
         own, ends = sizes[rows], sizes.cumsum(0)[rows]
         owner = torch.arange(len(rows), device=rows.device).repeat_interleave(own)
         places = torch.arange(len(owner), device=rows.device) + (ends - own.cumsum(0))[owner]
-        exponents = huffman.decode(tensors["stream"][places], own, tensors["lengths"], shape[1])
+        exponents = _decode_stream(tensors["stream"][places], own, tensors["lengths"], shape[1])
         return join(fractions, exponents).to(dtype)
     weight = _decode_codes(fractions, tensors["codes"][rows], params)
     if params.escapes:

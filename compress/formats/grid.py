@@ -79,6 +79,11 @@ class Params:
         """Bits of a code."""
         return VALUE_BITS[self.values]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all weights share a scale."""
+        return self.block_rows == self.block_columns == -1
+
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return the rows and columns that share a scale in a weight [out, in]."""
         rows, columns = shape
@@ -209,8 +214,7 @@ def decode_rows(
 
 def fixed_tensors(params: Params) -> tuple[str, ...]:
     """Return the stored tensors that are those of other linears, too: no training may change them."""
-    is_whole = params.block_rows == params.block_columns == -1
-    return (TENSOR_SCALE,) if params.tensor_scale else ("scales",) if is_whole else ()
+    return (TENSOR_SCALE,) if params.tensor_scale else ("scales",) if params.is_whole else ()
 
 
 def join_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -31,12 +31,12 @@ import torch
 from torch import Tensor
 
 BASE3, PLANAR, BINARY = "base3", "planar", "binary"
-DIGITS = {BASE3: 5, PLANAR: 4, BINARY: 8}  # of a byte
+BYTE_DIGITS = {BASE3: 5, PLANAR: 4, BINARY: 8}
 FIELD_BITS = {PLANAR: 2, BINARY: 1}
 ROW_MULTIPLE = 16
 TOGETHER = 4  # neighbouring columns of neighbouring bytes
 LEAST_GROUP = 16  # columns that share a scale in a weight that was cut within a group
-LARGEST_ZERO = 42  # of the signed bytes whose first digit is 0
+LARGEST_ZERO = 42  # the largest signed byte whose first digit is 0
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 DECODE_CHUNK = 1 << 22  # weights decoded at a time: bounds the temporaries to a few tens of MB
 
@@ -49,8 +49,8 @@ class Params:
     tensor_scale: bool = False  # one scale for the whole weight
 
     def __post_init__(self) -> None:
-        if self.packing not in DIGITS:
-            raise ValueError(f"packing {self.packing!r} is not one of {', '.join(DIGITS)}")
+        if self.packing not in BYTE_DIGITS:
+            raise ValueError(f"packing {self.packing!r} is not one of {', '.join(BYTE_DIGITS)}")
         if self.group_size != -1 and self.group_size < 1:
             raise ValueError(f"group_size {self.group_size} is neither positive nor -1 (the whole row)")
         if self.scale_dtype not in SCALE_DTYPES:
@@ -61,7 +61,7 @@ class Params:
     @property
     def unit(self) -> int:
         """Columns of a unit."""
-        return TOGETHER * DIGITS[self.packing]
+        return TOGETHER * BYTE_DIGITS[self.packing]
 
     def group(self, in_features: int) -> int:
         """Columns of a group, the whole row if group_size is -1."""
@@ -93,7 +93,7 @@ def pack(trits: Tensor, scales: Tensor, params: Params) -> dict[str, Tensor]:
     more = -rows % ROW_MULTIPLE
     digits = torch.nn.functional.pad(trits, (0, -columns % params.unit, 0, more), value=-1)
     # block, row, unit, digit, column -> block, unit, row, column, digit
-    units = digits.unflatten(0, (-1, ROW_MULTIPLE)).unflatten(2, (-1, DIGITS[params.packing], TOGETHER))
+    units = digits.unflatten(0, (-1, ROW_MULTIPLE)).unflatten(2, (-1, BYTE_DIGITS[params.packing], TOGETHER))
     octets = _to_bytes(units.permute(0, 2, 1, 4, 3), params.packing).flatten(2)
     if not params.tensor_scale:
         stored = torch.nn.functional.pad(stored.T, (0, more))
@@ -198,7 +198,7 @@ def _to_bytes(digits: Tensor, packing: str) -> Tensor:
 
 def _to_trits(codes: Tensor, packing: str) -> Tensor:
     """Return all trits of codes [blocks, units, 4 rows of a block], int8 [rows, columns] with the padding."""
-    count = DIGITS[packing]
+    count = BYTE_DIGITS[packing]
     rows = codes.shape[2] // TOGETHER
     out = torch.empty(len(codes), rows, codes.shape[1], count, TOGETHER, dtype=torch.int8, device=codes.device)
     octets = codes.unflatten(2, (rows, TOGETHER)).transpose(1, 2)

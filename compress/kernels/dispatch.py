@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,9 @@ from compress.errors import TokenIdError
 from compress.formats import transforms as operations
 from compress.formats.stored import params_from_dict
 from compress.formats.transforms import Diagonal
-from compress.kernels import llvm, measured
+from compress.kernels import measured, processors
 from compress.kernels.contract import PANEL_ROWS, Prepared, Shape
+from compress.kernels.processors import Processor, processor
 from compress.types import PackedWeight, Stored, WeightTransforms
 
 # Where kernels are, by types of devices: those of published methods behind the frontier lie with these.
@@ -36,52 +37,17 @@ FOLDERS = {
     "cpu": ("compress.kernels.cpu", "compress.papers.kernels.cpu"),
     "cuda": ("compress.kernels.triton",),
 }
-LEAST_CAPABILITY = (8, 0)  # products in bfloat16
 PANEL = 1 << 22  # bytes that are decoded at a time: what F.linear reads next is still in the cache of a CPU
 PANELS = {torch.float32: 1 << 20}  # the same for types with a size of their own
-
-
-class Processor(NamedTuple):
-    """The properties of a device that the choice of a kernel depends on."""
-
-    type: str
-    capability: tuple[int, int] | None = None  # of an NVIDIA GPU; None where there is none: Triton's interpreter
-    features: frozenset[str] = frozenset()  # of a CPU
-
-
-def processor(device: torch.device | str) -> Processor:
-    """Return the processor behind a device; a type alone stands for the current device of that type."""
-    device = torch.device(device) if isinstance(device, str) else device
-    if device.type == "cpu":
-        return Processor("cpu", features=llvm.features() if llvm.available() else frozenset())
-    if device.type != "cuda":
-        return Processor(device.type)
-    if device.index is not None:
-        return _gpu(device.index)
-    return _gpu(torch.cuda.current_device()) if torch.cuda.device_count() else Processor("cuda")
-
-
-@cache
-def _gpu(index: int) -> Processor:
-    """Return the processor of a GPU, looked up once: it keeps its index for as long as a process lives."""
-    return Processor("cuda", torch.cuda.get_device_capability(index))
 
 
 @cache
 def _module(on: Processor, name: str) -> Any:
     """Return the kernel file of this name for a processor, None if there is none or the processor is too old."""
-    if on.type not in FOLDERS or (on.type == "cuda" and not _has_triton(on)):
+    if on.type not in FOLDERS or (on.type == "cuda" and not processors.has_triton(on)):
         return None
     paths = [f"{folder}.{name}" for folder in FOLDERS[on.type]]
     return next((importlib.import_module(path) for path in paths if importlib.util.find_spec(path)), None)
-
-
-@cache
-def _has_triton(on: Processor) -> bool:
-    """Return whether kernels for this GPU of NVIDIA can be compiled; AMD's go by the same name."""
-    if importlib.util.find_spec("triton") is None or torch.version.hip is not None:
-        return False
-    return on.capability is None or on.capability >= LEAST_CAPABILITY
 
 
 def kv(device: torch.device | str, name: str) -> Any:
@@ -109,8 +75,9 @@ def _supported(on: Processor, format: str, params: Any, shape: Shape) -> Prepare
 
 def forget() -> None:
     """Choose anew from now on: what a choice depends on has changed that is not part of `Processor`."""
-    for choice in (_supported, _module, _has_triton, _gpu):
+    for choice in (_supported, _module):
         choice.cache_clear()
+    processors.forget()
     measured.forget()
 
 

@@ -68,12 +68,18 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
     """Return the bytes needed beside weight and Hessian.
 
     All along these are a copy of the weight, the codes of all tiles and the factor of the Hessian. A tile takes its
-    target, residuals, what is pending, values and its pull, and a copy while its scales are fitted.
+    target, residuals, what is pending, values and its pull, more for the columns of a block, and a copy while its
+    scales are fitted. Scales that rows share are fitted before, to another copy of the weight, of which the one for the
+    whole takes two more.
     """
-    numel, tile = shape[0] * shape[1], feedback.row_tiles(shape)[0].stop * shape[1]
-    block = min(shape[1], plan_params(config, shape).block(shape)[1])
-    fitting = 10 * 4 * min(numel, grid_types.FITTED_WEIGHTS + shape[1])
-    beside = numel * (4 + 2) + tile * 4 * 6 + fitting
+    numel, rows, params = shape[0] * shape[1], feedback.row_tiles(shape)[0].stop, plan_params(config, shape)
+    (high, wide), (down, across) = params.block(shape), params.blocks(shape)
+    fitted = min(down * high * across * wide, grid_types.FITTED_WEIGHTS + across * wide * high)
+    block, fitting = min(shape[1], wide), 10 * 4 * fitted
+    sharing = 0
+    if not grid.has_rows(params):
+        sharing, fitting = 2 * 4 * numel + (2 * 4 * numel if params.is_whole else fitting), 0
+    beside = max(numel * (4 + 2) + rows * 4 * (6 * shape[1] + 2 * block) + fitting, sharing)
     return feedback.workspace(shape, beside, ordered=False) + 2 * 4 * block**2
 
 
@@ -162,11 +168,12 @@ def _quantize(rounding: PointRounding, rows: slice, target: Tensor) -> tuple[Til
     rounder = _PointRounder(blocks, order)
     residual = feedback.run(target[order], rounding.upper, rounder).residual
     codes = torch.empty_like(rounder.codes).index_copy_(0, order, rounder.codes)
-    values = torch.empty_like(target).index_copy_(0, order, target[order] - residual)
-    del residual, rounder
     if config.sweeps:
+        del residual, rounder
         objective = feedback.Objective(target, rounding.hessian, rounding.damping)
         codes, values = _PointDescent(objective, codes, blocks).sweep(config.sweeps)
+    else:
+        values = torch.empty_like(target).index_copy_(0, order, target[order] - residual)
     return (codes, blocks.pack_scales()), values
 
 

@@ -35,8 +35,12 @@ plan_params = grid_types.params
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
     """Return the bytes needed beside the stored weight: a float32 copy, codes, and those of a few rows at a time."""
-    rows = min(shape[0] * shape[1], ROUNDED_WEIGHTS + shape[1] * plan_params(config, shape).block(shape)[0])
-    return shape[0] * shape[1] * (4 + 2) + rows * (6 * 4 + 8)
+    numel, params = shape[0] * shape[1], plan_params(config, shape)
+    if params.is_whole:  # its largest weight alone is looked for
+        return numel * (4 + 2) + max(numel * 2 * 4, min(numel, ROUNDED_WEIGHTS) * (6 * 4 + 8))
+    (high, wide), (down, across) = params.block(shape), params.blocks(shape)
+    rows = min(down * high * across * wide, ROUNDED_WEIGHTS + across * wide * high)
+    return numel * (4 + 2) + rows * (6 * 4 + 8)
 
 
 def work(config: Config, shape: tuple[int, int]) -> Work:

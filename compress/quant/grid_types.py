@@ -119,7 +119,7 @@ class BlockScales:
         whole = tops.amax() if largest is None else largest.to(tops.device)
         if params.tensor_scale:
             self.stored[grid.TENSOR_SCALE] = tensor_scale(whole, params.values).reshape(1)
-        if params.block_rows == params.block_columns == -1:
+        if params.is_whole:
             tops, is_searched = whole.reshape(1, 1), False  # it is shared, too
         wanted = tops / grid.LARGEST[params.values] / self.stored.get(grid.TENSOR_SCALE, 1.0)
         if params.scale_type == grid.NESTED:

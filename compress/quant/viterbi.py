@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from compress.formats.trellis import step_bits
-from compress.kernels.dispatch import LEAST_CAPABILITY
 from compress.kernels.loops import viterbi as viterbi_compiled
 from compress.kernels.loops.viterbi import Limits
+from compress.kernels.processors import LEAST_CAPABILITY
 
 STATES = {"cpu": 1 << 18, "cuda": 1 << 26}  # costs computed in one step: 1 MB on a CPU
 DECISIONS = {"cpu": 1 << 26, "cuda": 1 << 32}  # bytes of the decisions of a batch

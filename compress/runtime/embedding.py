@@ -216,7 +216,10 @@ def swap(model: nn.Module, name: str, stored: Stored) -> bool:
     Afterwards transformers ties the stored tensors of the two in the place of their weights. Raises ValueError for a
     format that cannot be looked up in, CheckpointError where something that is no linear is tied to the embedding.
     """
-    module = dict(model.named_modules()).get(name)
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        return False
     if not isinstance(module, nn.Embedding):
         return False
     own = f"{name}.weight"

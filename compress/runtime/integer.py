@@ -29,7 +29,7 @@ from compress.formats import int as int_format
 from compress.formats.stored import params_from_dict
 from compress.kernels import dispatch, measured
 from compress.kernels.contract import Prepared
-from compress.kernels.dispatch import Processor
+from compress.kernels.processors import Processor, processor
 from compress.runtime import activation_quant as inputs
 from compress.runtime import scaled
 from compress.types import Activations
@@ -75,8 +75,8 @@ def describe(
 def obstacle(product: IntegerProduct, device: torch.device) -> str:
     """Why a product has to be computed from dequantized numbers; empty if it has not."""
     if product.format == "grid":
-        return _obstacle(product, dispatch.processor(device)) or _failure(product, device)
-    return _obstacle(product, dispatch.processor(device))
+        return _obstacle(product, processor(device)) or _failure(product, device)
+    return _obstacle(product, processor(device))
 
 
 def _failure(product: IntegerProduct, device: torch.device) -> str:

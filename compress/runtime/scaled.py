@@ -21,7 +21,7 @@ from torch import Tensor
 
 from compress.formats import grid
 from compress.formats.grid import Params
-from compress.kernels.dispatch import Processor
+from compress.kernels.processors import Processor
 from compress.runtime import activation_quant as inputs
 from compress.types import Activations
 

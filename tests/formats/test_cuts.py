@@ -14,7 +14,7 @@ from compress.formats import lowrank as lowrank_format
 from compress.formats import transforms
 from compress.types import IN_SCALE, Activations, LowRank, PackedWeight, Stored, WeightTransforms
 from helpers.cpu_weights import CODEBOOK, E8P, INT, TRELLIS, codebook_weight, e8p_weight, int_weight, trellis_weight
-from helpers.stored import random_parts, random_weight
+from helpers.stored import random_parts, random_weight, samples
 
 Part = tuple[range, range]
 
@@ -105,6 +105,7 @@ WEIGHTS = [
     *(codebook_weight((160, 96), case) for case in BOOKS),
     *(trellis_weight(*case) for case in TRELLIS),
     *(e8p_weight(*case) for case in E8P),
+    *samples("exponents", (40, 96)),
     *(random_weight(name, formats.get(name).Params(**settings), shape) for name, shape, settings in SETTINGS),
 ]
 

@@ -67,9 +67,11 @@ def test_bytes_of_normal_weights() -> None:
     [
         ("huffman", "sizes", lambda t: t + 1),
         ("huffman", "sizes", lambda t: -t),
+        ("huffman", "sizes", lambda t: torch.cat((t[:1] + t[1:2] - 1, torch.ones_like(t[:1]), t[2:]))),
         ("huffman", "lengths", torch.zeros_like),
         ("ranked", "escapes", lambda t: t.flip(0)),
         ("ranked", "escapes", lambda t: t + (1 << 20)),
+        ("ranked", "escapes", lambda t: torch.cat((t[:1], t[:-1]))),  # one twice
     ],
 )
 def test_damaged_tensors_are_refused(coding: str, name: str, change: object) -> None:
@@ -82,5 +84,6 @@ def test_damaged_tensors_are_refused(coding: str, name: str, change: object) -> 
 def test_a_stream_that_ends_elsewhere_is_damaged() -> None:
     stored = packed(usual(40, 96), "huffman")
     stored.tensors["stream"].bitwise_xor_(0x5A)
-    with pytest.raises(ValueError, match="damaged"):
-        formats.decode(stored, torch.bfloat16)
+    for decode in (formats.decode, lambda weight, dtype: formats.decode_rows(weight, torch.arange(3), dtype)):
+        with pytest.raises(CheckpointError, match="damaged.*; download or write the checkpoint again$"):
+            decode(stored, torch.bfloat16)

@@ -106,7 +106,7 @@ def _draw_codes(name: str, stored: Stored, size: tuple[int, ...], generator: tor
     if name == "codes" and getattr(stored.params, "values", "") == "e4m3":
         return torch.randn(size, generator=generator) * 100
     if name == "codes" and stored.format == "ternary":
-        count = ternary.DIGITS[stored.params.packing]
+        count = ternary.BYTE_DIGITS[stored.params.packing]
         trits = torch.randint(-1, 2, (*size, count), generator=generator).to(torch.int8)
         return ternary._to_bytes(trits, stored.params.packing)
     if name == "scales" and getattr(stored.params, "scale_type", "") == "e8m0":

@@ -18,11 +18,13 @@ from compress.importers import compressed_tensors, open_checkpoint, options
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
 SOUND: dict[str, dict[str, Any]] = {
     "awq": {"bits": 4, "group_size": 32},
+    "bitnet": {},
     "bitsandbytes": {"load_in_4bit": True},
     "compressed_tensors": {"config_groups": {"a": {"targets": ["Linear"], "weights": WEIGHTS}}},
     "fbgemm_fp8": {},
     "fp8": {},
     "gptq": {"bits": 4, "group_size": 32},
+    "modelopt": {"quant_algo": "NVFP4"},
     "mxfp4": {},
     "torchao": {"quant_type": {}},
 }

@@ -28,6 +28,18 @@ CASES: list[tuple[str, dict[str, Any], tuple[int, int]]] = [
     ("e8p", {"sweeps": 1}, (768, 512)),
     ("e8p", {"bits": 4, "row_scales": True, "sweeps": 0}, (256, 512)),
     ("kquant", {"sweeps": 1}, (768, 512)),
+    ("grid_rtn", {}, (768, 512)),
+    ("grid_rtn", {"type": "fp8"}, (2048, 1024)),  # no scale is searched
+    ("grid_rtn", {"type": "fp8-block"}, (512, 3072)),
+    ("grid_rtn", {"type": "fp8-block"}, (8, 512)),  # a block is filled up
+    ("grid_rtn", {"type": "nf4"}, (768, 512)),
+    ("grid_gptq", {}, (768, 512)),
+    ("grid_gptq", {"type": "fp8"}, (5000, 256)),  # more rows than a tile has
+    ("grid_gptq", {"type": "fp8-block"}, (768, 512)),
+    ("grid_gptq", {"type": "fp8-channel"}, (4096, 512)),  # a block is the whole row
+    ("grid_gptq", {"type": "nf4"}, (768, 512)),
+    ("lossless", {}, (768, 512)),
+    ("lossless", {"coding": "ranked"}, (768, 512)),
 ]
 TWO_SIDED: list[tuple[str, dict[str, Any], tuple[int, int]]] = [  # with a metric of the outputs
     ("gptq", {"sweeps": 1}, (1024, 512)),
@@ -37,6 +49,8 @@ TWO_SIDED: list[tuple[str, dict[str, Any], tuple[int, int]]] = [  # with a metri
     ("kquant", {"sweeps": 1}, (1024, 512)),
     ("e8p", {"sweeps": 1}, (768, 512)),
     ("gptvq", {"iterations": 2, "sweeps": 1}, (1024, 512)),
+    ("grid_gptq", {}, (1024, 512)),
+    ("grid_gptq", {"type": "fp8-channel"}, (2048, 256)),
 ]
 ABSURD = 4, 100 << 20  # times what is taken, and bytes more
 
@@ -54,7 +68,8 @@ def layer(rows, columns, given):
     g = torch.randn(rows, rows, generator=generator).tril_()
     moments = g @ g.T / rows + torch.eye(rows)
     output = OutputMetric(lambda rows: moments[rows, rows].clone())
-    return torch.randn(rows, columns, generator=generator), Stats(x.T @ x, 2 * columns, None, output if given else None)
+    weight = torch.randn(rows, columns, generator=generator).bfloat16().float()  # as it is in most checkpoints
+    return weight, Stats(x.T @ x, 2 * columns, None, output if given else None)
 
 torch.set_num_threads(1)
 memory.return_freed_memory()

@@ -73,9 +73,9 @@ def test_an_unknown_recipe(model: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "settings", "expected"),
     [
-        ("trellis", "bits=9", "bits 9 is not one of 1..8, nor of 1.5, 2.5, 3.5"),
-        ("trellis", "bits=0", "bits 0 is not one of 1..8, nor of 1.5, 2.5, 3.5"),
-        ("trellis", "bits=2.25", "bits 2.25 is not one of 1..8, nor of 1.5, 2.5, 3.5"),
+        ("trellis", "bits=9", "bits 9 is not one of 1..8, nor a multiple of 0.25 between 1 and 4"),
+        ("trellis", "bits=0", "bits 0 is not one of 1..8, nor a multiple of 0.25 between 1 and 4"),
+        ("trellis", "bits=2.3", "bits 2.3 is not one of 1..8, nor a multiple of 0.25 between 1 and 4"),
         ("trellis", "bits=2.5 code=3inst", "code '3inst' has no parts of a bit; set code: mul1, or whole bits"),
         ("trellis", "bits=2.5 tile_rows=16", "tile_rows 16 is not a multiple of 32 up to 256"),
         ("trellis", "bits=2 state_bits=3", "state_bits 3 is not one of 4..16, which code 'mul1' at 2 bits needs"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from compress import formats
 from compress.formats import dense
 from compress.formats import int as int_format
-from compress.kernels import dispatch, llvm, measured
+from compress.kernels import dispatch, llvm, measured, processors
 from compress.kernels.cpu import emitter
 from compress.runtime import activation_quant as inputs
 from compress.runtime import integer
@@ -29,7 +29,8 @@ INT8, INT4, FP8 = Activations(), Activations(4), Activations(8, dtype="fp8")
 STATIC = Activations(8, "tensor")
 IN_SCALE = {"in_scale": torch.tensor([0.02])}
 needs_bytes = pytest.mark.skipif(
-    bool(integer._missing("int", dispatch.processor("cpu"))), reason="int8 products are not exact, or slow, on this CPU"
+    bool(integer._missing("int", processors.processor("cpu"))),
+    reason="int8 products are not exact, or slow, on this CPU",
 )
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.formats import decode_stored, grid
-from compress.kernels.dispatch import Processor
+from compress.kernels.processors import Processor
 from compress.runtime import activation_quant as inputs
 from compress.runtime import integer, scaled
 from compress.runtime.linear import PackedLinear

@@ -25,7 +25,16 @@ import torch
 from torch import Tensor
 
 from compress.formats import ternary
-from compress.formats.ternary import BASE3, BINARY, DIGITS, FIELD_BITS, LARGEST_ZERO, ROW_MULTIPLE, TOGETHER, Params
+from compress.formats.ternary import (
+    BASE3,
+    BINARY,
+    BYTE_DIGITS,
+    FIELD_BITS,
+    LARGEST_ZERO,
+    ROW_MULTIPLE,
+    TOGETHER,
+    Params,
+)
 from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
 from compress.kernels.cpu import emitter, small_matmul
@@ -35,7 +44,7 @@ from compress.kernels.cpu.small_matmul import Product, ProductSizes
 
 UNIT_BYTES = ROW_MULTIPLE * TOGETHER
 LONGEST_SPAN = 128  # columns; int16 holds sums of 252, float32 all of their total
-ROW_SPANS = {BASE3: 80, ternary.PLANAR: 128, BINARY: 128}  # where a row has one scale: a few whole units
+ROW_SPANS = {BASE3: 80, ternary.PLANAR: 128, BINARY: 128}  # columns where a row has one scale: a few whole units
 HALF = UNIT_BYTES // 2
 SHORT_PERIOD = 32  # digits; longer ones, of groups of base 3, would be more code than the processor keeps decoded
 
@@ -57,7 +66,7 @@ class Ternary(Product):
     def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> None:
         span, (rows, columns) = span_columns(params), shape
         spans, blocks = -(-columns // span), -(-rows // ROW_MULTIPLE)
-        digits = DIGITS[params.packing]
+        digits = BYTE_DIGITS[params.packing]
         per_period = lcm(span // TOGETHER, digits)  # digits of a row, until spans and units begin together again
         periods, rest = divmod(-(-columns // TOGETHER), per_period)
         groups = params.groups(columns)
@@ -83,7 +92,7 @@ class Ternary(Product):
         return small_matmul.in_rows(function, {**self.stored, **self.sizes}, self.shape[1], space)
 
 
-class _Reader:
+class _DigitReader:
     """Pieces of functions that read codes and scales."""
 
     def __init__(self, e: Emitter, packing: str, scaling: str, scale_dtype: str) -> None:
@@ -101,7 +110,7 @@ class _Reader:
         """Yield the codes of all digits of bytes, one vector after the other."""
         e, b, kind = self.e, self.b, octets.type
         if self.packing == BASE3:
-            for _ in range(DIGITS[BASE3]):
+            for _ in range(BYTE_DIGITS[BASE3]):
                 low, high = (
                     b.icmp_signed(">", octets, self._bytes(kind, x)) for x in (-LARGEST_ZERO - 1, LARGEST_ZERO)
                 )
@@ -110,7 +119,7 @@ class _Reader:
             return
         bits = FIELD_BITS[self.packing]
         shorts = e.vector(e.short, kind.count // 2)
-        for k in range(DIGITS[self.packing]):
+        for k in range(BYTE_DIGITS[self.packing]):
             moved = octets
             if k:
                 places = e.constant(e.short, shorts.count, k * bits)
@@ -137,9 +146,9 @@ class TernarySums(Emitter):
         """rest: digits of a row behind the last whole period. per_group: spans of a group."""
         super().__init__("product", f"codes scales {PRODUCT}", "first last units spans periods rows")
         self.span, self.tokens, self.scaling, self.per_group = span, tokens, scaling, per_group
-        self.per_unit, self.per_span = DIGITS[packing], span // TOGETHER
+        self.per_unit, self.per_span = BYTE_DIGITS[packing], span // TOGETHER
         self.largest, self.step = (1, 2.0) if packing == BINARY else (2, 1.0)
-        self.reader = _Reader(self, packing, scaling, scale_dtype)
+        self.reader = _DigitReader(self, packing, scaling, scale_dtype)
         self.x16, self.x_scales, self.x_sums, self.out, self.space = self.pointers[-5:]
         self.spans, self.rows = self.named["spans"], self.named["rows"]
         b, self.columns = self.b, self.b.mul(self.spans, self.i64(span))
@@ -255,8 +264,8 @@ class _TernaryRows(Writer):
         integers = "first last start stop features units rows group groups"
         super().__init__("decode", "codes scales space out", integers, dtype)
         self.reader, self.per_unit, self.is_binary = (
-            _Reader(self, packing, scaling, scale_dtype),
-            DIGITS[packing],
+            _DigitReader(self, packing, scaling, scale_dtype),
+            BYTE_DIGITS[packing],
             packing == BINARY,
         )
         self.space, self.out = self.named["space"], self.named["out"]

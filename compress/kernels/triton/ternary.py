@@ -21,14 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.formats.ternary import BASE3, BINARY, DIGITS, LARGEST_ZERO, ROW_MULTIPLE, TOGETHER, Params
+from compress.formats.ternary import BASE3, BINARY, BYTE_DIGITS, LARGEST_ZERO, ROW_MULTIPLE, TOGETHER, Params
 from compress.kernels.contract import Shape
 from compress.kernels.triton import products
 from compress.kernels.triton._parts import COMPILED, columns_of, finish, row_powers
 from compress.kernels.triton.products import GpuProduct, Grid, tile_rows
 
 BLOCK_ROWS = 64
-BLOCK_UNITS = (8, 4)  # of a step, the first that fits in groups: 32 or 16 bytes of a row
+BLOCK_UNITS = (8, 4)  # units in a step, the first that fits in groups: 32 or 16 bytes of a row
 WARPS = 4
 OCCUPANCY = 4  # programs that a multiprocessor holds
 DECODED = (16, 16)  # rows, and units of each, of a program of the decoder
@@ -51,7 +51,8 @@ def step_units(params: Params) -> tuple[int, bool]:
 def constants(params: Params) -> dict[str, Any]:
     """Return the constants of both kernels that say how codes and scales lie."""
     return {
-        "DIGITS": DIGITS[params.packing], "IS_BASE3": params.packing == BASE3, "IS_BINARY": params.packing == BINARY,
+        "DIGITS": BYTE_DIGITS[params.packing],
+        "IS_BASE3": params.packing == BASE3, "IS_BINARY": params.packing == BINARY,
         "GROUP": 0 if params.group_size == -1 else params.group_size, "ONE_SCALE": params.tensor_scale,
     }  # fmt: skip
 

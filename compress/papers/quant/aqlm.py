@@ -94,7 +94,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     notes += codebooks.notes(params.bits[0], config.bits)
     target, hessian = feedback.pad_columns(weight.T.float().contiguous(), hessian, params.vector_dim)
     damping = config.damp * hessian.diagonal().mean().item()
-    search = _Search(Objective(target, hessian, damping), config, params, seed)
+    search = _CodebookSearch(Objective(target, hessian, damping), config, params, seed)
     search.alternate(config.sweeps)
     return Quantized(search.pack(shape), tuple(notes))
 
@@ -121,7 +121,7 @@ class AdditiveLayout(EntryLayout):
         return total
 
 
-class _Search:
+class _CodebookSearch:
     """Codes [stages, blocks, rows], codebooks and scales of one matrix [in, out], columns padded to whole blocks."""
 
     def __init__(self, layer: Objective, config: Config, params: codebook.Params, seed: int) -> None:
@@ -244,8 +244,8 @@ class _Search:
         books, is_int8 = self.books, self.params.codebook_dtype == "int8"
         parts = codebook.Parts(
             [codes.T for codes in self.codes],
-            [stored[None, None] for stored in books.stored],
-            [scale[None, None] for scale in books.scale] if is_int8 else [],
+            [stored[None, None].clone() for stored in books.stored],  # not a view of all stages
+            [scale[None, None].clone() for scale in books.scale] if is_int8 else [],
             norm_scale=self.scales.half(),
         )
         return PackedWeight(Stored(FORMAT, self.params), codebook.pack(parts, self.params, shape), shape)

@@ -7,7 +7,7 @@ what it has learned. compress/papers/tune/bitnet.py trains, from a checkpoint or
 result in the place of what this file writes.
 
 Of normal weights this rounding loses 0.264 of the square (mean) and 0.318 (median), where the best scale and threshold
-lose 0.190 (compress/quant/ternary.py).
+lose 0.190 (compress/papers/quant/ternary.py).
 
 Differences: the scale is rounded to a number of float16, which blocks of three values in GGUF files hold. Where more
 than half of the weights are 0, and so is the median, the mean takes its place.

@@ -74,7 +74,7 @@ def workspace(config: Config, shape: tuple[int, int]) -> int:
 
 
 @dataclass(frozen=True)
-class Solution:
+class DecoupledWeight:
     """What rows have: codes [in, out] uint8, scales and minima [G, out] float32 as stored, losses [out] float64."""
 
     codes: Tensor
@@ -82,11 +82,11 @@ class Solution:
     minima: Tensor
     losses: Tensor
 
-    def better(self, other: Solution) -> Solution:
+    def better(self, other: DecoupledWeight) -> DecoupledWeight:
         """Return, for each row, the one of two with less loss; this one if both are equal."""
         wins = other.losses < self.losses
         names = ("codes", "scales", "minima", "losses")
-        return Solution(*(torch.where(wins, getattr(other, name), getattr(self, name)) for name in names))
+        return DecoupledWeight(*(torch.where(wins, getattr(other, name), getattr(self, name)) for name in names))
 
 
 def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
@@ -99,14 +99,14 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     order = feedback.loop_order(hessian.diagonal())
     factor = upper_factor(hessian, config.damp, order)
     damping = (factor.damp * hessian.diagonal().mean()).item()
-    problem = Problem(feedback.Objective(target, hessian, damping), order, factor.upper, config, params)
+    problem = MatrixProblem(feedback.Objective(target, hessian, damping), order, factor.upper, config, params)
     best = problem.solve()
     packed = affine_grid.pack(best.codes.T, best.scales.T, best.minima.T, params)
     return Quantized(packed, (*notes, *factor.notes))
 
 
 @dataclass(frozen=True)
-class Problem:
+class MatrixProblem:
     """A layer, the order of its columns and the factor of its Hessian in this order."""
 
     layer: feedback.Objective
@@ -120,7 +120,7 @@ class Problem:
         """Columns of a group."""
         return self.params.group(len(self.layer.weight))
 
-    def solve(self) -> Solution:
+    def solve(self) -> DecoupledWeight:
         """Alternate from the searched grids; return the best of each row."""
         current = self.start()
         best = current
@@ -131,7 +131,7 @@ class Problem:
             best = best.better(current)
         return best
 
-    def start(self) -> Solution:
+    def start(self) -> DecoupledWeight:
         """Return searched grids with integer zero points, and the nearest codes."""
         layer, bits = self.layer, self.config.bits
         importance = torch.empty(len(layer.weight), device=layer.weight.device)
@@ -143,23 +143,23 @@ class Problem:
         codes = affine_grid.nearest(layer.weight.T, scales.T, minima.T, self.params).T.contiguous()
         return self.judge(codes, scales, minima)
 
-    def judge(self, codes: Tensor, scales: Tensor, minima: Tensor) -> Solution:
+    def judge(self, codes: Tensor, scales: Tensor, minima: Tensor) -> DecoupledWeight:
         """Return a solution with the losses of its rows."""
         residual = self.layer.weight - self.values(codes, scales, minima)
         losses = (residual * self.layer.pull(residual)).sum(0, dtype=torch.float64)
-        return Solution(codes, scales, minima, losses)
+        return DecoupledWeight(codes, scales, minima, losses)
 
     def values(self, codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
         """Return values [in, out] of codes [in, out], float32."""
         owner = torch.arange(len(codes), device=codes.device) // self.size
         return codes.float().mul_(scales[owner]).add_(minima[owner])
 
-    def choose_codes(self, current: Solution) -> Solution:
+    def choose_codes(self, current: DecoupledWeight) -> DecoupledWeight:
         """Return new codes for scales and minima: the column loop, then sweeps, which also step the scales."""
         owner = torch.arange(len(self.layer.weight), device=self.order.device) // self.size
         target = self.layer.weight - current.minima[owner]  # on a grid that begins with 0
         fitted = grid.Grid(current.scales, torch.zeros_like(current.scales))
-        rounder = _Rounder(fitted, owner[self.order], target.shape, 2**self.config.bits - 1)
+        rounder = _FittedRounder(fitted, owner[self.order], target.shape, 2**self.config.bits - 1)
         feedback.run(target[self.order], self.upper, rounder)
         codes = torch.empty_like(rounder.codes).index_copy_(0, self.order, rounder.codes)
         if self.config.sweeps:
@@ -169,7 +169,7 @@ class Problem:
             codes, fitted = descent.improve_grid(layer, codes, fitted, as_int, self.config.sweeps)
         return self.judge(codes, fitted.scale, current.minima)
 
-    def solve_floats(self, current: Solution) -> Solution:
+    def solve_floats(self, current: DecoupledWeight) -> DecoupledWeight:
         """Return the scales and minima that are best for the codes, rounded to what is stored."""
         residual = self.layer.weight - self.values(current.codes, current.scales, current.minima)
         pull = self.layer.pull(residual).double()
@@ -222,7 +222,7 @@ def _around(blocks: Tensor, codes: Tensor) -> Tensor:
     return out.view(rows, count, size, count)
 
 
-class _Rounder(feedback.ColumnRounder):
+class _FittedRounder(feedback.ColumnRounder):
     """Fixed grids that begin with 0; columns arrive in the order of the loop."""
 
     width = 1

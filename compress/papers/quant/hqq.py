@@ -34,7 +34,7 @@ NEEDS: frozenset[str] = frozenset()
 INCOHERENCE = False
 NORM = 0.7  # p
 BETA = 10.0
-ITERATIONS = 20  # at most
+MAX_ITERATIONS = 20
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def fit(groups: Tensor, top: int) -> tuple[Tensor, Tensor]:
     scale = torch.where(high > low, (high - low) / top, torch.ones_like(low))
     zero = -low / scale
     best, least = zero, torch.full_like(zero, torch.inf)
-    for _ in range(ITERATIONS):
+    for _ in range(MAX_ITERATIONS):
         codes = (groups / scale + zero).round_().clamp_(0, top)
         error = groups - (codes - zero) * scale
         mean = error.abs().mean(2, keepdim=True)

@@ -33,8 +33,8 @@ FORMAT = "affine"
 NEEDS: frozenset[str] = frozenset()
 INCOHERENCE = False
 ITERATIONS = 16
-STEP = 0.7, 2.0  # by what a factor is multiplied in an iteration, at least and at most
-RANGE = -0.3, 10.0  # of the logarithm of a factor
+STEP_RANGE = 0.7, 2.0  # the least and the most that one iteration multiplies a factor by
+LOG_RANGE = -0.3, 10.0  # limits for the logarithm of a factor
 TINY = 1e-3  # deviations below this, times that of the tile, count as this
 
 
@@ -88,7 +88,7 @@ def balance(tile: Tensor) -> tuple[Tensor, Tensor]:
             break
         best, least = (columns, rows), imbalance
         columns, rows = (
-            (log + (spread.clamp(min=TINY * whole) / aim).clamp(*STEP).log()).clamp(*RANGE)
+            (log + (spread.clamp(min=TINY * whole) / aim).clamp(*STEP_RANGE).log()).clamp(*LOG_RANGE)
             for log, spread in ((columns, of_columns), (rows, of_rows))
         )
     return best[0].exp(), best[1].exp()

@@ -35,7 +35,7 @@ from compress.types import PackedWeight, Quantized, Stats, Stored
 FORMAT = "sparse_outliers"
 NEEDS = frozenset({"hessian"})
 INCOHERENCE = False
-WEIGHTS_AT_A_TIME = 1 << 16  # of which each is left out in turn
+WEIGHTS_AT_A_TIME = 1 << 16  # each of them is left out in turn
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
     importance = torch.empty(shape[1], device=target.device)
     importance[order] = factor.upper.diagonal().square()
     mask = choose_outliers(target, importance, params)
-    rounder = _Rounder(target, order, mask, params)
+    rounder = _LeftOutRounder(target, order, mask, params)
     feedback.run(target[order], factor.upper, rounder)
     rounder.values[order] = rounder.values.clone()
     codes = torch.empty_like(rounder.codes).index_copy_(0, order, rounder.codes)
-    tensors = sparse_outliers.pack(codes.T, rounder.packed(), mask.T, rounder.values.T, params)
+    tensors = sparse_outliers.pack(codes.T, rounder.pack_numbers(), mask.T, rounder.values.T, params)
     return Quantized(PackedWeight(Stored(FORMAT, params), tensors, shape), (*notes, *factor.notes))
 
 
@@ -124,7 +124,7 @@ def _range_errors(values: Tensor, bits: int) -> Tensor:
     return rounded.sub_(values).square_()
 
 
-class _Rounder(feedback.Rounder):
+class _LeftOutRounder(feedback.Rounder):
     """Small groups with quantized scales; outliers lose nothing. Columns arrive in `order`, groups stay together."""
 
     width = 1
@@ -150,7 +150,7 @@ class _Rounder(feedback.Rounder):
             stored = self.stored[name][group] = sparse_outliers.pack_grid(numbers[:, None], self.params)
             self.numbers[name][group] = sparse_outliers.unpack_grid(stored, self.params, rows)[:, 0]
 
-    def packed(self) -> dict[str, dict[str, Tensor]]:
+    def pack_numbers(self) -> dict[str, dict[str, Tensor]]:
         """Return the scales and zero points of all groups, as they are stored."""
         return {
             name: {part: torch.cat([stored[group][part] for group in range(len(stored))], 1) for part in stored[0]}

@@ -43,7 +43,7 @@ TWO_SIDED = True
 WEIGHT_STEPS = 600  # measured for integers: its scale is fitted, it is rounded, and swept
 PACKED = 4 << 20  # bytes of the buffers of matrix products
 TOP = 2  # the largest of the codes 0, 1 and 2
-SORTED_WEIGHTS = 1 << 17  # whose scales are fitted at a time: temporaries stay in the cache
+SORTED_WEIGHTS = 1 << 17  # weights that are sorted at a time: temporaries stay in the cache
 SORTED_NBYTES = 32 * SORTED_WEIGHTS
 
 
@@ -74,7 +74,7 @@ def row_unit(config: Config, shape: tuple[int, int]) -> int:
 
 
 def workspace(config: Config, shape: tuple[int, int]) -> int:
-    """Return the bytes needed beside weight and Hessian: as gptq.py has them, and what is sorted at a time."""
+    """Return the bytes needed beside weight and Hessian: those of compress/quant/gptq.py, and what is sorted."""
     numel, columns = shape[0] * shape[1], plan_params(config, shape).group(shape[1])
     rows = feedback.row_tiles(shape)[0].stop
     tile, group = rows * shape[1], 4 * rows * columns
@@ -98,7 +98,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
 
 
 @dataclass
-class Rounding(feedback.Rounding):
+class TernaryRounding(feedback.Rounding):
     """A weight, the order of its columns and the factor of its Hessian."""
 
     config: Config
@@ -116,7 +116,7 @@ class Rounding(feedback.Rounding):
         del self.target, self.hessian, self.upper
 
 
-def prepare(weight: Tensor, stats: Stats | None, config: Config) -> Rounding:
+def prepare(weight: Tensor, stats: Stats | None, config: Config) -> TernaryRounding:
     """Return what all rows have in common; arguments as of `quantize`."""
     assert stats is not None
     target = weight.T.float().contiguous()
@@ -126,12 +126,12 @@ def prepare(weight: Tensor, stats: Stats | None, config: Config) -> Rounding:
     order = feedback.loop_order(hessian.diagonal(), 0 if params.group_size == -1 else params.group_size)
     factor = upper_factor(hessian, config.damp, order)
     damping = (factor.damp * hessian.diagonal().mean()).item()
-    return Rounding(
+    return TernaryRounding(
         config, params, target, hessian, damping, order, factor.upper, (*notes, *factor.notes), stats.output
     )
 
 
-def quantize_rows(rounding: Rounding, rows: slice) -> tuple[Tensor, grid.Grid]:
+def quantize_rows(rounding: TernaryRounding, rows: slice) -> tuple[Tensor, grid.Grid]:
     """Return codes [in, rows] uint8, trits plus one, and grids of a tile."""
     target = rounding.target[:, rows].contiguous()
     if rounding.output is None:
@@ -139,7 +139,7 @@ def quantize_rows(rounding: Rounding, rows: slice) -> tuple[Tensor, grid.Grid]:
     return _join_tiles(two_sided.by_groups(target, rounding.output, rows, partial(_round_group, rounding)))
 
 
-def _round(rounding: Rounding, target: Tensor) -> tuple[Tensor, grid.Grid]:
+def _round(rounding: TernaryRounding, target: Tensor) -> tuple[Tensor, grid.Grid]:
     """Return codes [in, rows] uint8 and grids for a target [in, rows]."""
     order = rounding.order
     rounder = _TernaryRounder(target, order, rounding.upper, rounding.params)
@@ -151,13 +151,13 @@ def _round(rounding: Rounding, target: Tensor) -> tuple[Tensor, grid.Grid]:
     return state.codes, grid.Grid(state.scale, state.zero)
 
 
-def _round_group(rounding: Rounding, _: slice, target: Tensor) -> tuple[tuple[Tensor, grid.Grid], Tensor]:
+def _round_group(rounding: TernaryRounding, _: slice, target: Tensor) -> tuple[tuple[Tensor, grid.Grid], Tensor]:
     """Return codes [in, rows] and grids for a target [in, rows], and the values [in, rows] that they are."""
     codes, fitted = _round(rounding, target)
     return (codes, fitted), fitted.values(codes, rounding.params.group(len(target)))
 
 
-def join(rounding: Rounding, tiles: Sequence[tuple[Tensor, grid.Grid]]) -> Quantized:
+def join(rounding: TernaryRounding, tiles: Sequence[tuple[Tensor, grid.Grid]]) -> Quantized:
     """Return the weight, from all its tiles in order."""
     codes, fitted = _join_tiles(tiles)
     params = rounding.params

@@ -37,6 +37,7 @@ from compress.model.skeleton import Skeleton
 from compress.papers.quant import bitnet as rounding
 from compress.papers.quant.bitnet import Scale
 from compress.runtime import activation_quant
+from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import Readable, open_checkpoint
 from compress.tune.descend import check_descent, check_held_out, descend, is_checked
@@ -100,6 +101,7 @@ def train(config: Config, work: TuningWork) -> TuningResult:
     if not layers:
         raise RecipeError("tune: bitnet trains what method: bitnet of `quantize` has written, and there is none")
     model = load_model(work.original.directory, torch.float32, str(work.device))
+    _take_experts_apart(model, list(layers))
     trained = {name: _one_source(packed, name) for name, _ in model.named_parameters()}
     names = {name: source for name, source in trained.items() if source is not None}
     for path, stored in layers.items():
@@ -113,6 +115,13 @@ def train(config: Config, work: TuningWork) -> TuningResult:
         tensors |= {packed.sources[f"{path}.{key}"][0].name: tensor for key, tensor in made.tensors.items()}
     note = training.note(time.monotonic() - started)
     return TuningResult(note, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
+
+
+def _take_experts_apart(model: nn.Module, paths: list[str]) -> None:
+    """Give experts linears of their own, as the packed model has them, where these paths lead to some."""
+    for name, module in list(model.named_modules()):
+        if is_fused_experts(module) and any(path.startswith(f"{name}.") for path in paths):
+            model.set_submodule(name, Experts.from_fused(module))
 
 
 def _is_ternary(module: nn.Module) -> bool:

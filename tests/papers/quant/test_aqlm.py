@@ -33,11 +33,11 @@ def quantize(weight: Tensor, stats: Stats, seed: int = 0, **settings: float | st
     return result
 
 
-def search(weight: Tensor, stats: Stats, **settings: float | str) -> aqlm._Search:
+def search(weight: Tensor, stats: Stats, **settings: float | str) -> aqlm._CodebookSearch:
     config = aqlm.Config(**settings)  # type: ignore[arg-type]
     params = aqlm.plan_params(config, (weight.shape[0], weight.shape[1]))
     damping = 0.01 * stats.hessian.diagonal().mean().item()
-    return aqlm._Search(Objective(weight.T.contiguous(), stats.hessian, damping), config, params, 0)
+    return aqlm._CodebookSearch(Objective(weight.T.contiguous(), stats.hessian, damping), config, params, 0)
 
 
 def slow_values(packed: PackedWeight) -> Tensor:

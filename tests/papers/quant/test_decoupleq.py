@@ -21,14 +21,14 @@ def layer(rows: int = 24, columns: int = 96, seed: int = 0) -> tuple[Tensor, Sta
     return problems.random(rows, columns, seed=seed + 40), problems.stats(problems.inputs(4 * columns, columns, seed))
 
 
-def problem(weight: Tensor, stats: Stats, **settings: float) -> decoupleq.Problem:
+def problem(weight: Tensor, stats: Stats, **settings: float) -> decoupleq.MatrixProblem:
     config = decoupleq.Config(**settings)  # type: ignore[arg-type]
     order = feedback.loop_order(stats.hessian.diagonal())
     factor = upper_factor(stats.hessian, config.damp, order)
     damping = (factor.damp * stats.hessian.diagonal().mean()).item()
     params = affine_grid.params(config, (weight.shape[0], weight.shape[1]))
     objective = feedback.Objective(weight.T.contiguous(), stats.hessian, damping)
-    return decoupleq.Problem(objective, order, factor.upper, config, params)
+    return decoupleq.MatrixProblem(objective, order, factor.upper, config, params)
 
 
 def quantize(weight: Tensor, stats: Stats, **settings: float) -> Quantized:
