@@ -214,8 +214,7 @@ def _unfit(table: Table, layer: LayerPlan) -> str | None:
         where = "embeddings" if len(table.roles) == 1 else "head, which the embeddings are tied to,"
         return (
             f"{where}: {layer.scheme.method} as the recipe has it stores no rows that could be looked up; give a "
-            "method or type whose rows have scales of their own, such as rtn, with neither incoherence, activations "
-            "nor lowrank"
+            "method or type whose rows have scales of their own, with neither incoherence, activations nor lowrank"
         )
     if "head" not in table.roles and sizes.needs_statistics(layer):
         return (

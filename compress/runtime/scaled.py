@@ -127,7 +127,8 @@ def multiply(x: Tensor, held: tuple[Tensor, ...], activations: Activations, in_s
     """Return x [tokens, in] bfloat16 times the weight whose `operands` are held, [tokens, out]; not for fp8."""
     codes, weight_scales, factor = held
     count, kind = len(x), activations.dtype
-    parts, scale = inputs.quantize_blocks(F.pad(x, (0, 0, 0, -count % TOKENS)), activations, in_scale)
+    padding = -count % TOKENS if count else TOKENS  # an expert may have no tokens
+    parts, scale = inputs.quantize_blocks(F.pad(x, (0, 0, 0, padding)), activations, in_scale)
     numbers, block_scales = parts.numbers.flatten(-2), parts.scales.squeeze(-1)
     q = _as_float4(_nibbles(numbers)) if activations.bits == 4 else numbers.to(inputs.FP8)
     recipes, orders = _recipes(kind)
