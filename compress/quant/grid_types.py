@@ -34,7 +34,8 @@ TYPES = {  # data type -> how the format stores it
     "fp4": grid.Params(grid.FP4, 64, grid.NESTED),
     "dynamic8": grid.Params(grid.DYNAMIC8, 256, "float32"),
 }
-LARGEST_SCALE = 448.0 / 1.5  # a block whose largest weight is at 6 has it; at 4 it is 448, the largest of e4m3
+# The scale of the block of the largest weight, at 6; at 4 it is 448, the largest number of e4m3.
+LARGEST_SCALE = 448.0 / 1.5
 LARGEST_CODE, ONE_IN_E4M3 = 0x7E, 0x38  # codes in e4m3 of the largest number, and of 1
 STEPS = range(-2, 7)  # numbers of e4m3 from the nearest scale that are tried
 EXPONENTS = (0, -1, 1)  # powers of two, from the scale that clips nothing

@@ -30,7 +30,7 @@ CPU_SECONDS = 20  # of a case; more is a hang
 WALL_SECONDS = 150  # of a case
 IDLE_SECONDS = 20  # without any CPU time: it waits for something that never comes
 ADDRESS_SPACE = 4 << 30  # bytes beyond what the parent has
-RESIDENT = 2 << 30  # bytes; a peak above is a failure of its own
+RESIDENT = 2 << 30  # bytes beside what it began with; a peak above is a failure of its own
 FILE_SIZE = 1 << 30  # bytes
 BATCH = 50
 
@@ -148,6 +148,7 @@ def _serve(batch: deque[tuple[int, Case]], judge: Callable[[Case, Path], Verdict
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_SIZE, FILE_SIZE))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    inherited = _kilobytes("VmRSS")  # of the process that it was forked from
     for number, case in batch:
         place = folder / str(number)
         place.mkdir()
@@ -160,7 +161,7 @@ def _serve(batch: deque[tuple[int, Case]], judge: Callable[[Case, Path], Verdict
             verdict = judge(case, place)
         except Exception as error:  # noqa: BLE001 (what the judge itself stumbles over)
             verdict = Verdict("crash", f"of the judge: {verdicts.summary(error)}")
-        if _kilobytes("VmHWM") * 1024 > RESIDENT and not verdict.is_failure:
+        if (_kilobytes("VmHWM") - inherited) * 1024 > RESIDENT and not verdict.is_failure:
             verdict = Verdict("memory", f"peak {_kilobytes('VmHWM') >> 10} MiB, {verdict.kind}")
         verdict = verdict._replace(seconds=time.process_time() - used)
         os.write(pipe, json.dumps(verdict).encode() + b"\n")

@@ -36,7 +36,7 @@ def made(way: str, packed: PackedWeight, rates: Rates = RATES) -> Any:
 
 def test_there_are_weights_of_every_layout() -> None:
     found = [packed.params for packed in weights()]
-    assert {p.axis for p in found} == {"in", "out"} and {len(p.bits) for p in found} == {1, 2}
+    assert {p.axis for p in found} == {"in", "out"} and {len(p.bits) for p in found} == {1, 2, 3}
     assert any(p.permuted for p in found) and any(p.outliers for p in found) and any(p.scale_columns for p in found)
     factored = [packed for packed in samples("codebook", SHAPE) if packed.params.svd_rank]
     assert factored and not any(map(vectors.serves, factored))
