@@ -21,7 +21,7 @@ Values = NDArray[np.float32]
 
 TQ1_0, TQ2_0, MXFP4, NVFP4 = 34, 35, 39, 40  # numbers of the types
 TRITS = 256  # numbers of a block of three values
-DOUBLED = 2 * grid.value_table(grid.E2M1).numpy() + 0.0  # points of e2m1, times 2; adding 0 makes -0 the 0 of llama.cpp
+DOUBLED = (2 * grid.value_table(grid.E2M1) + 0.0).numpy()  # points of e2m1, times 2; -0 becomes llama.cpp's 0
 POWERS = np.array((81, 27, 9, 3, 1), np.uint8)
 
 

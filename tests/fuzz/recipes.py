@@ -88,6 +88,7 @@ def make(random: Random, folder: Path, few: bool = False) -> Case:
         document = grammar.recipe(random)
     else:
         document = yaml.safe_load(random.choice(list(_built_in().values())))
+        document = json.loads(json.dumps(document, default=str))  # the date of a measurement is a string
         for _ in range(random.choice([0, 1, 1, 2])):
             edit = values.change(document, random)
             kept = values.remove if edit.get("delete") else functools.partial(values.put, value=edit.get("value"))
