@@ -17,13 +17,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from compress.numerics.linalg import squares, upper_factor
-from compress.types import Stats, Work
+from compress.types import OutputMetric, Stats, Work
 
 LEAF_COLUMNS = 32  # fewer are not halved: errors are propagated one block at a time
 ROWS_PER_TILE = 4096  # the loop and the trellis search take 5 to 30% more a row with half as many
@@ -50,6 +50,25 @@ class Rounding(Protocol):
 
     def release(self) -> None:
         """Drop the tensors that `quantize_rows` needs and `join` does not."""
+
+
+@dataclass
+class ColumnRounding(Rounding):
+    """A weight, the order of its columns and the factor of its Hessian, for methods that round column by column."""
+
+    config: Any  # of the method
+    params: Any  # of the format
+    target: Tensor  # [in, out] float32
+    hessian: Tensor  # [in, in]
+    damping: float
+    order: Tensor  # [in] int64: the column of the weight at each place of the loop
+    upper: Tensor  # [in, in], the factor of the damped Hessian in this order
+    notes: tuple[str, ...]
+    output: OutputMetric | None
+
+    def release(self) -> None:
+        self.output = None
+        del self.target, self.hessian, self.upper
 
 
 class Rounder(Protocol):

@@ -36,7 +36,7 @@ from compress.kernels.loops import columns as column_loops
 from compress.numerics.linalg import upper_factor
 from compress.quant import descent, feedback, grid, two_sided
 from compress.quant.settings import check, check_damp
-from compress.types import OutputMetric, Quantized, Stats, Work
+from compress.types import Quantized, Stats, Work
 
 FORMAT = "int"
 NEEDS = frozenset({"hessian"})
@@ -101,22 +101,11 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
 
 
 @dataclass
-class Rounding(feedback.Rounding):
+class Rounding(feedback.ColumnRounding):
     """A weight, the order of its columns and the factor of its Hessian."""
 
     config: Config
     params: int_format.Params
-    target: Tensor  # [in, out] float32
-    hessian: Tensor  # [in, in]
-    damping: float
-    order: Tensor  # [in] int64: the column of the weight at each place of the loop
-    upper: Tensor  # [in, in], the factor of the damped Hessian in this order
-    notes: tuple[str, ...]
-    output: OutputMetric | None
-
-    def release(self) -> None:
-        self.output = None
-        del self.target, self.hessian, self.upper
 
 
 def prepare(weight: Tensor, stats: Stats | None, config: Config) -> Rounding:

@@ -30,7 +30,7 @@ from compress.formats import grid
 from compress.numerics.linalg import upper_factor
 from compress.quant import feedback, grid_types, two_sided
 from compress.quant.settings import check, check_damp
-from compress.types import OutputMetric, PackedWeight, Quantized, Stats, Stored, Work
+from compress.types import PackedWeight, Quantized, Stats, Stored, Work
 
 FORMAT = "grid"
 NEEDS = frozenset({"hessian", "largest_weight"})
@@ -95,24 +95,13 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
 
 
 @dataclass
-class PointRounding(feedback.Rounding):
+class PointRounding(feedback.ColumnRounding):
     """A weight, the order of its columns and the factor of its Hessian, and the scales that rows share."""
 
     config: Config
     params: grid.Params
-    target: Tensor  # [in, out] float32
-    hessian: Tensor  # [in, in]
-    damping: float
-    order: Tensor  # [in] int64: the column of the weight at each place of the loop
-    upper: Tensor  # [in, in], the factor of the damped Hessian in this order
-    notes: tuple[str, ...]
-    output: OutputMetric | None
     largest: Tensor  # float32 [], of all weights with the same tensor scale
     shared: dict[str, Tensor]  # scales and what is beside them, {} where each row has its own
-
-    def release(self) -> None:
-        self.output = None
-        del self.target, self.hessian, self.upper
 
     def importance(self) -> Tensor:
         """Return what errors of a column count in the loop, [in]."""

@@ -18,11 +18,8 @@ from compress.version import __version__
 from helpers.runs import cli, one_line
 
 SCREEN_LINES = 55
-UNMEASURED = {
-    "aqlm2bit",
-    "bitnet1.58",
-    "decoupleq2bit",
-}  # train for longer than anyone has waited; the list only shrinks
+# Recipes that train for long, of which no quality is claimed; the list only shrinks.
+UNMEASURED = {"aqlm2bit", "bitnet1.58", "decoupleq2bit"}
 
 
 def succeeded(*words: str) -> str:

@@ -46,7 +46,7 @@ SMALL = {  # method -> settings of a short search
 SMALL_TRANSFORM = {"awq": ("transform.0.ratios=2",), "outlier_suppression": ("transform.0.thresholds=2",)}
 ALL = {name: recipe.load(name) for name in recipe.names()}
 BINARY = {"ptq161", "bitnet", "ternary"}  # more bits than 1.9 on small weights
-LOSSLESS = {"lossless"}  # no error at all, which is what is tested in files of its own
+LOSSLESS = {"lossless"}  # no error at all
 SPECIAL = {"lord", "structured", "nf"}  # low rank: what they store, and which linears, is tested in files of their own
 METHOD = {
     name: r.quantize.method
@@ -135,10 +135,11 @@ def check(out: Path, original: PreTrainedModel, transformed: bool = False) -> di
     is_rounded = any(weight.stored.activations for weight in packed.values())
     rounding = 0.02 if is_rounded else 1e-4  # inputs between two integers
     assert (found - expected).abs().max() < rounding * float(expected.abs().max())
-    least = -1.0 if report["layers"][0]["method"] in LOSSLESS else 0.0
     few = min(row["bpw"] for row in report["layers"]) < 1.9 or report["layers"][0]["method"] in BINARY
     for row in report["layers"]:  # at 1 bit a weight loses a quarter of a Gaussian, and fed-back errors as much again
-        assert least < row["weight_error"] < (0.8 if few else 0.5)
+        assert (
+            (row["weight_error"] == 0) if row["method"] in LOSSLESS else 0 < row["weight_error"] < (0.8 if few else 0.5)
+        )
         assert (row["output_error"] or 0) < (0.35 if few else 0.1)
     return report
 

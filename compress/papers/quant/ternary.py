@@ -34,7 +34,7 @@ from compress.kernels.loops import columns as column_loops
 from compress.numerics.linalg import upper_factor
 from compress.quant import descent, feedback, grid, two_sided
 from compress.quant.settings import check, check_damp
-from compress.types import OutputMetric, PackedWeight, Quantized, Stats, Stored, Work
+from compress.types import PackedWeight, Quantized, Stats, Stored, Work
 
 FORMAT = "ternary"
 NEEDS = frozenset({"hessian"})
@@ -98,22 +98,11 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
 
 
 @dataclass
-class TernaryRounding(feedback.Rounding):
+class TernaryRounding(feedback.ColumnRounding):
     """A weight, the order of its columns and the factor of its Hessian."""
 
     config: Config
     params: ternary.Params
-    target: Tensor  # [in, out] float32
-    hessian: Tensor  # [in, in]
-    damping: float
-    order: Tensor  # [in] int64: the column of the weight at each place of the loop
-    upper: Tensor  # [in, in], the factor of the damped Hessian in this order
-    notes: tuple[str, ...]
-    output: OutputMetric | None
-
-    def release(self) -> None:
-        self.output = None
-        del self.target, self.hessian, self.upper
 
 
 def prepare(weight: Tensor, stats: Stats | None, config: Config) -> TernaryRounding:
