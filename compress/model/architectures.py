@@ -66,6 +66,7 @@ PURPOSES: dict[Task, str] = {
     "answers": "finding answers in a text",
     "embedding": "embeddings",
 }
+LANGUAGE: Collection[Task] = ("language",)
 ENCODERS: frozenset[Task] = frozenset({"masked", "classes", "tags", "answers", "embedding"})  # they write no text
 UNNAMED = tuple(FAMILIES)[:3]  # those that open a model whose class is not named
 NAMES = (  # what configurations call it

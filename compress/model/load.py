@@ -26,7 +26,7 @@ from transformers.utils import logging
 from compress.errors import CheckpointError, first_line, shown
 from compress.importers import open_checkpoint
 from compress.model import architectures, stored_weights
-from compress.model.architectures import Task, opener
+from compress.model.architectures import LANGUAGE, Task, opener
 from compress.runtime import hf
 from compress.storage import manifest
 from compress.storage.checkpoint import MANIFEST, Checkpoint, Readable, read_config
@@ -84,9 +84,14 @@ def without_weights() -> Iterator[None]:
 
 def load_config(directory: Path) -> transformers.PretrainedConfig:
     """Return the configuration of the text model; its vocab_size is the number of token ids that the model knows."""
+    return whole_config(directory).get_text_config()
+
+
+def whole_config(directory: Path) -> transformers.PretrainedConfig:
+    """Return the configuration of the whole model."""
     open_checkpoint(directory)  # sizes are compared with what is stored before anything is built by them
     try:
-        return open_config(directory).get_text_config()
+        return open_config(directory)
     except FAILURES as error:
         raise CheckpointError(
             f"{directory}: transformers cannot read its configuration ({first_line(error)})"
@@ -124,7 +129,7 @@ def load_model(
     device: str = "cpu",
     device_map: str | dict[str, Any] | None = None,
     verify: bool = False,
-    tasks: Collection[Task] | None = ("language",),
+    tasks: Collection[Task] | None = LANGUAGE,
 ) -> transformers.PreTrainedModel:
     """Return the model, packed or plain, in eval mode; dtype "auto" is that of the checkpoint.
 
