@@ -19,7 +19,7 @@ from compress.storage.checkpoint import read_json
 from compress.storage.files import read_text
 from compress.storage.json_text import loads
 
-MODULES, PROMPTS, LENGTH = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
+MODULES, PROMPTS, LENGTH = "modules.json", "config_sentence_transformers.json", "sentence_*_config.json"
 
 
 def _mean(states: Tensor, mask: Tensor) -> Tensor:
@@ -72,9 +72,7 @@ def read(directory: Path, model: nn.Module) -> Pooling:
         modes = [mode for each in given if (mode := SHORT.get(each, each)) in POOLINGS]
     if not modes:
         modes = ["lasttoken" if any(getattr(each, "is_causal", False) for each in model.modules()) else "mean_tokens"]
-    prompts, length = (_read_if_there(directory / name) for name in (PROMPTS, LENGTH))
+    prompts, length = (
+        next((read_json(path) for path in sorted(directory.glob(name))), dict[str, Any]()) for name in (PROMPTS, LENGTH)
+    )
     return Pooling(tuple(modes), prompts.get("prompts") or {}, length.get("max_seq_length"))
-
-
-def _read_if_there(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
+from compress.model import architectures
 from compress.model.block_calls import UNFIT_ERRORS, WIDTHS, standing_in
 from compress.model.blockwise import attached
 from compress.model.skeleton import Edits, Skeleton
@@ -61,6 +62,16 @@ def logits(skeleton: Skeleton, hidden: Tensor) -> Tensor:
     All outside the blocks must be loaded.
     """
     return _behind(skeleton, hidden, lambda tokens: skeleton.model(input_ids=tokens, use_cache=False).logits).float()
+
+
+def outputs(skeleton: Skeleton, hidden: Tensor) -> Tensor:
+    """Return what `logits` does; for a model that writes no text the float32 states [batch, tokens, hidden] it gives.
+
+    All outside the blocks must be loaded.
+    """
+    if architectures.task(skeleton.config) in (*architectures.LANGUAGE, "masked"):
+        return logits(skeleton, hidden)
+    return _behind(skeleton, hidden, lambda tokens: skeleton.read(tokens, use_cache=False)[0]).float()
 
 
 class _HeadReachedError(Exception):
