@@ -33,7 +33,7 @@ class Loss(Protocol):
     positions: int  # of a sample that are scored: the first ones
 
     def __call__(self, sample: int, part: slice, logits: Tensor) -> Tensor:
-        """Return the sum of the loss over the positions `part`, nats; logits: of `lm_head.outputs`, [positions, width]."""
+        """Return the sum of the loss over the positions `part`, nats; logits float32: a sample's `lm_head.outputs`."""
 
 
 class BlockGradients(Protocol[T_co]):
