@@ -116,11 +116,13 @@ def of_directory(directory: Path, bos: Bos = "auto") -> Prefix:
 
     Windows of a model that writes no text are whole texts, or pairs for one that gives a single score.
     """
+    begun = NONE
     try:
-        tokenizer, config = load.load_tokenizer(directory), load.whole_config(directory)
+        tokenizer = load.load_tokenizer(directory)
+        begun = of_tokenizer(tokenizer, bos)
+        config = load.whole_config(directory)
     except CheckpointError:
-        return NONE
-    begun = of_tokenizer(tokenizer, bos)
+        return begun
     if bos == "never" or architectures.task(config) not in architectures.ENCODERS:
         return begun
     around = pairs.around_pair(tokenizer) if architectures.scores_pairs(config) else Template()
