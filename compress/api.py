@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from compress.allocate.forecast import Unmeasured
-    from compress.export.model_free import Rounded
+    from compress.export.model_free import RoundedCheckpoint
     from compress.run.job import Job, Prepared
 
 
@@ -52,7 +52,7 @@ def quantize(
             return ranks.by_main(lambda: write.finish(blocks.output, blocks.run, loop.head, started, progress))
 
 
-def quantize_model_free(job: Job, dry_run: bool = False, progress: Progress = silent) -> Rounded:
+def quantize_model_free(job: Job, dry_run: bool = False, progress: Progress = silent) -> RoundedCheckpoint:
     """Round a checkpoint tensor by tensor without the class of its model, into another tool's format; say what came.
 
     dry_run: only say what would be written. Raises CompressError; nothing is left behind if it fails.
