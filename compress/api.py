@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from compress.allocate.forecast import Unmeasured
+    from compress.export.model_free import Rounded
     from compress.run.job import Job, Prepared
 
 
@@ -49,6 +50,16 @@ def quantize(
             loop.run(blocks)
 
             return ranks.by_main(lambda: write.finish(blocks.output, blocks.run, loop.head, started, progress))
+
+
+def quantize_model_free(job: Job, dry_run: bool = False, progress: Progress = silent) -> Rounded:
+    """Round a checkpoint tensor by tensor without the class of its model, into another tool's format; say what came.
+
+    dry_run: only say what would be written. Raises CompressError; nothing is left behind if it fails.
+    """
+    from compress.export import model_free
+
+    return model_free.quantize(job, dry_run, progress)
 
 
 def merge(

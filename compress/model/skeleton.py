@@ -336,9 +336,11 @@ def _one_line(checkpoint: Checkpoint) -> Iterator[None]:
             warnings.simplefilter("ignore")  # of layers of no size
             yield
     except FAILURES as error:
-        reason = first_line(error)
+        reason, advice = first_line(error), ""
+        if checkpoint.config.get("model_type") not in transformers.CONFIG_MAPPING:
+            advice = "; `compress quantize MODEL --model-free int4` rounds the weights of a model that it does not know"
         raise UnsupportedModelError(
-            f"{checkpoint.directory / CONFIG} does not give a language model ({type(error).__name__}: {reason})"
+            f"{checkpoint.directory / CONFIG} does not give a language model ({type(error).__name__}: {reason}){advice}"
         ) from error
 
 
