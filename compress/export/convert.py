@@ -39,7 +39,7 @@ class Export:
 
     source: PackedSource
     held: tuple[StoredWeight, ...]  # the weights that the target holds as they are stored, in the order of the model
-    tables: tuple[StoredWeight, ...]  # packed tables that become plain numbers
+    tables: tuple[StoredWeight, ...]  # packed tables, and linears of odd widths, that become plain numbers
     dtype: torch.dtype  # of these, and of the model that is written
     is_chosen: bool = False  # the user has named that type, which all plain numbers are to have
     notes: list[str] = field(default_factory=list)  # for the user, a line each
@@ -58,7 +58,7 @@ class Export:
         """Return role -> module under whose name a table is written: one for both where the rows are the same."""
         if table.tied and not table.is_one_table:
             return {EMBEDDINGS: table.name, HEAD: table.tied}
-        return {table.roles[0]: table.name}
+        return {table.roles[0] if table.roles else "": table.name}
 
     def plain_linears(self) -> list[str]:
         """Return the modules whose matrices are plain numbers: linears that are kept, routers, the output head."""
@@ -122,7 +122,8 @@ def prepare(source: PackedSource, name: str, dtype: torch.dtype | None = None, i
     if int8_inputs and not getattr(target, "INT8_INPUTS", False):
         raise ExportError(f"{name} takes no --int8-inputs; leave it out (recipes quantize inputs by `activations`)")
     reasons = {weight.name: target.refuses(weight) for weight in source.packed}
-    refused = [weight for weight in source.packed if reasons[weight.name] is not None and not weight.roles]
+    decodes = getattr(target, "decodes", lambda weight: bool(weight.roles))
+    refused = [weight for weight in source.packed if reasons[weight.name] is not None and not decodes(weight)]
     if refused:
         others = f" (and {len(refused) - 1} others)" if len(refused) > 1 else ""
         raise ExportError(f"{name} cannot hold {refused[0].name}{others}: {reasons[refused[0].name]}")
