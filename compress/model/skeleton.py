@@ -73,6 +73,8 @@ class Skeleton:
         self.is_untied = False  # the output head has been given a weight of its own
         self.tied_configs = (self.model.config, self.config)  # of the model, and of the whole, before that
         self.aliases = _aliases(self.model)
+        self._repeated = _repeated(self.aliases, f"{self.blocks_name}.")
+        self._as_left: dict[str, nn.Module] = {}  # what later blocks share, as its first block was when it was freed
         self.sources = stored_weights.sources(self.model, checkpoint)
         self.split = stored_weights.split(self.sources)
 
@@ -150,6 +152,7 @@ class Skeleton:
         prefix = self.block_prefix(index)
         self._load((name for name in self.sources if name.startswith(prefix)), device)
         block = self.blocks[index]
+        self._take_repeated(prefix, is_first=index == 0)
         if device.type == "cuda" and index + 1 < len(self.blocks):
             behind = self.block_prefix(index + 1)
             self._ahead.begin(x for name, group in self.sources.items() if name.startswith(behind) for x in group)
@@ -169,6 +172,14 @@ class Skeleton:
         if self.edits is not None:
             self.edits.block(index, block)
         return block
+
+    def _take_repeated(self, prefix: str, is_first: bool) -> None:
+        """Give a block the modules that it shares with one before it, as that one has left them."""
+        if is_first:
+            self._as_left.clear()
+        for name, first in self._repeated.items():
+            if name.startswith(prefix) and first in self._as_left:
+                self.model.set_submodule(name, _copy_flat(self._as_left[first]))
 
     def load_linear(self, name: str, device: torch.device) -> nn.Module:
         """Fill one linear outside of the blocks that text runs through."""
@@ -236,7 +247,11 @@ class Skeleton:
         self.is_untied = True
 
     def free(self) -> None:
-        """Give back all weights; buffers stay."""
+        """Give back all weights, but what later blocks share; buffers stay."""
+        for first in dict.fromkeys(self._repeated.values()):
+            module = self.model.get_submodule(first)
+            if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+                self._as_left[first] = _copy_flat(module)
         for name, module in self._fused.items():
             self.model.set_submodule(name, module)
         self._fused.clear()
@@ -245,7 +260,11 @@ class Skeleton:
                 if not parameter.is_meta:
                     empty = torch.empty_like(parameter, device="meta")
                     module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
-        self.model.tie_weights()
+        if not self._repeated:
+            self.model.tie_weights()
+        for name, first in self._repeated.items():  # transformers ties what has the same names in all of these blocks
+            module = self.model.get_submodule(first)
+            self.model.get_submodule(name)._parameters.update(module.named_parameters(recurse=False))
 
     def _load(self, names: Iterable[str], device: torch.device) -> None:
         tensors = {stored.name: self._ahead.take(stored) for name in names for stored in self.sources[name]}
@@ -270,6 +289,7 @@ class Skeleton:
         Raises UnsupportedModelError if there is none and `is_needed`.
         """
         keys = flow(self.config, self.dtype).shared
+        again = {name: names[0] for names in self.aliases for name in names[1:]}
         specs: list[LinearSpec] = []
         kept: dict[str, str] = {}
         for index, block in enumerate(self.blocks):
@@ -277,7 +297,9 @@ class Skeleton:
             for name, module in block.named_modules():
                 full = prefix + name
                 shape = linears.shape_of(module)
-                if shape is not None:
+                if (first := again.get(f"{full}.weight")) is not None:
+                    kept[full] = f"it is one weight with {first.removesuffix('.weight')}"
+                elif shape is not None:
                     self.add(LinearSpec(full, shape, self.dtype, index, keys.get(full, full)), specs, kept)
                 elif isinstance(module, nn.Linear):
                     kept[full] = "a linear with a forward pass of its own"
@@ -328,7 +350,7 @@ class Skeleton:
         None for a weight that is stored in one tensor with others: the tensor could not be left out.
         """
         weight = f"{spec.name}.weight"
-        tied = (group for group in self.aliases if weight in group and spec.block < 0)  # a table with several names
+        tied = (group for group in self.aliases if weight in group)
         names = spec.parameters or tuple(next(tied, [weight]))
         tensors = [stored for name in names for stored in self.sources.get(name, [])]
         return tensors if spec.is_expert else [stored for stored in tensors if stored.name not in self.split]
@@ -374,6 +396,20 @@ def _aliases(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [group for group in names.values() if len(group) > 1]
+
+
+def _repeated(aliases: Iterable[list[str]], blocks: str) -> dict[str, str]:
+    """Return the modules of blocks that share all parameters with one of an earlier block, and the name of that one."""
+    names = (group for group in aliases if all(name.startswith(blocks) for name in group))
+    owners = [[name.rpartition(".")[0] for name in group] for group in names]
+    return {other: first for first, *others in owners for other in others}
+
+
+def _copy_flat(module: nn.Module) -> nn.Module:
+    """Return a module that holds the same parameters, and can be given others."""
+    made = copy.copy(module)
+    made._parameters = dict(module._parameters)
+    return made
 
 
 def _place_buffers(module: nn.Module, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -222,25 +222,34 @@ def swap(model: nn.Module, name: str, stored: Stored) -> bool:
         return False
     if not isinstance(module, nn.Embedding):
         return False
-    own = f"{name}.weight"
-    tied = _tied_to(model, own)
+    tied = tied_to(model, f"{name}.weight")
     packed = PackedEmbedding(stored, module, model)
     model.set_submodule(name, packed)
-    for other in tied:
-        linear = model.get_submodule(other.rpartition(".")[0])
-        if not is_plain_linear(linear):
-            raise CheckpointError(f"{name} is listed as packed, but tied to {other}, which is no linear's")
-        head = PackedLinear(stored, packed.shape, linear.bias is not None, module.weight.dtype, module.weight.device)
-        head.bias = cast(nn.Linear, linear).bias
-        for key in packed.specs:
-            head.register_parameter(key, packed.get_parameter(key))
-        model.set_submodule(other.rpartition(".")[0], head)
-    if tied:
-        _tie_stored(model, {own, *tied}, list(packed.specs))
+    pack_tied(model, name, tied, packed)
     return True
 
 
-def _tied_to(model: nn.Module, own: str) -> list[str]:
+def pack_tied(model: nn.Module, name: str, tied: Collection[str], packed: PackedModule) -> None:
+    """Let linears share what a packed module `name` stores, and transformers tie it; tied: names of their weights.
+
+    Raises CheckpointError for what is no linear.
+    """
+    for other in tied:
+        place = other.rpartition(".")[0]
+        linear = model.get_submodule(place)
+        if not is_plain_linear(linear):
+            raise CheckpointError(f"{name} is listed as packed, but its weight is tied to {other}, no linear's")
+        weight = linear.get_parameter("weight")
+        shared = PackedLinear(packed.stored, packed.shape, linear.bias is not None, weight.dtype, weight.device)
+        shared.bias = cast(nn.Linear, linear).bias
+        for key in packed.specs:
+            shared.register_parameter(key, packed.get_parameter(key))
+        model.set_submodule(place, shared)
+    if tied:
+        _tie_stored(model, {f"{name}.weight", *tied}, list(packed.specs))
+
+
+def tied_to(model: nn.Module, own: str) -> list[str]:
     """Return the other names of a weight: what is the same parameter, and what transformers is going to make it."""
     weight = model.get_parameter(own)
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
@@ -285,7 +294,7 @@ def restore(model: nn.Module, dtype: torch.dtype) -> None:
             part.tie_word_embeddings = False
     for name in packed:
         model.set_submodule(name, cast(PackedEmbedding, model.get_submodule(name)).to_embedding(dtype))
-    for module in model.modules() if packed else ():
+    for module in model.modules():
         if BEFORE in vars(module):
             own = vars(module).pop(BEFORE)  # None: the class says it
             vars(module).pop("_tied_weights_keys", None)
