@@ -16,6 +16,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -76,6 +78,7 @@ def without_head(config: PretrainedConfig, name: str) -> str:
 
 
 FAMILIES: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
+TWO_STACKS: tuple[Any, ...] = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)  # of an encoder and a decoder
 
 
 def opener(config: PretrainedConfig) -> Any:
@@ -83,11 +86,11 @@ def opener(config: PretrainedConfig) -> Any:
 
     It is the one that knows the class named by `architectures` of the configuration; where none does, the first that
     knows this type of configuration, the text part alone before the whole model. AutoModelForCausalLM for an unknown
-    configuration: its error says so. Encoder-decoders are not opened as a whole. Raises UnsupportedModelError for a
+    configuration: its error says so. An encoder-decoder is opened as a whole. Raises UnsupportedModelError for a
     model of another purpose.
     """
     check(config)
-    families = FAMILIES[:1] if config.is_encoder_decoder else FAMILIES
+    families = (*TWO_STACKS, FAMILIES[0]) if config.is_encoder_decoder else FAMILIES
     named = {getattr(transformers, str(name), None) for name in config.architectures or ()}
     classes = {family: _classes(family, config) for family in families}
     for family, known in classes.items():

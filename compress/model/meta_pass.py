@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
+from compress.model.inputs import arguments
 from compress.model.load import empty_model
 from compress.runtime import expert_layouts, linears
 from compress.runtime.expert_layouts import ExpertLayout
@@ -186,7 +187,8 @@ def run_without_data(model: PreTrainedModel) -> Exception | None:
 
 def _run(model: PreTrainedModel, **options: Any) -> Exception | None:
     try:
-        model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), **options)
+        tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta")
+        model(**arguments(model, tokens), **options)
     except NEEDS_DATA as error:
         return error
     return None

@@ -40,7 +40,7 @@ def tower_linears(skeleton: Skeleton) -> tuple[list[LinearSpec], dict[str, str]]
 
 def is_tower(skeleton: Skeleton, name: str) -> bool:
     """Return whether a linear of `tower_linears` is in a tower, not in a decoder block."""
-    return not name.startswith(f"{skeleton.blocks_name}.")
+    return not name.startswith(skeleton.in_blocks)
 
 
 def _reads_weight(parent: nn.Module, child: str) -> bool:
