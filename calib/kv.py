@@ -55,7 +55,7 @@ class Loaded:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.blocks_name, self.blocks = find_blocks(model)
-        self.second = None
+        self.read, self.second = model.base_model, None
 
     def load_rest(self, device: torch.device, with_head: bool = False) -> None:
         pass

@@ -23,18 +23,20 @@ from torch import Tensor
 from compress.calib.data import Calibration
 from compress.errors import CalibrationError
 from compress.model import inputs, load
+from compress.model.architectures import Task
 
 WRITTEN_SHARE = 4  # a window of text is so many times as long as what the model writes of it, at most
 TRANSCRIPT_TOKENS = 128  # of 30 seconds of speech
 BATCH = 16  # samples that the model writes of side by side
 SHORTEST = 0.1  # [s]; a shorter rest of a file is left out
+WRITERS: tuple[Task, ...] = ("translation", "speech")
 Say = Callable[[int, int], None]
 
 
 def of_text(text: Calibration, directory: Path, say: Say) -> Calibration:
     """Return the windows of a text with what the model in the directory writes of each; `say`: windows done, in all."""
     windows = text.tokens
-    written = write(load.load_model(directory), windows, max(1, windows.shape[1] // WRITTEN_SHARE), say)
+    written = write(load.load_model(directory, tasks=WRITERS), windows, max(1, windows.shape[1] // WRITTEN_SHARE), say)
     rows = [torch.cat((each, window))[: windows.shape[1]] for each, window in zip(written, windows, strict=True)]
     note = "The decoder reads what the model itself writes of each window, and behind that the window."
     return _with_pairs(text, windows, torch.stack(rows), note)
@@ -44,7 +46,7 @@ def of_sound(folder: Path, directory: Path, samples: int, seed: int, say: Say) -
     """Return features of the .wav files in a folder with what the model in the directory writes of each piece."""
     features = read_sound(folder, directory)
     chosen = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))[:samples]
-    model = load.load_model(directory)
+    model = load.load_model(directory, tasks=WRITERS)
     most = min(TRANSCRIPT_TOKENS, model.config.max_target_positions // 2)  # Whisper begins with several tokens
     written = write(model, features[chosen], most, say)
     length = min(max(map(len, written)), model.config.max_target_positions)

@@ -114,4 +114,4 @@ def load(
     from compress.run.source import resolve
 
     path = resolve(os.fspath(directory))
-    return load_model(path, dtype, device_map=device_map, verify=verify)
+    return load_model(path, dtype, device_map=device_map, verify=verify, tasks=None)

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, empty, equal, nn
-from torch.utils.hooks import RemovableHandle
+from torch.nn.modules.module import register_module_forward_hook
 
 from compress.errors import UnsupportedModelError, first_line
 from compress.model import inputs
@@ -154,20 +154,16 @@ class _Behind:
         if second is not None and number == second - 1:
             self.states = hidden
 
-    def follow(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        """Yield hooks of the modules that states may pass."""
-        for module in model.modules():
-            if not isinstance(module, StandIn) and next(module.children(), None) is None:
-                yield module.register_forward_hook(self._see)
-
-    def _see(self, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-        if self.states is not None and given and given[0] is self.states and isinstance(output, Tensor):
+    def see(self, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        """Hear of any module that has run."""
+        is_leaf = next(module.children(), None) is None and not isinstance(module, StandIn)
+        if is_leaf and self.states is not None and given and given[0] is self.states and isinstance(output, Tensor):
             self.modules.append(module)
             self.states = output
 
 
-def record(model: nn.Module, blocks: nn.ModuleList, samples: Samples, second: int | None = None) -> Recorded:
-    """Run a model up to its last block on samples, each block giving what it is given.
+def record(model: Callable[..., Any], blocks: nn.ModuleList, samples: Samples, second: int | None = None) -> Recorded:
+    """Run a model, or what runs it, up to its last block on samples, each block giving what it is given.
 
     second: number of the block that begins a second stack. Raise UnsupportedModelError if the blocks are not called
     with hidden states.
@@ -190,11 +186,10 @@ def record(model: nn.Module, blocks: nn.ModuleList, samples: Samples, second: in
                 raise _AllSeenError
             return hidden
 
-        hooks: list[RemovableHandle] = []
+        hook = register_module_forward_hook(behind.see) if second is not None else None
         try:
             with standing_in(blocks, note, width) as extra:
-                hooks += behind.follow(model) if second is not None else ()
-                model(**inputs.arguments(model, samples), use_cache=False)
+                model(samples, use_cache=False)
         except _AllSeenError:
             states = [seen[start][0] for start in (0, second) if start is not None]
             return Recorded(states, [call for _, call in seen], extra, behind.modules, behind.given)
@@ -203,12 +198,12 @@ def record(model: nn.Module, blocks: nn.ModuleList, samples: Samples, second: in
         except UNFIT_ERRORS as error:
             reason = reason or f" ({type(error).__name__}: {first_line(error)})"
         finally:
-            for hook in hooks:
+            if hook is not None:
                 hook.remove()
     raise UnsupportedModelError(NO_BLOCK_INPUT + reason)
 
 
-def layout(model: nn.Module, blocks: nn.ModuleList, samples: Samples, second: int | None = None) -> Layout:
+def layout(model: Callable[..., Any], blocks: nn.ModuleList, samples: Samples, second: int | None = None) -> Layout:
     """Find what differs between samples, by running all before the blocks on the first and the last of these.
 
     second: as of `record`.
@@ -237,8 +232,8 @@ def layout(model: nn.Module, blocks: nn.ModuleList, samples: Samples, second: in
                     made.varying[index, path], made.dims[name] = name, dim
     if crossing is not None and not crossing.places:
         raise UnsupportedModelError(
-            f"{type(model).__name__} changes what its encoder gives before the decoder reads it in a way that cannot "
-            "be followed; such a model cannot be quantized block by block"
+            "the model changes what its encoder gives before the decoder reads it, in a way that cannot be followed; "
+            "such a model cannot be quantized block by block"
         )
     return made
 

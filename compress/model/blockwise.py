@@ -258,7 +258,7 @@ def record_inputs(
     change: called once all before the first block is loaded, to give it other weights in place.
     """
     skeleton.load_rest(device)
-    model, blocks, second = skeleton.model.base_model, skeleton.blocks, skeleton.second
+    model, blocks, second = skeleton.read, skeleton.blocks, skeleton.second
     count = inputs.count(tokens)
     try:
         change()

@@ -21,8 +21,9 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from compress.errors import CheckpointError, UnsupportedModelError, first_line
-from compress.model import expert_linears, paging, stored_weights, text_path
+from compress.model import expert_linears, inputs, paging, stored_weights, text_path
 from compress.model.edits import Edits
+from compress.model.inputs import Samples
 from compress.model.load import FAILURES, empty_model, no_bars, plain_config, without_weights
 from compress.model.meta_pass import READ, flow, read_weights
 from compress.model.text_path import find_stacks
@@ -47,6 +48,7 @@ class Skeleton:
         self.checkpoint = checkpoint
         self.config = _config(checkpoint)
         self.dtype = _dtype(self.config, checkpoint)
+        self.between: tuple[int, ...] = ()  # tokens that part the two texts of a sample, for a model that scores pairs
         self.reshaped: dict[str, Any] = {}  # what `rebuild` has changed in the configuration of the text model
         self._unfusing = expert_linears.Unfusing()
         self._ahead = paging.ReadAhead()
@@ -124,6 +126,17 @@ class Skeleton:
     def vocab_size(self) -> int:
         """The number of token ids that the model knows."""
         return cast(int, self.config.get_text_config().vocab_size)
+
+    def read(self, samples: Samples, **options: Any) -> Any:
+        """Run the body of the model on int64 tokens [batch, tokens], the second text of a pair marked where it can be.
+
+        All that it runs must be loaded, or have something in its place.
+        """
+        given = inputs.arguments(self.model, samples)
+        if self.between and getattr(self.config, "type_vocab_size", 0) > 1:
+            parts = given["input_ids"] == self.between[0]
+            options["token_type_ids"] = (parts.cumsum(1) - parts.long()).clamp(max=1)
+        return self.model.base_model(**given, **options)
 
     def block_prefix(self, index: int) -> str:
         return "{}.{}.".format(*self.blocks.places[index])
