@@ -37,7 +37,7 @@ DIFFERING = (
     "the decoder blocks take arguments that differ between samples or come from other blocks; a part of the recipe "
     "cannot be done with such a model: use one that only quantizes, such as int4"
 )
-DECODER = "hidden states of the decoder"  # which lie beside those of the encoder
+DECODER = "decoder"  # name of its hidden states, which lie beside those of the encoder
 
 
 class BlockPass(NamedTuple):
@@ -139,7 +139,7 @@ class ModelArgs:
                     removed[path] = None
                     if name == (block, path):
                         self._store(name).write(start, values[path].movedim(self.layout.dims[name], 0))
-            removed |= {path: None for block, path in (*self.layout.passed, *self._crossed()) if block == index}
+            removed |= {path: None for block, path in (*self.layout.passed, *self._encoder_places()) if block == index}
             call = call._replace(batch_dim=self.layout.batch_dim).changed(removed)
             size = batch.hidden[0].shape[self.layout.batch_dim]
             if not equal_trees(self.fixed[index].setdefault(size, call), call):
@@ -157,7 +157,7 @@ class ModelArgs:
         for (block, path), number in layout.passed.items():
             if block == index and (index - 1, number) in self.kept:
                 values[path] = self._tree((index - 1, number), index, start, size, side)
-        for path in [path for block, path in self._crossed() if block == index]:
+        for path in [path for block, path in self._encoder_places() if block == index]:
             assert layout.crossing is not None, "there are places of it"
             read = self.stream.fetch(start, size, self.device, side)
             values[path] = layout.crossing.give(read.movedim(0, layout.batch_dim))
@@ -194,7 +194,7 @@ class ModelArgs:
             if store.sides > 1:
                 store.write(0, store.read(0, store.samples), FULL)
 
-    def _crossed(self) -> list[tuple[int, Place]]:
+    def _encoder_places(self) -> list[tuple[int, Place]]:
         return [] if self.layout.crossing is None else self.layout.crossing.places
 
     def _store(self, name: Any, sides: int = 1) -> HiddenStates:

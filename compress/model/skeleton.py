@@ -214,6 +214,8 @@ class Skeleton:
                 module, _, key = name.rpartition(".")
                 self.model.get_submodule(module).register_parameter(key, loaded[0])
         for name in wanted:
+            if self.model.get_parameter(name).is_meta and stored_weights.is_computed(self.model, name):
+                stored_weights.compute(self.model, name, device)
             if self.model.get_parameter(name).is_meta:
                 raise CheckpointError(f"the checkpoint has no weights for {name}; download it again")
         owners = {name.rpartition(".")[0] for name in wanted}

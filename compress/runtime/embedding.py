@@ -211,7 +211,9 @@ def _affine(rows: Tensor, factor: float, offset: float) -> Tensor:
 
 
 def swap(model: nn.Module, name: str, stored: Stored) -> bool:
-    """Replace the embedding `name` of a model, and a head that is tied to it, in place; False if it is no embedding.
+    """Replace the embedding `name` of a model, and all that is tied to it, in place; False if it is no embedding.
+
+    That may be the output head, and the embeddings of an encoder and a decoder.
 
     Afterwards transformers ties the stored tensors of the two in the place of their weights. Raises ValueError for a
     format that cannot be looked up in, CheckpointError where something that is no linear is tied to the embedding.
@@ -228,6 +230,12 @@ def swap(model: nn.Module, name: str, stored: Stored) -> bool:
     model.set_submodule(name, packed)
     for other in tied:
         linear = model.get_submodule(other.rpartition(".")[0])
+        if isinstance(linear, nn.Embedding):
+            twin = PackedEmbedding(stored, linear, model)
+            for key in (LIKE, *packed.specs):
+                twin.register_parameter(key, packed.get_parameter(key))
+            model.set_submodule(other.rpartition(".")[0], twin)
+            continue
         if not is_plain_linear(linear):
             raise CheckpointError(f"{name} is listed as packed, but tied to {other}, which is no linear's")
         head = PackedLinear(stored, packed.shape, linear.bias is not None, module.weight.dtype, module.weight.device)
@@ -258,16 +266,23 @@ def _tie_stored(model: nn.Module, names: set[str], keys: list[str]) -> None:
             pairs = getattr(module, table, None)
             if isinstance(pairs, dict) and any({start + a, start + b} <= names for a, b in pairs.items()):
                 vars(module).setdefault(BEFORE, vars(module).get("_tied_weights_keys"))
-                setattr(module, table, _replace_pairs(pairs, start, names, keys))
+                setattr(module, table, _replace_pairs(pairs, module, start, names, keys))
 
 
-def _replace_pairs(pairs: dict[str, str], start: str, names: set[str], keys: list[str]) -> dict[str, str]:
-    """Return pairs of tied tensors, target -> source, with those of `names` replaced by one pair for each key."""
+def _replace_pairs(
+    pairs: dict[str, str], module: nn.Module, start: str, names: set[str], keys: list[str]
+) -> dict[str, str]:
+    """Return pairs of tied tensors, target -> source, with those of `names` replaced by one pair for each key.
+
+    The names begin with `start`; those of the pairs are inside `module`.
+    """
     replaced = {}
     for target, source in pairs.items():
         if {start + target, start + source} <= names:
             owners = target.removesuffix("weight"), source.removesuffix("weight")
-            replaced.update({owners[0] + key: owners[1] + key for key in keys})
+            are_looked_up = all(isinstance(module.get_submodule(each[:-1]), PackedEmbedding) for each in owners)
+            own = [LIKE, *keys] if are_looked_up else keys
+            replaced.update({owners[0] + key: owners[1] + key for key in own})
         else:
             replaced[target] = source
     return replaced
