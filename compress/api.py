@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from compress.allocate.forecast import Unmeasured
+    from compress.export.model_free import Rounded
     from compress.run.job import Job, Prepared
 
 
@@ -59,6 +60,16 @@ def quantize(
         if exported is not None:
             report["exported"] = ranks.by_main(lambda: for_runs.export_result(job, exported, progress))
         return report
+
+
+def quantize_model_free(job: Job, dry_run: bool = False, progress: Progress = silent) -> Rounded:
+    """Round a checkpoint tensor by tensor without the class of its model, into another tool's format; say what came.
+
+    dry_run: only say what would be written. Raises CompressError; nothing is left behind if it fails.
+    """
+    from compress.export import model_free
+
+    return model_free.quantize(job, dry_run, progress)
 
 
 def merge(
@@ -124,4 +135,4 @@ def load(
     from compress.run.source import resolve
 
     path = resolve(os.fspath(directory))
-    return load_model(path, dtype, device_map=device_map, verify=verify)
+    return load_model(path, dtype, device_map=device_map, verify=verify, tasks=None)

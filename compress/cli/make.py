@@ -24,10 +24,21 @@ RESUME = "; run the same command again to go on after the last finished block"
 @takes_run_options()
 def quantize(
     options: RunOptions,
+    model_free: Annotated[
+        str | None,
+        typer.Option(
+            "--model-free",
+            metavar="SCHEME",
+            help="Round each weight by itself, of a model that transformers need not know, for engines: int8, int4, "
+            "fp8, fp8-block, nvfp4, mxfp4, or a recipe that only rounds. --set export=modelopt: in its layout.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Quantize a checkpoint by a recipe into a packed checkpoint. An interrupted run goes on when started again."""
+    if model_free is not None:
+        return _quantize_model_free(options, model_free, dry_run, as_json)
     with errors(RESUME):
         job = options.job(writes=None if dry_run else "checkpoint")
         if dry_run:
@@ -39,6 +50,22 @@ def quantize(
         with tables.progress_bar() as progress:
             report = api.quantize(job, progress, tables.print_plan, options.exported(job.out))
         _print_report(report, job, as_json)
+
+
+def _quantize_model_free(options: RunOptions, scheme: str, dry_run: bool, as_json: bool) -> None:
+    """Round a checkpoint without the class of its model, and print what has come of it."""
+    with errors():
+        job = options.data_free(scheme).job(writes=None if dry_run else "checkpoint")
+        from compress import api
+        from compress.cli import tables
+
+        with tables.progress_bar() as progress:
+            rounded = api.quantize_model_free(job, dry_run, progress)
+        if as_json:
+            print(json.dumps({"out": str(job.out), **dataclasses.asdict(rounded)}))
+            return
+        for line in (*rounded.notes, *rounded.lines(job.out)):
+            print(line)
 
 
 @takes_run_options(without=("overwrite", "restart", "base_model", "work"))

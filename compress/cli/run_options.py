@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 DEFAULT_RECIPE = "trellis4bit"
 ALLOCATING_RECIPE = "mixed3bit"  # the default of the commands that need something to allocate
 GOAL = ("target", "context", "max_kl")
+DATA_FREE = ("out", "adapter", "overrides", "device", "overwrite", "allow_partial")  # options without calibration
 OUTPUT = ("out", "overwrite", "restart", "base_model", "work")
 REQUIRED = inspect.Parameter.empty
 
@@ -203,6 +204,17 @@ class RunOptions:
         """Return where the export of a checkpoint at `out` is written, None without one."""
         target = self._exported_by()
         return None if target is None else out.with_name(f"{out.name}{target.SUFFIX or f'-{self.export}'}")
+
+    def data_free(self, scheme: str) -> RunOptions:
+        """Return the options of a run that rounds by a scheme, without calibration; wrong usage for options of one."""
+        from compress import recipe as recipes
+
+        fields = [each for each in dataclasses.fields(self) if each.name not in ("model", *DATA_FREE)]
+        if given := [each.name for each in fields if getattr(self, each.name) != each.default]:
+            option = f"--{given[0].replace('_', '-')}"
+            raise typer.BadParameter("has no effect with --model-free; leave it out", param_hint=option)
+        name, own = recipes.data_free(scheme)
+        return dataclasses.replace(self, recipe=name, overrides=[*own, *(self.overrides or [])])
 
     def job(self, pack: bool = True, writes: Writes = "checkpoint") -> Job:
         """Return the job of a run; wrong usage, paths and recipes stop here, before anything heavy is imported.
