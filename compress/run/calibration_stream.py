@@ -29,6 +29,7 @@ from compress.model.blockwise import FULL, QUANTIZED, BlockPass
 from compress.model.inputs import Pairs, Samples
 from compress.progress import Meter
 from compress.run import sizes
+from compress.run.importance_matrix import MatrixStatistics
 from compress.run.job import Job, Prepared
 from compress.run.quantize_linear import NO_STATISTICS, InputStatistics, finish_statistics
 from compress.types import LayerPlan
@@ -54,6 +55,7 @@ class CalibrationStream:
         self.tokens = tokens.decoder if isinstance(tokens, Pairs) else tokens
         self.skeleton, self.device = prepared.skeleton, torch.device(job.device)
         self.paired = job.is_paired and tokens is not None
+        self.matrix = None if job.imatrix is None else MatrixStatistics(job.imatrix, prepared.skeleton)
         self.states = blockwise.HiddenStates(prepared.samples, file, 2 if self.paired else 1)
         size, samples = prepared.arrangement.batch, prepared.samples if tokens is not None else 0
         self.slices = [slice(start, min(start + size, samples)) for start in range(0, samples, size)]  # batches
@@ -177,6 +179,8 @@ class CalibrationStream:
 
     def passes(self, layers: list[LayerPlan]) -> list[list[str]]:
         """Return the shared inputs of a block whose statistics are collected, those of each pass together."""
+        if self.matrix is not None:
+            return []
         hessians = sizes.hessian_nbytes(layers, self.paired, self.every)
         return sizes.split_passes(hessians, self.prepared.arrangement.statistics_nbytes)
 
@@ -246,6 +250,8 @@ class CalibrationStream:
         stream goes on.
         """
         readers, passes = sizes.readers(layers, self.every), self.passes(layers)
+        if self.matrix is not None:
+            yield from self.matrix.of(layer for layer in layers if layer.spec.name in own)
         settings, tokens = self.job.recipe.calibration, self.states.samples * self.prepared.seq_len
         for number, keys in enumerate(passes):
             sums, self.weighed = self.weighed, {}

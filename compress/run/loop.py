@@ -125,7 +125,9 @@ class BlockLoop:
                         consumer.add(task, result, time.monotonic() - begun)
                         del task, result  # and with them statistics, before the next ones are made
                 if self.reads_head is not None:
-                    self.head = tables.statistics(self.stream, self.reads_head)
+                    matrix = self.stream.matrix
+                    known = None if matrix is None else matrix.of_head(self.reads_head.spec.shape[1])
+                    self.head = known or tables.statistics(self.stream, self.reads_head)
             finally:
                 self.stream.states.close()
 

@@ -9,6 +9,8 @@ the grid format is MXFP4 or NVFP4, weights of three values are TQ1_0 or TQ2_0.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from compress.formats.kquant import SUPER_BLOCK
 
 SUFFIX = ".gguf"
 TABLE = "token_embd.weight"
+RECIPE = "gguf-mix"
+ALIGNMENT, LONGEST_NAME = 32, 256  # bytes, of the place of each tensor, and of the name of a directory
 
 
 def refuses(weight: ExportWeight) -> str | None:
@@ -95,8 +99,27 @@ def check(export: Export) -> None:
     vocabulary.metadata(export.source.directory, config.get_text_config().vocab_size)
 
 
+def file_nbytes(export: Export) -> int:
+    """Return the bytes of the file of what may be planned only, and those of the longest name of its directory."""
+    with tempfile.TemporaryDirectory() as folder:
+        writer, entries = _begin(export, Path(folder) / f"header{SUFFIX}")
+        writer.close()
+        header = os.path.getsize(Path(folder) / f"header{SUFFIX}")
+    aligned = [-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in (header, *(e.nbytes for e in entries.values()))]
+    return sum(aligned) + LONGEST_NAME
+
+
 def write(export: Export, out: Path) -> None:
     """Write the file; ExportError for tensors that llama.cpp does not have."""
+    writer, entries = _begin(export, out)
+    for number, (name, entry) in enumerate(entries.items()):
+        export.progress(f"writing {name}", number, len(entries))
+        writer.write_tensor_data(entry.read().numpy())
+    writer.close()
+
+
+def _begin(export: Export, out: Path) -> tuple[Any, dict[str, tensors.GgufEntry]]:
+    """Write all that comes before the numbers; return the writer, and the tensors to be written."""
     import gguf
 
     directory = export.source.directory
@@ -118,10 +141,7 @@ def write(export: Export, out: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for number, (name, entry) in enumerate(entries.items()):
-        export.progress(f"writing {name}", number, len(entries))
-        writer.write_tensor_data(entry.read().numpy())
-    writer.close()
+    return writer, entries
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

@@ -117,7 +117,7 @@ def _tensor_scales(parts: dict[int | None, Readable | StoredWeight]) -> GgufEntr
     """Return the tensor scale of a weight, or of each expert of a layer."""
     ordered = [parts[expert] for expert in sorted(parts, key=lambda expert: expert or 0)]
     stored = [part.tensors["tensor_scale"] for part in ordered if isinstance(part, StoredWeight) and part.tensors]
-    return GgufEntry(PLAIN[torch.float32], (len(stored),), [scale.read for scale in stored])
+    return GgufEntry(PLAIN[torch.float32], (len(ordered),), [scale.read for scale in stored])
 
 
 def check_experts(weights: Iterable[ExportWeight], model: Model) -> None:
