@@ -1,7 +1,8 @@
 """Read recipes from YAML with strict keys and types, and write them back with every default."""
 
-from compress.recipe.read import ambiguous, is_paper, load, names, text
+from compress.recipe.read import load
 from compress.recipe.schema import CalibrationConfig, Recipe, Rule, Step, Target, dump, fingerprint
+from compress.recipe.sources import ambiguous, data, is_paper, names, text
 
 __all__ = [
     "CalibrationConfig",
@@ -10,6 +11,7 @@ __all__ = [
     "Step",
     "Target",
     "ambiguous",
+    "data",
     "dump",
     "fingerprint",
     "is_paper",
