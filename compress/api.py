@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from compress.allocate.forecast import Unmeasured
+    from compress.export.model_free import Rounded
     from compress.run.job import Job, Prepared
 
 
@@ -24,15 +25,18 @@ def quantize(
 ) -> dict[str, Any]:
     """Allocate bits if the recipe leaves them open, run the job to its end, return the report.
 
-    `on_plan` sees what was decided before the work starts. Raises CompressError; what is finished stays on disk for the
-    next run. In processes that torchrun has started, all of them take part, and all return the report.
+    `on_plan` sees what was decided before the work starts. What the recipe accepts is judged at the end, "acceptance"
+    of the report. Raises CompressError; what is finished stays on disk for the next run. In processes that torchrun has
+    started, all of them take part, and all return the report.
     """
     from compress import process_memory, ranks
     from compress.allocate import decide
+    from compress.evaluate import acceptance
     from compress.numerics.linalg import full_float32
     from compress.run import pipeline, write
 
-    started = time.monotonic()
+    started, asked = time.monotonic(), job
+    acceptance.check(job)
     process_memory.reset_peak()
 
     def check_and_show(prepared: Prepared) -> None:
@@ -48,7 +52,18 @@ def quantize(
         with pipeline.open_run(job, progress, check_and_show) as (loop, blocks):
             loop.run(blocks)
 
-            return ranks.by_main(lambda: write.finish(blocks.output, blocks.run, loop.head, started, progress))
+            report = ranks.by_main(lambda: write.finish(blocks.output, blocks.run, loop.head, started, progress))
+        return ranks.by_main(lambda: acceptance.judge(asked, report, progress))
+
+
+def quantize_model_free(job: Job, dry_run: bool = False, progress: Progress = silent) -> Rounded:
+    """Round a checkpoint tensor by tensor without the class of its model, into another tool's format; say what came.
+
+    dry_run: only say what would be written. Raises CompressError; nothing is left behind if it fails.
+    """
+    from compress.export import model_free
+
+    return model_free.quantize(job, dry_run, progress)
 
 
 def merge(
@@ -114,4 +129,4 @@ def load(
     from compress.run.source import resolve
 
     path = resolve(os.fspath(directory))
-    return load_model(path, dtype, device_map=device_map, verify=verify)
+    return load_model(path, dtype, device_map=device_map, verify=verify, tasks=None)

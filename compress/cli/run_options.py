@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 DEFAULT_RECIPE = "trellis4bit"
 ALLOCATING_RECIPE = "mixed3bit"  # the default of the commands that need something to allocate
 GOAL = ("target", "context", "max_kl")
+DATA_FREE = ("out", "adapter", "overrides", "device", "overwrite", "allow_partial")  # options without calibration
 OUTPUT = ("out", "overwrite", "restart", "base_model", "work")
 REQUIRED = inspect.Parameter.empty
 
@@ -59,9 +60,9 @@ class RunOptions:
     """The options shared by the commands that plan, measure or write a checkpoint. One field is one option."""
 
     model: Model
-    recipe: Annotated[str, Option("--recipe", "-r", help="Built-in recipe (`compress recipes`) or a YAML file.")] = (
-        DEFAULT_RECIPE
-    )
+    recipe: Annotated[
+        str, Option("--recipe", "-r", help="Built-in recipe (`compress recipes`), a YAML file, or two as vq2bit+kv2.")
+    ] = DEFAULT_RECIPE
     out: Annotated[
         Path | None,
         Option(
@@ -81,7 +82,16 @@ class RunOptions:
         str | None, Option(metavar="ID", help="Hub id of the original (owner/name), for the model card.")
     ] = None
     overrides: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a recipe value: bits=3. Repeatable.")
+        list[str] | None,
+        Option("--set", metavar="KEY=VALUE", help="Override a recipe value: bits=3; or FILE.yaml over it. Repeatable."),
+    ] = None
+    accept: Annotated[
+        list[str] | None,
+        Option(
+            metavar="KEY=BOUND",
+            help="Score the result: kl=0.1 at most, TASK=-0.02 of the original's answers, text=FILE. Exit code 3 where "
+            "it falls short. Repeatable.",
+        ),
     ] = None
     max_memory: Annotated[
         str | None, Option(metavar="SIZE", help="Limit for this process: 8GiB. Default: what is free.")
@@ -138,6 +148,7 @@ class RunOptions:
             *quick,
             *(self.overrides or []),
             *(f"{key}={value}" for key, value in goal.items() if value is not None),
+            *map(_override_of_bound, self.accept or []),
         ]
 
     def _goal(self) -> str | None:
@@ -174,6 +185,17 @@ class RunOptions:
                 paths.check_writable(self.work, "--work")
             paths.check_out(out, self.overwrite)
             paths.check_writable(out.parent, "--out")
+
+    def data_free(self, scheme: str) -> RunOptions:
+        """Return the options of a run that rounds by a scheme, without calibration; wrong usage for options of one."""
+        from compress import recipe as recipes
+
+        fields = [each for each in dataclasses.fields(self) if each.name not in ("model", *DATA_FREE)]
+        if given := [each.name for each in fields if getattr(self, each.name) != each.default]:
+            option = f"--{given[0].replace('_', '-')}"
+            raise typer.BadParameter("has no effect with --model-free; leave it out", param_hint=option)
+        name, own = recipes.data_free(scheme)
+        return dataclasses.replace(self, recipe=name, overrides=[*own, *(self.overrides or [])])
 
     def job(self, pack: bool = True, writes: Writes = "checkpoint") -> Job:
         """Return the job of a run; wrong usage, paths and recipes stop here, before anything heavy is imported.
@@ -225,6 +247,14 @@ class RunOptions:
             processes=self.processes,
             quick=self.quick,
         )
+
+
+def _override_of_bound(word: str) -> str:
+    """Return the override that a value of --accept stands for; wrong usage for one that is none."""
+    key, equals, bound = (part.strip() for part in word.partition("="))
+    if not (key and equals and bound):
+        raise typer.BadParameter(f"{word!r} is none of kl=0.1, text=FILE and TASK=-0.02", param_hint="--accept")
+    return f"accept.{key}={bound}" if key in ("kl", "text") else f"accept.task.{key.removeprefix('task.')}={bound}"
 
 
 def takes_run_options(

@@ -114,7 +114,7 @@ def standing_in(blocks: nn.ModuleList, gives: Callable[..., Tensor], width: int)
             blocks[i] = block
 
 
-def record(model: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> Recorded:
+def record(model: Callable[..., Any], blocks: nn.ModuleList, tokens: Tensor) -> Recorded:
     """Run a model up to its last block on tokens [samples, seq_len], each block giving what it is given.
 
     Raise UnsupportedModelError if the blocks are not called with hidden states.
@@ -144,7 +144,7 @@ def record(model: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> Recorded:
     raise UnsupportedModelError(NO_BLOCK_INPUT + reason)
 
 
-def layout(model: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> Layout:
+def layout(model: Callable[..., Any], blocks: nn.ModuleList, tokens: Tensor) -> Layout:
     """Find what differs between samples, by running all before the blocks on samples of tokens [samples, seq_len]."""
     first = tokens[:1]
     other = first.flip(1) if equal(tokens[-1:], first) else tokens[-1:]

@@ -299,7 +299,7 @@ def record_inputs(
     change: called once all before the first block is loaded, to give it other weights in place.
     """
     skeleton.load_rest(device)
-    model, blocks = skeleton.model.base_model, skeleton.blocks
+    model, blocks = skeleton.read, skeleton.blocks
     try:
         change()
         calls = ModelArgs(len(blocks), block_calls.layout(model, blocks, tokens[:2].to(device)), stream, device)

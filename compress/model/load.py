@@ -8,7 +8,7 @@ self-generated calibration text need the whole model in memory.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +26,7 @@ from transformers.utils import logging
 from compress.errors import CheckpointError, first_line, shown
 from compress.importers import open_checkpoint
 from compress.model import architectures, stored_weights
-from compress.model.architectures import opener
+from compress.model.architectures import LANGUAGE, Task, opener
 from compress.runtime import hf
 from compress.storage import manifest
 from compress.storage.checkpoint import MANIFEST, Checkpoint, Readable, read_config
@@ -84,9 +84,14 @@ def without_weights() -> Iterator[None]:
 
 def load_config(directory: Path) -> transformers.PretrainedConfig:
     """Return the configuration of the text model; its vocab_size is the number of token ids that the model knows."""
+    return whole_config(directory).get_text_config()
+
+
+def whole_config(directory: Path) -> transformers.PretrainedConfig:
+    """Return the configuration of the whole model."""
     open_checkpoint(directory)  # sizes are compared with what is stored before anything is built by them
     try:
-        return open_config(directory).get_text_config()
+        return open_config(directory)
     except FAILURES as error:
         raise CheckpointError(
             f"{directory}: transformers cannot read its configuration ({first_line(error)})"
@@ -124,8 +129,11 @@ def load_model(
     device: str = "cpu",
     device_map: str | dict[str, Any] | None = None,
     verify: bool = False,
+    tasks: Collection[Task] | None = LANGUAGE,
 ) -> transformers.PreTrainedModel:
     """Return the model, packed or plain, in eval mode; dtype "auto" is that of the checkpoint.
+
+    tasks: what it may be for, None for anything; UnsupportedModelError for a model of another purpose.
 
     device_map, if any, takes the place of device, as in `from_pretrained`. verify: compare the hash of every file with
     the manifest. What another tool has quantized is decoded. Raise CheckpointError for a checkpoint that does not hold
@@ -138,6 +146,8 @@ def load_model(
     _check_files(checkpoint, verify)
     try:
         with _quiet():
+            if tasks is not None:
+                architectures.check_task(open_config(directory), tasks)
             options: dict[str, Any] = {"dtype": dtype, "device_map": device_map, "ignore_mismatched_sizes": True}
             if checkpoint.base:
                 loaded = _load_decoded(checkpoint, options)

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
@@ -47,6 +47,7 @@ class Skeleton:
         self.checkpoint = checkpoint
         self.config = _config(checkpoint)
         self.dtype = _dtype(self.config, checkpoint)
+        self.between: tuple[int, ...] = ()  # tokens that part the two texts of a sample, for a model that scores pairs
         self.reshaped: dict[str, Any] = {}  # what `rebuild` has changed in the configuration of the text model
         self._unfusing = expert_linears.Unfusing()
         self._ahead = paging.ReadAhead()
@@ -121,6 +122,16 @@ class Skeleton:
     def vocab_size(self) -> int:
         """The number of token ids that the model knows."""
         return cast(int, self.config.get_text_config().vocab_size)
+
+    def read(self, input_ids: Tensor, **options: Any) -> Any:
+        """Run the body of the model on int64 tokens [batch, tokens], the second text of a pair marked where it can be.
+
+        All that it runs must be loaded, or have something in its place.
+        """
+        if self.between and getattr(self.config, "type_vocab_size", 0) > 1:
+            parts = input_ids == self.between[0]
+            options["token_type_ids"] = (parts.cumsum(1) - parts.long()).clamp(max=1)
+        return self.model.base_model(input_ids=input_ids, **options)
 
     def block_prefix(self, index: int) -> str:
         number = self.blocks.numbers[index] if isinstance(self.blocks, text_path.Blocks) else index
@@ -336,9 +347,11 @@ def _one_line(checkpoint: Checkpoint) -> Iterator[None]:
             warnings.simplefilter("ignore")  # of layers of no size
             yield
     except FAILURES as error:
-        reason = first_line(error)
+        reason, advice = first_line(error), ""
+        if checkpoint.config.get("model_type") not in transformers.CONFIG_MAPPING:
+            advice = "; `compress quantize MODEL --model-free int4` rounds the weights of a model that it does not know"
         raise UnsupportedModelError(
-            f"{checkpoint.directory / CONFIG} does not give a language model ({type(error).__name__}: {reason})"
+            f"{checkpoint.directory / CONFIG} does not give a language model ({type(error).__name__}: {reason}){advice}"
         ) from error
 
 

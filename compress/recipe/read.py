@@ -134,6 +134,19 @@ def load(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
     return _recipe(apply_overrides(root, values), name) if values else recipe
 
 
+DATA_FREE = {  # scheme -> a recipe, and what of it needs data put otherwise
+    **{"int8": ("int8",), "int4": ("int4", "quantize.method=rtn"), "fp8": ("fp8",), "fp8-block": ("fp8-block",)},
+    "nvfp4": ("nvfp4-w4a16", "quantize.method=grid_rtn"),
+    "mxfp4": ("mxfp4", "quantize.method=grid_rtn", "quantize.incoherence=false"),
+}
+
+
+def data_free(scheme: str) -> tuple[str, list[str]]:
+    """Return the recipe, and the overrides, of a scheme that rounds each weight by itself; a recipe as it is."""
+    name, *overrides = DATA_FREE.get(scheme, (scheme,))
+    return name, overrides
+
+
 def _recipe(root: Node, default_name: str) -> Recipe:
     entries = mapping(root, "a recipe")
     check_keys(entries, TOP_KEYS, "the recipe")

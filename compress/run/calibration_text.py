@@ -38,9 +38,7 @@ def calibration(job: Job, prepared: Prepared, progress: Progress, cache: Path | 
         progress("reading calibration text", 0, 0)
         vocabulary = prepared.skeleton.config.get_text_config().vocab_size
         tokenizer = load.load_tokenizer(checkpoint.directory)
-        text = calib_data.calibration(
-            job.calib, tokenizer, samples, seq_len, job.seed, vocabulary, job.recipe.calibration.bos
-        )
+        text = calib_data.calibration(job.calib, tokenizer, samples, seq_len, job.seed, vocabulary, prepared.prefix)
         if len(text.tokens) < samples:
             say_fewer(len(text.tokens), samples, text.tokens_available)
     else:

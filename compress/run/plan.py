@@ -102,6 +102,7 @@ def _source_tensors(skeleton: Skeleton) -> dict[str, Readable]:
 
 def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: WeightTransforms) -> LayerPlan:
     """Plan one linear. online: operations that a transform leaves to run time; a random rotated basis replaces them."""
+    scheme, method = _fitting(scheme, method, spec.shape)
     scheme = incoherence.with_chosen_scales(scheme, spec.shape)
     around = incoherence.operations(scheme) if scheme.incoherence else online
     lowrank = scheme.lowrank.stored if scheme.lowrank is not None else None
@@ -117,6 +118,16 @@ def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: WeightT
             f"{spec.name} ({shape}): {error}; change the setting, or give this linear a rule of its own"
         ) from error
     return LayerPlan(spec, scheme, stored, nbytes)
+
+
+def _fitting(scheme: Scheme, method: ModuleType, shape: tuple[int, int]) -> tuple[Scheme, ModuleType]:
+    """Return the scheme and its method, or those that the method names for a shape that its blocks do not fit."""
+    other = method.instead(scheme.config, shape) if hasattr(method, "instead") else None
+    if other is None:
+        return scheme, method
+    name, settings = other
+    method = plugins.load("quant", name)
+    return dataclasses.replace(scheme, method=name, config=method.Config(**settings)), method
 
 
 def _outside(spec: LinearSpec, scheme: Scheme) -> LayerPlan:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from compress import process_memory
+from compress.calib import prefix
 from compress.errors import CheckpointError, first_line
 from compress.importers import companions, gguf_header, lora, open_checkpoint
 from compress.model import load
@@ -54,6 +55,7 @@ def open_model(job: Job) -> Skeleton:
         method = packed.get("quant_method") if isinstance(packed, dict) else packed
         raise CheckpointError(f"{job.model} is already quantized ({method}); give the original checkpoint")
     skeleton = Skeleton(checkpoint)
+    skeleton.between = prefix.of_directory(checkpoint.directory).between
     skeleton.check_tensors()
     check_tokenizer(checkpoint.directory)
     for remark in companions.notes(checkpoint):

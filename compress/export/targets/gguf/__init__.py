@@ -45,12 +45,17 @@ def refuses(weight: ExportWeight) -> str | None:
     return None
 
 
+def decodes(weight: ExportWeight) -> bool:
+    """Tell whether a weight that no block type holds is written as plain numbers: tables, and rows of odd widths."""
+    return bool(weight.roles) or weight.shape[1] % BLOCK != 0
+
+
 def _refuses_k(weight: ExportWeight) -> str | None:
     """The same of a weight on the grid of a K type."""
     if weight.shape[1] % SUPER_BLOCK:
         return (
-            f"rows of {weight.shape[1]} are no whole super-blocks of {SUPER_BLOCK}, which K-quants need; give it a "
-            f"rule with another method (gptq, rtn) and group_size {BLOCK}"
+            f"rows of {weight.shape[1]} are no whole super-blocks of {SUPER_BLOCK}, which K-quants need; quantize it "
+            f"again, or give it a rule with another method (gptq, rtn) and group_size {BLOCK}"
         )
     if weight.stored.params.step_dtype != "float16":
         return (
@@ -63,7 +68,7 @@ def _refuses_k(weight: ExportWeight) -> str | None:
 def _refuses_fp4(weight: ExportWeight) -> str | None:
     """The same of a data type."""
     if tensors.type_of(weight) is None:
-        return f"the type {grids.type_of(weight)} is none of GGUF files; set type: mxfp4 or nvfp4"
+        return f"the type {grids.type_of(weight)} is none of GGUF files; set type: mxfp4, nvfp4 or iq4_nl"
     if weight.shape[1] % (size := tensors.block_of(weight)):
         return f"rows of {weight.shape[1]} are no whole blocks of {size}; leave it unquantized"
     return weight.not_alone()
