@@ -101,8 +101,7 @@ class _GradientPass:
         self.skeleton, self.store, self.ranks, self.device = skeleton, store, ranks.current(), device
         self.samples = self.ranks.part(len(tokens))
         self.tokens = tokens[self.samples]
-        purpose = architectures.task(skeleton.config)
-        kind = SampledLabels if purpose in (*architectures.LANGUAGE, "masked") else SampledStates
+        kind = SampledStates if architectures.gives_states(skeleton.config) else SampledLabels
         self.labels = kind(tokens.shape[1], seed, self.samples.start)
 
     def run(self, remaining: int, file: Path | None, report: Callable[[str], None]) -> str | None:

@@ -138,6 +138,11 @@ def scores_pairs(config: PretrainedConfig) -> bool:
     return task(config) == "classes" and config.num_labels == 1
 
 
+def gives_states(config: PretrainedConfig) -> bool:
+    """Return whether the states of the body are what a model is used for, not a prediction for each token."""
+    return task(config) in ENCODERS - {"masked"}
+
+
 def check_task(config: PretrainedConfig, tasks: Collection[Task]) -> None:
     """Raise UnsupportedModelError for a model that is for none of these tasks."""
     if (purpose := task(config)) not in tasks:
