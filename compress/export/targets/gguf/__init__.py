@@ -19,7 +19,7 @@ from compress.export import grids
 from compress.export.convert import Export
 from compress.export.place import MARK
 from compress.export.targets.gguf import architecture, tensors, vocabulary
-from compress.export.targets.gguf.architecture import TOOL
+from compress.export.targets.gguf.settings import TOOL
 from compress.export.targets.gguf.tensors import BLOCK
 from compress.export.weights import ExportWeight
 from compress.formats.kquant import SUPER_BLOCK
@@ -86,7 +86,9 @@ def check(export: Export) -> None:
     except ImportError as error:
         raise ExportError("to write GGUF files install the package gguf: pip install 'compress-llm[gguf]'") from error
     config = export.source.skeleton.model.config
-    tensors.check_experts([w for w in export.held if w.is_expert], architecture.describe(config))
+    model = architecture.describe(config)
+    held = model.edited({f"{weight.name}.weight": weight for weight in export.held})
+    tensors.check_experts([w for w in held.values() if isinstance(w, ExportWeight) and w.is_expert], model)
     vocabulary.metadata(export.source.directory, config.get_text_config().vocab_size)
 
 
