@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from compress.errors import ExportError
+from compress.export import directory as directory_of_files
 from compress.export import grids
 from compress.export.convert import Export
 from compress.export.place import MARK
@@ -25,6 +26,7 @@ from compress.export.weights import ExportWeight
 from compress.formats.kquant import SUPER_BLOCK
 
 SUFFIX = ".gguf"
+TAKES = ("split_size",)  # OUT is a directory then, with NAME-00001-of-00003.gguf and so on
 TABLE = "token_embd.weight"
 
 
@@ -103,7 +105,11 @@ def write(export: Export, out: Path) -> None:
         export.notes.append(f"inputs of linears are quantized as {TOOL} does it: 8 bits, in blocks")
     entries = tensors.entries(export, model)
     keys = {**MARK, **model.metadata, **vocabulary.metadata(directory, entries[TABLE].shape[0])}
-    writer = gguf.GGUFWriter(out, model.architecture)
+    if export.wishes.split_size:
+        out.mkdir()
+        directory_of_files.write_record(export, out)
+        out = out / f"{directory.resolve().name}{SUFFIX}"
+    writer = gguf.GGUFWriter(out, model.architecture, split_max_size=export.wishes.split_size)
     writer.add_name(directory.resolve().name)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for name, entry in entries.items():
