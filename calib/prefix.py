@@ -130,7 +130,11 @@ def of_directory(directory: Path, bos: Bos = "auto") -> Prefix:
         return begun
     between = between if is_pair else ()
     names = [_text(tokenizer, part) for part in (before, between, behind)]
-    shape = " and ".join(f"{words} {name}" for words, name in zip(("begins with", "has its pair parted by", "ends with"), names, strict=True) if name)
+    shape = " and ".join(
+        f"{words} {name}"
+        for words, name in zip(("begins with", "has its pair parted by", "ends with"), names, strict=True)
+        if name
+    )
     return Prefix(before, names[0], f"each window {shape}, as the tokenizer does", between, behind)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from compress.allocate.forecast import Unmeasured
-    from compress.export.model_free import Rounded
+    from compress.export.model_free import RoundedCheckpoint
     from compress.run.job import Job, Prepared
 
 
@@ -29,16 +29,19 @@ def quantize(
     """Allocate bits if the recipe leaves them open, run the job to its end, return the report.
 
     `on_plan` sees what was decided before the work starts. exported: where the result is also written, in the format
-    that the recipe names; "exported" of the report tells of it. Raises CompressError; what is finished stays on disk
-    for the next run. In processes that torchrun has started, all of them take part, and all return the report.
+    that the recipe names; "exported" of the report tells of it. What the recipe accepts is judged at the end,
+    "acceptance" of the report. Raises CompressError; what is finished stays on disk for the next run. In processes that
+    torchrun has started, all of them take part, and all return the report.
     """
     from compress import process_memory, ranks
     from compress.allocate import decide
+    from compress.evaluate import acceptance
     from compress.export import for_runs
     from compress.numerics.linalg import full_float32
     from compress.run import pipeline, write
 
-    started = time.monotonic()
+    started, asked = time.monotonic(), job
+    acceptance.check(job)
     process_memory.reset_peak()
 
     def check_and_show(prepared: Prepared) -> None:
@@ -57,12 +60,13 @@ def quantize(
             loop.run(blocks)
 
             report = ranks.by_main(lambda: write.finish(blocks.output, blocks.run, loop.head, started, progress))
+            report = ranks.by_main(lambda: acceptance.judge(asked, report, progress))
         if exported is not None:
             report["exported"] = ranks.by_main(lambda: for_runs.export_result(job, exported, progress))
         return report
 
 
-def quantize_model_free(job: Job, dry_run: bool = False, progress: Progress = silent) -> Rounded:
+def quantize_model_free(job: Job, dry_run: bool = False, progress: Progress = silent) -> RoundedCheckpoint:
     """Round a checkpoint tensor by tensor without the class of its model, into another tool's format; say what came.
 
     dry_run: only say what would be written. Raises CompressError; nothing is left behind if it fails.

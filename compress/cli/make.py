@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from compress.allocate.forecast import Unmeasured
     from compress.run.job import Job, Prepared
 
+FALLS_SHORT = 3  # exit code of a run whose checkpoint does not reach what `accept` says
 RESUME = "; run the same command again to go on after the last finished block"
 
 
@@ -68,7 +69,7 @@ def _quantize_model_free(options: RunOptions, scheme: str, dry_run: bool, as_jso
             print(line)
 
 
-@takes_run_options(without=("overwrite", "restart", "base_model", "work"))
+@takes_run_options(without=("overwrite", "restart", "base_model", "work", "accept"))
 def plan(options: RunOptions, as_json: AsJson = False) -> None:
     """Show what a run would do: exact bytes of every layer, predicted memory, and time.
 
@@ -147,6 +148,7 @@ def merge(options: RunOptions, as_json: AsJson = False) -> None:
         "imatrix",
         "export",
         "adapter",
+        "accept",
     ),
     helps={"out": "The file to be written.", "recipe": "Whose calibration settings count."},
     out=REQUIRED,
@@ -174,7 +176,7 @@ def imatrix(options: RunOptions, as_json: AsJson = False) -> None:
             note(f"{name} has no name in GGUF files, and is left out")
 
 
-@takes_run_options(without=OUTPUT, recipe=ALLOCATING_RECIPE)
+@takes_run_options(without=(*OUTPUT, "accept"), recipe=ALLOCATING_RECIPE)
 def allocate(
     options: RunOptions,
     text: TextFile = None,
@@ -244,11 +246,16 @@ def _measure(options: RunOptions, out: Path | None, as_json: bool) -> None:
 
 
 def _print_report(report: dict[str, Any], job: Job, as_json: bool) -> None:
-    """Print what came of a job, as lines or as JSON."""
+    """Print what came of a job, as lines or as JSON, and its verdict; typer.Exit where it falls short of `accept`."""
     from compress.cli import tables
 
     for line in [json.dumps(report)] if as_json else tables.result_lines(report, str(job.out)):
         print(line)
+    if (verdict := report.get("acceptance")) is not None:
+        if not as_json:
+            print(verdict["text"])
+        if not verdict["accepted"]:
+            raise typer.Exit(FALLS_SHORT)
 
 
 def _measuring_words(job: Job, options: RunOptions) -> list[str]:

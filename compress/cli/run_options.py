@@ -63,9 +63,9 @@ class RunOptions:
     """The options shared by the commands that plan, measure or write a checkpoint. One field is one option."""
 
     model: Model
-    recipe: Annotated[str, Option("--recipe", "-r", help="Built-in recipe (`compress recipes`) or a YAML file.")] = (
-        DEFAULT_RECIPE
-    )
+    recipe: Annotated[
+        str, Option("--recipe", "-r", help="Built-in recipe (`compress recipes`), a YAML file, or two as vq2bit+kv2.")
+    ] = DEFAULT_RECIPE
     out: Annotated[
         Path | None,
         Option(
@@ -93,7 +93,16 @@ class RunOptions:
         str | None, Option(metavar="ID", help="Hub id of the original (owner/name), for the model card.")
     ] = None
     overrides: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a recipe value: bits=3. Repeatable.")
+        list[str] | None,
+        Option("--set", metavar="KEY=VALUE", help="Override a recipe value: bits=3; or FILE.yaml over it. Repeatable."),
+    ] = None
+    accept: Annotated[
+        list[str] | None,
+        Option(
+            metavar="KEY=BOUND",
+            help="Score the result: kl=0.1 at most, TASK=-0.02 of the original's answers, text=FILE. Exit code 3 where "
+            "it falls short. Repeatable.",
+        ),
     ] = None
     max_memory: Annotated[
         str | None, Option(metavar="SIZE", help="Limit for this process: 8GiB. Default: what is free.")
@@ -159,6 +168,7 @@ class RunOptions:
             *(WITHOUT_TEXT if self.imatrix is not None else ()),
             *(self.overrides or []),
             *(f"{key}={value}" for key, value in goal.items() if value is not None),
+            *map(_override_of_bound, self.accept or []),
         ]
 
     def _goal(self) -> str | None:
@@ -274,6 +284,14 @@ class RunOptions:
             processes=self.processes,
             quick=self.quick,
         )
+
+
+def _override_of_bound(word: str) -> str:
+    """Return the override that a value of --accept stands for; wrong usage for one that is none."""
+    key, equals, bound = (part.strip() for part in word.partition("="))
+    if not (key and equals and bound):
+        raise typer.BadParameter(f"{word!r} is none of kl=0.1, text=FILE and TASK=-0.02", param_hint="--accept")
+    return f"accept.{key}={bound}" if key in ("kl", "text") else f"accept.task.{key.removeprefix('task.')}={bound}"
 
 
 def takes_run_options(
