@@ -195,7 +195,8 @@ def write(
     suffix: of the name of what is written; None: the target's. Raises ExportError and OutputError as `export`.
     """
     target = target_named(name)
-    with ExportPlace(out, target.SUFFIX if suffix is None else suffix, overwrite) as place:
+    suffix = target.SUFFIX if suffix is None else suffix
+    with ExportPlace(out, suffix, overwrite) as place:
         prepared = prepared_export()
         prepared.progress = progress
         check_space(out.parent, _written_nbytes(prepared, target))
