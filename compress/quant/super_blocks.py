@@ -92,7 +92,9 @@ def fit_super_block(
     """
     grids, importance = [], importance / importance.mean()
     for part in target.split(CHUNK // SUPER_BLOCK, dim=1):
-        search = _GridSearch(part.unflatten(0, (layout.groups, -1)), importance.view(layout.groups, -1, 1), layout, dtype)
+        search = _GridSearch(
+            part.unflatten(0, (layout.groups, -1)), importance.view(layout.groups, -1, 1), layout, dtype
+        )
         for _ in range(FITTING_ROUNDS):
             search.refit()
         best = search.best
