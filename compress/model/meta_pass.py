@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
-from compress.model.inputs import arguments
+from compress.model.inputs import arguments, has_two_stacks
 from compress.model.load import empty_model
 from compress.runtime import expert_layouts, linears
 from compress.runtime.expert_layouts import ExpertLayout
@@ -186,7 +186,7 @@ def _without_numbers(name: str) -> str:
 def run_without_data(model: PreTrainedModel) -> Exception | None:
     """Run the forward pass of a model on the meta device; return what stopped it, None if nothing did."""
     # with a cache, transformers does not look into the (absent) position values for packed sequences
-    error = _run(model, use_cache=True)
+    error = _run(model, use_cache=not has_two_stacks(model))  # which look into masks that they make for a cache
     if error is None or (text := model.config.get_text_config()) is model.config:
         return error
     return _run(model, past_key_values=DynamicCache(config=text))  # which some wrappers need for themselves

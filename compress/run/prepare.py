@@ -49,7 +49,9 @@ def _check_stacks(job: Job, skeleton: Skeleton, is_allocated: bool) -> None:
     recipe = job.recipe
     asked = {
         "kv_cache": recipe.kv_cache is not None,
-        "transform": bool(recipe.transform),
+        "transform of the whole model": any(
+            plugins.load("transform", s.method).SCOPE == "model" for s in recipe.transform
+        ),
         "tune": bool(recipe.tune),
         "pruning": recipe.pruning is not None,
         "allocation": is_allocated,
