@@ -13,6 +13,7 @@ from compress import plugins, ranks
 from compress.model import gguf_names
 from compress.numerics.linalg import full_float32
 from compress.progress import Progress
+from compress.recipe import Recipe
 from compress.run import calibration_text, predict, prepare
 from compress.run.importance_matrix import ImportanceMatrix, InputSquares
 from compress.run.job import Job
@@ -24,15 +25,8 @@ from compress.types import Quantized, Scheme
 def collect(job: Job, progress: Progress) -> ImportanceMatrix:
     """Return the importance matrix of a model on the job's calibration text; of the recipe only its amount counts."""
     method = plugins.load("quant", "rtn")  # of which nothing is kept
-    recipe = job.recipe
-    unused = {"allocate": None, "embeddings": None, "head": None, "export": None, "kv_cache": None, "experts": None}
-    recipe = dataclasses.replace(
-        recipe,
-        quantize=Scheme("rtn", method.Config(clip_search=False)),
-        calibration=dataclasses.replace(recipe.calibration, target_correction=0.0, importance="none"),
-        **dict.fromkeys(("rules", "ignore", "transform", "tune", "towers"), ()),
-        **unused,
-    )
+    calibration = dataclasses.replace(job.recipe.calibration, target_correction=0.0, importance="none")
+    recipe = Recipe(job.recipe.name, "", calibration, Scheme("rtn", method.Config(clip_search=False)))
     job = dataclasses.replace(job, recipe=recipe, allow_partial=True)
     with full_float32(), ranks.joined(job.device), tempfile.TemporaryDirectory() as folder:
         prepared = prepare.prepare_all(job, [recipe], every=True)[0]

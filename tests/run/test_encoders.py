@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from compress import api
 from compress.calib import data, prefix
-from compress.errors import CalibrationError
+from compress.calib.output_gradients import SampledStates
+from compress.errors import CalibrationError, CheckpointError, RecipeError, UnsupportedModelError
 from compress.evaluate import encoders, pooling
 from compress.evaluate.reader import Execution
 from compress.model import load
@@ -25,7 +26,7 @@ from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
 from helpers import encoders as tiny
 from helpers.encoders import CLS_ID, EOS_ID
-from helpers.runs import TEXT, Setup, cli, job, one_line
+from helpers.runs import TEXT, Setup, cli, job, one_line, report_of
 
 INT8 = Setup("int8")
 INT4 = Setup("int4", ("calibration.num_samples=16", "calibration.seq_len=64"))
@@ -84,6 +85,7 @@ def test_a_packed_model_is_loaded_by_its_own_class_and_as_a_body(name: str, pack
     kept = [key for key, module in loaded.named_modules() if isinstance(module, nn.Linear)]
     assert not any(isinstance(loaded.get_submodule(key), PackedLinear) for key in kept)
     assert all("layer" not in key for key in kept), "blocks are packed, and pooler, head and classifier are not"
+    assert "two_sided" not in report_of(made.directory)["notes"], "gradients could be taken"
     verify.verify(made.directory)
 
 
@@ -152,6 +154,31 @@ def test_an_encoder_writes_no_calibration_text(packed: Callable[..., Packed]) ->
         data.self_prefix(packed("BertModel").base, "auto")
 
 
+def test_what_needs_predictions_is_refused_before_anything_is_done(
+    packed: Callable[..., Packed], tmp_path: Path
+) -> None:
+    base = packed("BertModel").base
+    with pytest.raises(RecipeError, match="trains by the divergence of predictions, and this model makes none"):
+        api.quantize(job(base, Setup("int2-tuned"), tmp_path / "out"))
+    with pytest.raises(UnsupportedModelError, match="a model for embeddings; this needs a language model"):
+        api.quantize(job(base, INT8.set("accept={kl: 0.1}"), tmp_path / "out"))
+
+
+def test_the_gradient_at_states_is_noise_of_unit_variance() -> None:
+    def gradient(seed: int, sample: int, parts: list[slice]) -> Tensor:
+        states = torch.randn(64, 96, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        loss = SampledStates(64, seed)
+        sum(loss(sample, part, states[part]) for part in parts).backward()  # type: ignore[union-attr]
+        assert states.grad is not None
+        return states.grad
+
+    whole = gradient(0, 1, [slice(0, 64)])
+    assert torch.allclose(gradient(0, 1, [slice(0, 17), slice(17, 64)]), whole, atol=1e-5)
+    covariance = whole.T @ whole / 64
+    assert abs(covariance.diagonal().mean() - 1) < 0.05 and abs(covariance.triu(1).sum() / 4560) < 0.05
+    assert not torch.allclose(gradient(0, 2, [slice(0, 64)]), whole)
+
+
 # ---------------------------------------------------------------- scores
 
 
@@ -207,6 +234,13 @@ def test_poolings() -> None:
     for mode, vector in expected.items():
         assert torch.allclose(pooling.Pooling((mode,)).pool(states, mask)[0], vector), mode
     assert pooling.Pooling(("cls_token", "lasttoken")).pool(states, mask).shape == (1, 6)
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", "[{}]", "["])
+def test_a_list_of_layers_that_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"modules\.json is n"):
+        pooling.read(tmp_path, nn.Linear(1, 1))
 
 
 def test_rank_figures_by_their_definitions() -> None:
