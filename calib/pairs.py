@@ -26,7 +26,7 @@ from compress.model import inputs, load
 from compress.model.architectures import Task
 
 WRITTEN_SHARE = 4  # a window of text is so many times as long as what the model writes of it, at most
-TRANSCRIPT_LENGTH = 128  # [tokens] of what is written of a piece of sound, at most
+TRANSCRIPT_LENGTH = 128  # tokens that are written of a piece of sound, at most
 BATCH = 16  # samples that the model writes of side by side
 SHORTEST = 0.1  # [s]; a shorter rest of a file is left out
 WRITERS: tuple[Task, ...] = ("translation", "speech")
@@ -76,7 +76,7 @@ def write(model: Any, read: Tensor, most: int, say: Say = lambda done, total: No
     ends = torch.tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends])
     begin = model.generation_config.decoder_start_token_id
     for start in range(0, len(read), BATCH):
-        batch = inputs.typed(model, read[start : start + BATCH].to(model.device))
+        batch = inputs.in_type(model, read[start : start + BATCH].to(model.device))
         with load.quiet():
             out = model.generate(batch, max_new_tokens=most, num_beams=1, do_sample=False).cpu()
         for row in out:

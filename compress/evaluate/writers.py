@@ -104,7 +104,7 @@ def evaluate(
         kl_se=means.std().item() / math.sqrt(len(means)) if len(means) > 1 else None,
         kl_p99=kl.quantile(0.99).item(),
         same_top1=same.mean().item(),
-        same_tokens=_shared(*outputs),
+        same_tokens=_share_of_tokens(*outputs),
         same_outputs=sum(map(torch.equal, *outputs)) / len(read),
         word_error=word_error(*words),
     )
@@ -136,7 +136,7 @@ def _teacher_forced(models: Sequence[Any], read: Tensor, written: list[Tensor], 
         logits = []
         for model in models:
             given = batch.part(slice(None), model.device)
-            given = given._replace(encoder=inputs.typed(model, given.encoder))
+            given = given._replace(encoder=inputs.in_type(model, given.encoder))
             logits.append(model(**inputs.arguments(model, given), use_cache=False).logits.float().cpu().log_softmax(-1))
         for row, before, after in zip(rows, *logits, strict=True):
             before, after = before[: len(row) - 1], after[: len(row) - 1]
@@ -146,7 +146,7 @@ def _teacher_forced(models: Sequence[Any], read: Tensor, written: list[Tensor], 
     return figures
 
 
-def _shared(first: list[Tensor], second: list[Tensor]) -> float:
+def _share_of_tokens(first: list[Tensor], second: list[Tensor]) -> float:
     """Return the share of tokens that are the same at the same place, of the longer of two outputs each time.
 
     The token that begins both does not count.

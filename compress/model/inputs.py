@@ -69,7 +69,7 @@ def twice(samples: Samples) -> Samples:
     return Pairs(*(cat((each, each)) for each in samples)) if isinstance(samples, Pairs) else cat((samples, samples))
 
 
-def typed(model: Any, read: Tensor) -> Tensor:
+def in_type(model: Any, read: Tensor) -> Tensor:
     """Return what an encoder reads in the type that the model computes in; token ids as they are."""
     return read.to(model.dtype) if read.is_floating_point() else read
 

@@ -186,10 +186,22 @@ def _without_numbers(name: str) -> str:
 def run_without_data(model: PreTrainedModel) -> Exception | None:
     """Run the forward pass of a model on the meta device; return what stopped it, None if nothing did."""
     # with a cache, transformers does not look into the (absent) position values for packed sequences
-    error = _run(model, use_cache=not has_two_stacks(model))  # which look into masks that they make for a cache
+    if has_two_stacks(model):
+        return _run_two_stacks(model)
+    error = _run(model, use_cache=True)
     if error is None or (text := model.config.get_text_config()) is model.config:
         return error
     return _run(model, past_key_values=DynamicCache(config=text))  # which some wrappers need for themselves
+
+
+def _run_two_stacks(model: PreTrainedModel) -> Exception | None:
+    """Run an encoder-decoder without a cache; of all attention only the plain one never looks into its masks."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = "eager"
+    try:
+        return _run(model, use_cache=False)
+    finally:
+        model.config._attn_implementation = before
 
 
 def _run(model: PreTrainedModel, **options: Any) -> Exception | None:

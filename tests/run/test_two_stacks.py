@@ -161,7 +161,7 @@ def test_a_run_that_was_stopped_gives_the_same_bytes(
         quantize(made("t5"), "int4", tmp_path / "out", "calibration.target_correction=0.5")
     monkeypatch.setattr(loop.BlockLoop, "_walk_block", walk)
     again = quantize(made("t5"), "int4", tmp_path / "out", "calibration.target_correction=0.5")
-    assert again["run"]["resumed_blocks"] == 3
+    assert again["resumed_blocks"] == 3
     for file in sorted(each.name for each in (tmp_path / "whole").glob("*.safetensors")):
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "out" / file).read_bytes(), file
     assert whole["bpw"] == again["bpw"]
