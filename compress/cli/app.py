@@ -2,8 +2,8 @@
 
 PANELS has every command under what people want; FORMER_WORDS has what earlier versions called some of them.
 
-Exit codes: 0 done, 1 the user's input cannot be used, 2 wrong usage, 128 + n ended by signal n (130 by SIGINT, 143 by
-SIGTERM), 141 nobody reads the output.
+Exit codes: 0 done, 1 the user's input cannot be used, 2 wrong usage, 3 the result falls short of what `accept` says,
+128 + n ended by signal n (130 by SIGINT, 143 by SIGTERM), 141 nobody reads the output.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ PANELS: dict[str, dict[str, Command]] = {
     },
     "Exchange": {
         "export": Command(checkpoints.export, "models_out/my-model-int4 --to gguf --out my-model.gguf"),
+        "imatrix": Command(make.imatrix, "./my-model --calib text.txt --out my-model.imatrix.gguf"),
         "push": Command(checkpoints.push, "models_out/my-model-int4 me/my-model-int4 --dry-run"),
     },
 }

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from compress import plugins
 from compress.errors import ExportError, RecipeError
@@ -25,7 +25,6 @@ from compress.export.weights import EMBEDDINGS, HEAD, StoredWeight
 from compress.importers.source import Decoded
 from compress.process_memory import show
 from compress.progress import Progress, silent
-from compress.runtime.embedding import PackedEmbedding
 from compress.storage import paths
 from compress.storage.checkpoint import Readable, StoredTensor
 from compress.storage.workdir import check_space
@@ -55,7 +54,7 @@ class Export:
 
     source: PackedSource
     held: tuple[StoredWeight, ...]  # the weights that the target holds as they are stored, in the order of the model
-    tables: tuple[StoredWeight, ...]  # packed tables that become plain numbers
+    tables: tuple[StoredWeight, ...]  # packed tables, and linears of odd widths, that become plain numbers
     dtype: torch.dtype  # of these, and of the model that is written
     is_chosen: bool = False  # the user has named that type, which all plain numbers are to have
     notes: list[str] = field(default_factory=list)  # for the user, a line each
@@ -74,16 +73,13 @@ class Export:
         """Return role -> module under whose name a table is written: one for both where the rows are the same."""
         if table.tied and not table.is_one_table:
             return {EMBEDDINGS: table.name, HEAD: table.tied}
-        return {table.roles[0]: table.name}
+        return {table.roles[0] if table.roles else "": table.name}
 
     def plain_linears(self) -> list[str]:
         """Return the modules whose matrices are plain numbers: linears that are kept, routers, the output head."""
-        model = self.source.skeleton.model
-        modules, head = dict(model.named_modules()), model.get_output_embeddings()
-        looked_up = [name for name, each in modules.items() if isinstance(each, nn.Embedding | PackedEmbedding)]
+        heads, looked_up = self.source.heads(), self.source.looked_up()
         matrices = [name.removesuffix(".weight") for name, stored in self.plain().items() if len(stored.shape) == 2]
-        tied = [name for name, each in modules.items() if each is head]  # has no matrix of its own
-        return sorted({*matrices, *tied} - {*looked_up} - {weight.name for weight in self.held})
+        return sorted({*matrices, *heads} - looked_up - {weight.name for weight in self.held})
 
     def check_packed(self) -> None:
         """Raise ExportError if the target holds no weight of this checkpoint."""
@@ -142,7 +138,8 @@ def prepare(source: PackedSource, name: str, dtype: torch.dtype | None = None, w
         if value and wish not in getattr(target, "TAKES", ()):
             raise ExportError(f"{name} takes no {NOT_TAKEN[wish]}")
     reasons = {weight.name: target.refuses(weight) for weight in source.packed}
-    refused = [weight for weight in source.packed if reasons[weight.name] is not None and not weight.roles]
+    decodes = getattr(target, "decodes", lambda weight: bool(weight.roles))
+    refused = [weight for weight in source.packed if reasons[weight.name] is not None and not decodes(weight)]
     if refused:
         others = f" (and {len(refused) - 1} others)" if len(refused) > 1 else ""
         raise ExportError(f"{name} cannot hold {refused[0].name}{others}: {reasons[refused[0].name]}")
@@ -175,12 +172,32 @@ def export(
     dtype, wishes: as `prepare` has them.
     Raises ExportError for what the target cannot hold, OutputError for what is in the way.
     """
-    target = target_named(name)
-    suffix = DIRECTORY if wishes.split_size else target.SUFFIX
+    suffix = DIRECTORY if wishes.split_size else target_named(name).SUFFIX
     if not suffix:
         paths.check_apart(out, directory)
+
+    def prepared() -> Export:
+        return prepare(open_source(directory), name, dtype, wishes)
+
+    return write(prepared, name, out, overwrite, progress, suffix)
+
+
+def write(
+    prepared_export: Callable[[], Export],
+    name: str,
+    out: Path,
+    overwrite: bool = False,
+    progress: Progress = silent,
+    suffix: str | None = None,
+) -> ExportResult:
+    """Write what `prepared_export` returns, once the place is locked, at `out` in the format of a target, or nothing.
+
+    suffix: of the name of what is written; None: the target's. Raises ExportError and OutputError as `export`.
+    """
+    target = target_named(name)
+    suffix = target.SUFFIX if suffix is None else suffix
     with ExportPlace(out, suffix, overwrite) as place:
-        prepared = prepare(open_source(directory), name, dtype, wishes)
+        prepared = prepared_export()
         prepared.progress = progress
         check_space(out.parent, _written_nbytes(prepared, target))
         target.write(prepared, place.new)

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compress.errors import CheckpointError
-from compress.formats.kquant import Scales
+from compress.formats.kquant import LEVELS, Scales
 from compress.importers import gguf_points
 
 Bytes = NDArray[np.uint8]  # [blocks, bytes of a block], or a part of these columns
 Values = NDArray[np.float32]
 
-IQ4_LEVELS = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.float32)
+IQ4_LEVELS = np.array(LEVELS, np.float32)
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16, 28: torch.float64}  # types that are no blocks
 
 
@@ -276,12 +276,18 @@ def _q6_k_parts(codes: Bytes, scales: Bytes, steps: Bytes, *_: Bytes) -> list[By
     return [_pack_fields(codes & np.uint8(15), 4, 64), _pack_fields(codes >> np.uint8(4), 2, 32), signed, steps]
 
 
+def _iq4_xs_parts(codes: Bytes, scales: Bytes, steps: Bytes, *_: Bytes) -> list[Bytes]:
+    low, high = _pack_fields(scales & np.uint8(15), 4, 1), _pack_fields(scales >> np.uint8(4), 2, 1)
+    return [steps, high, low, _pack_fields(codes, 4, 16)]
+
+
 _K_PARTS: dict[int, Callable[..., list[Bytes]]] = {
     10: _q2_k_parts,
     11: _q3_k_parts,
     12: _q4_k_parts,
     13: _q5_k_parts,
     14: _q6_k_parts,
+    23: _iq4_xs_parts,
 }
 
 

@@ -9,6 +9,8 @@ the grid format is MXFP4 or NVFP4, weights of three values are TQ1_0 or TQ2_0.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from compress.formats.kquant import SUPER_BLOCK
 SUFFIX = ".gguf"
 TAKES = ("split_size",)  # OUT is a directory then, with NAME-00001-of-00003.gguf and so on
 TABLE = "token_embd.weight"
+RECIPE = "gguf-mix"
+ALIGNMENT, LONGEST_NAME = 32, 256  # bytes, of the place of each tensor, and of the name of a directory
 
 
 def refuses(weight: ExportWeight) -> str | None:
@@ -47,12 +51,17 @@ def refuses(weight: ExportWeight) -> str | None:
     return None
 
 
+def decodes(weight: ExportWeight) -> bool:
+    """Tell whether a weight that no block type holds is written as plain numbers: tables, and rows of odd widths."""
+    return bool(weight.roles) or weight.shape[1] % BLOCK != 0
+
+
 def _refuses_k(weight: ExportWeight) -> str | None:
     """The same of a weight on the grid of a K type."""
     if weight.shape[1] % SUPER_BLOCK:
         return (
-            f"rows of {weight.shape[1]} are no whole super-blocks of {SUPER_BLOCK}, which K-quants need; give it a "
-            f"rule with another method (gptq, rtn) and group_size {BLOCK}"
+            f"rows of {weight.shape[1]} are no whole super-blocks of {SUPER_BLOCK}, which K-quants need; quantize it "
+            f"again, or give it a rule with another method (gptq, rtn) and group_size {BLOCK}"
         )
     if weight.stored.params.step_dtype != "float16":
         return (
@@ -65,7 +74,7 @@ def _refuses_k(weight: ExportWeight) -> str | None:
 def _refuses_fp4(weight: ExportWeight) -> str | None:
     """The same of a data type."""
     if tensors.type_of(weight) is None:
-        return f"the type {grids.type_of(weight)} is none of GGUF files; set type: mxfp4 or nvfp4"
+        return f"the type {grids.type_of(weight)} is none of GGUF files; set type: mxfp4, nvfp4 or iq4_nl"
     if weight.shape[1] % (size := tensors.block_of(weight)):
         return f"rows of {weight.shape[1]} are no whole blocks of {size}; leave it unquantized"
     return weight.not_alone()
@@ -94,8 +103,27 @@ def check(export: Export) -> None:
     vocabulary.metadata(export.source.directory, config.get_text_config().vocab_size)
 
 
+def file_nbytes(export: Export) -> int:
+    """Return the bytes of the file of what may be planned only, and those of the longest name of its directory."""
+    with tempfile.TemporaryDirectory() as folder:
+        writer, entries = _begin(export, Path(folder) / f"header{SUFFIX}")
+        writer.close()
+        header = os.path.getsize(Path(folder) / f"header{SUFFIX}")
+    aligned = [-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in (header, *(e.nbytes for e in entries.values()))]
+    return sum(aligned) + LONGEST_NAME
+
+
 def write(export: Export, out: Path) -> None:
     """Write the file; ExportError for tensors that llama.cpp does not have."""
+    writer, entries = _begin(export, out)
+    for number, (name, entry) in enumerate(entries.items()):
+        export.progress(f"writing {name}", number, len(entries))
+        writer.write_tensor_data(entry.read().numpy())
+    writer.close()
+
+
+def _begin(export: Export, out: Path) -> tuple[Any, dict[str, tensors.GgufEntry]]:
+    """Write all that comes before the numbers; return the writer, and the tensors to be written."""
     import gguf
 
     directory = export.source.directory
@@ -121,10 +149,7 @@ def write(export: Export, out: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for number, (name, entry) in enumerate(entries.items()):
-        export.progress(f"writing {name}", number, len(entries))
-        writer.write_tensor_data(entry.read().numpy())
-    writer.close()
+    return writer, entries
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

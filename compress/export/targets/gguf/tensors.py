@@ -2,8 +2,8 @@
 
 A block of the types that hold signed codes is a float16 scale and 32 codes: w = scale * code. Scales of larger groups
 are repeated. Experts of a layer are one tensor, of the widest type that one of them needs. Weights in the format
-`kquant` are blocks of the K type whose grid they have, which holds no others. FP4 and ternary weights are blocks of the
-types that hold their codes; the tensor scale of NVFP4 is a tensor of its own, NAME.scale.
+`kquant` are blocks of the K type whose grid they have, which holds no others. FP4, IQ4_NL and ternary weights are
+blocks of the types that hold their codes; the tensor scale of NVFP4 is a tensor of its own, NAME.scale.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from compress.storage.checkpoint import Readable
 
 BLOCK = 32  # weights of a block
 K_QUANT, TERNARY = "kquant", "ternary"  # formats: that with the grids of K types, and that of three values
-FP4 = {"nvfp4": gguf_points.NVFP4, "mxfp4": gguf_points.MXFP4}
+POINTS = {"nvfp4": gguf_points.NVFP4, "mxfp4": gguf_points.MXFP4, "iq4_nl": gguf_points.IQ4_NL}
 TRITS = {ternary.BASE3: gguf_points.TQ1_0, ternary.BINARY: gguf_points.TQ1_0, ternary.PLANAR: gguf_points.TQ2_0}
 CHUNK = 1 << 24  # codes that are packed at a time
 PLAIN = {dtype: number for number, dtype in gguf_blocks.PLAIN.items()}
@@ -68,7 +68,7 @@ def type_of(weight: ExportWeight) -> int | None:
     if weight.stored.format == TERNARY:
         return TRITS[weight.stored.params.packing]
     if weight.stored.format == grids.FORMAT:
-        return FP4.get(grids.type_of(weight) or "")
+        return POINTS.get(grids.type_of(weight) or "")
     return next((number for number, bits in gguf_blocks.SIGNED.items() if bits >= signed_bits(weight)), None)
 
 
@@ -117,7 +117,7 @@ def _tensor_scales(parts: dict[int | None, Readable | StoredWeight]) -> GgufEntr
     """Return the tensor scale of a weight, or of each expert of a layer."""
     ordered = [parts[expert] for expert in sorted(parts, key=lambda expert: expert or 0)]
     stored = [part.tensors["tensor_scale"] for part in ordered if isinstance(part, StoredWeight) and part.tensors]
-    return GgufEntry(PLAIN[torch.float32], (len(stored),), [scale.read for scale in stored])
+    return GgufEntry(PLAIN[torch.float32], (len(ordered),), [scale.read for scale in stored])
 
 
 def check_experts(weights: Iterable[ExportWeight], model: Model) -> None:
@@ -156,7 +156,7 @@ def _plain_entry(export: Export, name: str, tensors: list[Readable]) -> GgufEntr
 
 def _blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tensor:
     """Return a weight as blocks, uint8 [rows, bytes of a row], rows in the given order."""
-    others = {K_QUANT: _k_blocks, TERNARY: _trit_blocks, grids.FORMAT: _fp4_blocks}
+    others = {K_QUANT: _k_blocks, TERNARY: _trit_blocks, grids.FORMAT: _point_blocks}
     if weight.stored.format in others:
         return others[weight.stored.format](weight, kind, order)
     integers = weight.integers()
@@ -177,13 +177,13 @@ def _k_blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tensor:
     return torch.cat([gguf_blocks.pack_k(codes[part], of(part), kind) for part in parts])
 
 
-def _fp4_blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tensor:
+def _point_blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tensor:
     tensors, columns = weight.read().tensors, weight.shape[1]
     rows = torch.arange(weight.shape[0]) if order is None else order
     scales = tensors["scales"].view(torch.uint8)
     parts = rows.split(max(1, CHUNK // columns))
     codes = (grid.unpack_codes(tensors["codes"][part], weight.stored.params, columns) for part in parts)
-    return torch.cat([gguf_points.pack_e2m1(own, scales[part], kind) for own, part in zip(codes, parts, strict=True)])
+    return torch.cat([gguf_points.pack_points(own, scales[part], kind) for own, part in zip(codes, parts, strict=True)])
 
 
 def _trit_blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tensor:
