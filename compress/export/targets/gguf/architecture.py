@@ -33,11 +33,13 @@ STRETCHES = {"linear": (FACTOR,), "yarn": (FACTOR, ORIGINAL_LENGTH)}  # rope_typ
 STRETCH_SETTINGS = {FACTOR: "factor", ORIGINAL_LENGTH: "original_max_position_embeddings"}
 ROPE_SETTINGS = {"rope_type", "rope_theta", "partial_rotary_factor", *STRETCH_SETTINGS.values(), *Bands._fields}
 ROPE_SETTINGS |= {"mrope_section", "mrope_interleaved"}  # of images: in text all sections count the same tokens
-YARN = {"beta_fast": 32.0, "beta_slow": 1.0}  # of yarn, with the only values that llama.cpp has everywhere
+YARN_BANDS = {"beta_fast": 32.0, "beta_slow": 1.0}  # the only values that all of llama.cpp has
 SCALES, LOG_SCALE = ("mscale", "mscale_all_dim"), "rope.scaling.yarn_log_multiplier"
 STILL = 1e30  # a divisor of a rotary frequency that leaves nothing of it
 EXPERT = re.compile(r"(?<=\.experts\.)(\d+)\.")
-PREFIX = re.compile(r"^(model\.language_model|language_model\.model|language_model)\.")  # of a model with towers
+TEXT_PREFIX = re.compile(
+    r"^(model\.language_model|language_model\.model|language_model)\."
+)  # models with towers have it
 SAME = "="  # before the name of a setting: `requires` its value
 
 
@@ -57,7 +59,8 @@ class Model:
     def edit(self, named: Mapping[str, edits.Source]) -> dict[str, edits.Source]:
         """Return the tensors of the text model, cut and computed as llama.cpp has them, by the names for `place`."""
         if self.has_towers:
-            inner = {PREFIX.sub("model.", name): tensor for name, tensor in named.items() if PREFIX.match(name)}
+            within = {name: tensor for name, tensor in named.items() if TEXT_PREFIX.match(name)}
+            inner = {TEXT_PREFIX.sub("model.", name): tensor for name, tensor in within.items()}
             inner = {name.replace("model.lm_head", "lm_head"): tensor for name, tensor in inner.items()}
             named = inner | {name: tensor for name, tensor in named.items() if name.startswith("lm_head.")}
         return edits.apply(self.rules, self.config, named)
@@ -231,7 +234,7 @@ def _notes(facts: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _of_yarn(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of yarn without those that say what llama.cpp does anyway."""
-    usual = {**YARN, "attention_factor": 0.1 * math.log(facts["factor"]) + 1}
+    usual = {**YARN_BANDS, "attention_factor": 0.1 * math.log(facts["factor"]) + 1}
     said = {
         key for key, value in usual.items() if facts.get(key) is None or math.isclose(facts[key], value, rel_tol=1e-4)
     }
