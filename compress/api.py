@@ -129,7 +129,7 @@ def load(
     device_map: str | dict[str, Any] | None = None,
     verify: bool = False,
 ) -> PreTrainedModel:
-    """Load the causal language model in `directory` (or of a hub id), packed or plain, in eval mode.
+    """Load the model in `directory` (or of a hub id), packed or plain, in eval mode, by the class it is of.
 
     dtype: a torch type, or "auto", "float32", "float16" or "bfloat16". device_map: that of from_pretrained. verify:
     compare the hash of every file with the manifest that `quantize` wrote, as COMPRESS_VERIFY=1 does for

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
+from compress.model import architectures
 from compress.model.block_calls import UNFIT_ERRORS, WIDTHS, standing_in
 from compress.model.blockwise import attached
 from compress.model.inputs import arguments
@@ -64,6 +65,16 @@ def logits(skeleton: Skeleton, hidden: Tensor) -> Tensor:
     return _behind(
         skeleton, hidden, lambda tokens: skeleton.model(**arguments(skeleton.model, tokens), use_cache=False).logits
     ).float()
+
+
+def outputs(skeleton: Skeleton, hidden: Tensor) -> Tensor:
+    """Return what `logits` does; where its states are what is used, those: float32 [batch, tokens, hidden].
+
+    All outside the blocks must be loaded.
+    """
+    if not architectures.gives_states(skeleton.config):
+        return logits(skeleton, hidden)
+    return _behind(skeleton, hidden, lambda tokens: skeleton.read(tokens, use_cache=False)[0]).float()
 
 
 class _HeadReachedError(Exception):

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from compress.errors import CheckpointError, first_line, shown
 from compress.importers import open_checkpoint
-from compress.model import architectures, stored_weights
+from compress.model import architectures, pairs, stored_weights
 from compress.model.architectures import LANGUAGE, Task, opener
 from compress.runtime import hf
 from compress.storage import manifest
@@ -96,6 +96,17 @@ def whole_config(directory: Path) -> transformers.PretrainedConfig:
         raise CheckpointError(
             f"{directory}: transformers cannot read its configuration ({first_line(error)})"
         ) from error
+
+
+def separator(directory: Path, config: transformers.PretrainedConfig) -> int | None:
+    """Return the token that ends the first text of a pair, for a model that tells the two apart; None for any other."""
+    if getattr(config, "type_vocab_size", 0) < 2 or not architectures.scores_pairs(config):
+        return None
+    try:
+        between = pairs.around_pair(load_tokenizer(directory)).between
+    except CheckpointError:
+        return None
+    return between[0] if between else None
 
 
 def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:

@@ -24,7 +24,7 @@ from compress.errors import CheckpointError, UnsupportedModelError, first_line
 from compress.model import expert_linears, inputs, paging, stored_weights, text_path
 from compress.model.edits import Edits
 from compress.model.inputs import Samples
-from compress.model.load import FAILURES, empty_model, no_bars, plain_config, without_weights
+from compress.model.load import FAILURES, empty_model, no_bars, plain_config, separator, without_weights
 from compress.model.meta_pass import READ, flow, read_weights
 from compress.model.text_path import find_stacks
 from compress.runtime import hf, linears
@@ -48,7 +48,7 @@ class Skeleton:
         self.checkpoint = checkpoint
         self.config = _config(checkpoint)
         self.dtype = _dtype(self.config, checkpoint)
-        self.between: tuple[int, ...] = ()  # tokens that part the two texts of a sample, for a model that scores pairs
+        self._separator = separator(checkpoint.directory, self.config)
         self.reshaped: dict[str, Any] = {}  # what `rebuild` has changed in the configuration of the text model
         self._unfusing = expert_linears.Unfusing()
         self._ahead = paging.ReadAhead()
@@ -135,8 +135,8 @@ class Skeleton:
         All that it runs must be loaded, or have something in its place.
         """
         given = inputs.arguments(self.model, samples)
-        if self.between and getattr(self.config, "type_vocab_size", 0) > 1:
-            parts = given["input_ids"] == self.between[0]
+        if self._separator is not None:
+            parts = given["input_ids"] == self._separator
             options["token_type_ids"] = (parts.cumsum(1) - parts.long()).clamp(max=1)
         return self.model.base_model(**given, **options)
 

@@ -43,6 +43,11 @@ def arrange(job: Job, skeleton: Skeleton, plans: Sequence[Plan], tables: Sequenc
 
     tables: all that one of an allocation's options makes of a table. every: statistics of all inputs are taken.
     """
+    step = job.recipe.tuning("model") if job.pack else None
+    if step is not None and architectures.gives_states(skeleton.config):
+        raise RecipeError(
+            f"tune: {step.method} trains by the divergence of predictions, and this model makes none; leave it out"
+        )
     text = choose_text(job, skeleton, plans, every)
     samples, seq_len = text.samples * job.recipe.calibration.rolled, text.seq_len
     demands = _memory_demands(job, skeleton, plans, samples, seq_len)

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress.calib import prefix
 from compress.errors import CheckpointError
 from compress.kv.cache import layer_types
 from compress.model import architectures, blockwise, dry_load
@@ -206,7 +205,6 @@ def replay(
     """
     changed = changed or {}
     skeleton = Skeleton(open_checkpoint(directory))
-    skeleton.between = prefix.of_directory(directory).between
     _check_tables(skeleton, device)
     probe = Probe(skeleton, device, start, changed)
     hashes = []

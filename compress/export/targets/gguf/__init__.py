@@ -17,16 +17,18 @@ from typing import Any
 import numpy as np
 
 from compress.errors import ExportError
+from compress.export import directory as directory_of_files
 from compress.export import grids
 from compress.export.convert import Export
 from compress.export.place import MARK
 from compress.export.targets.gguf import architecture, tensors, vocabulary
-from compress.export.targets.gguf.architecture import TOOL
+from compress.export.targets.gguf.settings import TOOL
 from compress.export.targets.gguf.tensors import BLOCK
 from compress.export.weights import ExportWeight
 from compress.formats.kquant import SUPER_BLOCK
 
 SUFFIX = ".gguf"
+TAKES = ("split_size",)  # OUT is a directory then, with NAME-00001-of-00003.gguf and so on
 TABLE = "token_embd.weight"
 RECIPE = "gguf-mix"
 ALIGNMENT, LONGEST_NAME = 32, 256  # bytes, of the place of each tensor, and of the name of a directory
@@ -95,7 +97,9 @@ def check(export: Export) -> None:
     except ImportError as error:
         raise ExportError("to write GGUF files install the package gguf: pip install 'compress-llm[gguf]'") from error
     config = export.source.skeleton.model.config
-    tensors.check_experts([w for w in export.held if w.is_expert], architecture.describe(config))
+    model = architecture.describe(config)
+    held = model.edited({f"{weight.name}.weight": weight for weight in export.held})
+    tensors.check_experts([w for w in held.values() if isinstance(w, ExportWeight) and w.is_expert], model)
     vocabulary.metadata(export.source.directory, config.get_text_config().vocab_size)
 
 
@@ -129,7 +133,11 @@ def _begin(export: Export, out: Path) -> tuple[Any, dict[str, tensors.GgufEntry]
         export.notes.append(f"inputs of linears are quantized as {TOOL} does it: 8 bits, in blocks")
     entries = tensors.entries(export, model)
     keys = {**MARK, **model.metadata, **vocabulary.metadata(directory, entries[TABLE].shape[0])}
-    writer = gguf.GGUFWriter(out, model.architecture)
+    if export.wishes.split_size:
+        out.mkdir()
+        directory_of_files.write_record(export, out)
+        out = out / f"{directory.resolve().name}{SUFFIX}"
+    writer = gguf.GGUFWriter(out, model.architecture, split_max_size=export.wishes.split_size)
     writer.add_name(directory.resolve().name)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for name, entry in entries.items():
