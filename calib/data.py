@@ -28,6 +28,7 @@ from compress.calib.prefix import Prefix
 from compress.errors import BudgetError, CalibrationError, CheckpointError
 from compress.importers import open_checkpoint
 from compress.model import architectures, load
+from compress.model.inputs import Pairs, Samples
 from compress.recipe.schema import Bos
 from compress.storage.checkpoint import Checkpoint, read_header, read_json, write_shard, write_text
 from compress.storage.files import make_folder
@@ -55,6 +56,12 @@ class Calibration:
     self_generated: bool = False
     prefix: Prefix = prefix.NONE  # what each window begins with
     notes: tuple[str, ...] = ()  # what differs from what was asked for; each one sentence
+    read: Tensor | None = None  # what an encoder reads for each row of `tokens`, which are its decoder's (pairs.py)
+
+    @property
+    def samples(self) -> Samples:
+        """What a model is called with."""
+        return self.tokens if self.read is None else Pairs(self.read, self.tokens)
 
     def facts(self) -> dict[str, Any]:
         """Return the entry of report.json about the calibration data."""
@@ -182,6 +189,8 @@ def roll_windows(tokens: Tensor, copies: int, fixed: int = 0, last: int = 0) -> 
 
 def expand_copies(calibration: Calibration, copies: int) -> Calibration:
     """Return the calibration with `copies` of each window, rolled on."""
+    if calibration.read is not None:
+        raise CalibrationError("calibration.rolled: a model of an encoder and a decoder takes no copies; set it to 1")
     begun = calibration.prefix
     tokens = roll_windows(calibration.tokens, copies, len(begun.tokens), len(begun.behind))
     return replace(calibration, tokens=tokens, sha256=_sha256(tokens))

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from compress.errors import CalibrationError, CheckpointError
-from compress.model import architectures, load
+from compress.model import architectures, load, pairs
+from compress.model.pairs import Template
 from compress.recipe.schema import Bos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SAMPLE = "a"  # a text that shows what a tokenizer adds
 FIRST_SHARES = (16, 8, 4)  # the first text of a pair has one of so many tokens of a window, in turn
 
 
@@ -116,65 +116,40 @@ def of_directory(directory: Path, bos: Bos = "auto") -> Prefix:
 
     Windows of a model that writes no text are whole texts, or pairs for one that gives a single score.
     """
+    begun = NONE
     try:
-        tokenizer, config = load.load_tokenizer(directory), load.whole_config(directory)
+        tokenizer = load.load_tokenizer(directory)
+        begun = of_tokenizer(tokenizer, bos)
+        config = load.whole_config(directory)
     except CheckpointError:
-        return NONE
-    begun = of_tokenizer(tokenizer, bos)
-    if bos == "never" or (task := architectures.task(config)) not in architectures.ENCODERS:
         return begun
-    before, between, behind = _tokens_around_pair(tokenizer)
-    is_pair = task == "classes" and config.num_labels == 1 and bool(between)
-    before, behind = (before, behind) if is_pair else (begun.tokens, _tokens_behind_text(tokenizer, begun.tokens))
-    if not (is_pair or behind):
+    if bos == "never" or architectures.task(config) not in architectures.ENCODERS:
         return begun
-    between = between if is_pair else ()
-    names = [_text(tokenizer, part) for part in (before, between, behind)]
-    shape = " and ".join(
-        f"{words} {name}"
-        for words, name in zip(("begins with", "has its pair parted by", "ends with"), names, strict=True)
-        if name
-    )
-    return Prefix(before, names[0], f"each window {shape}, as the tokenizer does", between, behind)
+    around = pairs.around_pair(tokenizer) if architectures.scores_pairs(config) else Template()
+    around = around if around.between else _around_text(tokenizer, begun.tokens)
+    if not (around.between or around.behind):
+        return begun
+    words = ("begins with", "has its two texts parted by", "ends with")
+    names = [_text(tokenizer, part) for part in around]
+    shape = " and ".join(f"{each} {name}" for each, name in zip(words, names, strict=True) if name)
+    sentence = f"each window {shape}, as the tokenizer does"
+    return Prefix(around.before, names[0], sentence, around.between, around.behind)
 
 
 def _tokens_before_text(tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that a tokenizer puts before a text."""
-    whole, bare = _encode(tokenizer)
-    start = _find(whole, bare)
+    whole, bare = pairs.encode(tokenizer)
+    start = pairs.find(whole, bare)
     if start is not None:
         return tuple(whole[:start])
     return tuple(takewhile(set(tokenizer.all_special_ids).__contains__, whole))
 
 
-def _tokens_behind_text(tokenizer: Any, before: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the tokens that a tokenizer puts behind a text, none where its own are not found."""
-    whole, bare = _encode(tokenizer)
-    return tuple(whole[len(before) + len(bare) :]) if _find(whole, bare) == len(before) else ()
-
-
-def _tokens_around_pair(tokenizer: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens that a tokenizer puts before, between and behind two texts."""
-    whole, bare = list(tokenizer(SAMPLE, SAMPLE, verbose=False)["input_ids"]), _encode(tokenizer)[1]
-    first = _find(whole, bare)
-    second = None if first is None else _find(whole, bare, first + len(bare))
-    if first is None or second is None:
-        return (), (), ()
-    return tuple(whole[:first]), tuple(whole[first + len(bare) : second]), tuple(whole[second + len(bare) :])
-
-
-def _encode(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the tokens of a text with and without what a tokenizer adds."""
-    return (
-        list(tokenizer(SAMPLE, verbose=False)["input_ids"]),
-        list(tokenizer(SAMPLE, add_special_tokens=False, verbose=False)["input_ids"]),
-    )
-
-
-def _find(whole: list[int], part: list[int], start: int = 0) -> int | None:
-    """Return where a part begins, from `start` on; None where it does not stand."""
-    places = range(start, len(whole) - len(part) + 1) if part else range(0)
-    return next((at for at in places if whole[at : at + len(part)] == part), None)
+def _around_text(tokenizer: Any, before: tuple[int, ...]) -> Template:
+    """Return the tokens that a tokenizer puts around a text; before: those that are wanted before it."""
+    whole, bare = pairs.encode(tokenizer)
+    start = pairs.find(whole, bare)
+    return Template(before, (), () if start is None else tuple(whole[start + len(bare) :]))
 
 
 def _text(tokenizer: Any, tokens: tuple[int, ...]) -> str:

@@ -61,6 +61,7 @@ PANELS: dict[str, dict[str, Command]] = {
     },
     "Exchange": {
         "export": Command(checkpoints.export, "models_out/my-model-int4 --to gguf --out my-model.gguf"),
+        "imatrix": Command(make.imatrix, "./my-model --calib text.txt --out my-model.imatrix.gguf"),
         "push": Command(checkpoints.push, "models_out/my-model-int4 me/my-model-int4 --dry-run"),
     },
 }

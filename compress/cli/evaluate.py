@@ -152,18 +152,16 @@ def evaluate(
 
         execution = evaluation.Execution(dtype, device_named(device), bos=bos)
         against = None if base is None else resolve(base, adapter)
-        directory, read = resolve(model, adapter if base is None else None), None
-        if encoders.is_encoder(directory):
+        if encoders.is_encoder(directory := resolve(model, adapter if base is None else None)):
             return _run_encoder(directory, text, against, caches, (seq_len, max_tokens), execution, as_json)
-        seq_len, max_tokens = seq_len or 512, max_tokens or 131_072
+        lengths = seq_len or 512, max_tokens or 131_072
         note_prefix(directory, bos)
         with tables.progress_bar() as progress:
             if caches is None:
-                report = partial(progress, "scoring")
-                scores = evaluation.evaluate(directory, text, against, seq_len, max_tokens, execution, report)
+                report, read = partial(progress, "scoring"), None
+                scores = evaluation.evaluate(directory, text, against, *lengths, execution, report)
             else:
                 directories = [directory, *([] if against is None else [against])]
-                lengths = seq_len, max_tokens
                 scores, read = cache_scores.evaluate(directories, text, caches, calib, lengths, execution, progress)
         _show_scores(dataclasses.asdict(scores), read, as_json)
 

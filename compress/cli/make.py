@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.cli.options import AsJson, FormerOut, TextFile, device_named, errors, former_out
+from compress.cli.options import AsJson, FormerOut, TextFile, device_named, errors, former_out, note
 from compress.cli.run_options import ALLOCATING_RECIPE, GOAL, OUTPUT, REQUIRED, RunOptions, takes_run_options
 from compress.storage import paths
 
@@ -49,7 +49,7 @@ def quantize(
         from compress.cli import tables
 
         with tables.progress_bar() as progress:
-            report = api.quantize(job, progress, tables.print_plan)
+            report = api.quantize(job, progress, tables.print_plan, options.exported(job.out))
         _print_report(report, job, as_json)
 
 
@@ -135,6 +135,45 @@ def merge(options: RunOptions, as_json: AsJson = False) -> None:
         with tables.progress_bar() as progress:
             report = api.merge(directory, job, progress, tables.print_plan)
         _print_report(report, job, as_json)
+
+
+@takes_run_options(
+    without=(
+        *GOAL,
+        *OUTPUT[1:],
+        "measurements",
+        "processes",
+        "budget",
+        "allow_partial",
+        "imatrix",
+        "export",
+        "adapter",
+        "accept",
+    ),
+    helps={"out": "The file to be written.", "recipe": "Whose calibration settings count."},
+    out=REQUIRED,
+)
+def imatrix(options: RunOptions, as_json: AsJson = False) -> None:
+    """Write the importance matrix of a model on calibration text, in the format of llama-imatrix.
+
+    llama-quantize takes it (--imatrix), and so does `compress quantize --imatrix`.
+    """
+    with errors():
+        job = options.job(writes=None)
+        paths.check_writable(job.out.parent, "--out")
+        from compress.cli import tables
+        from compress.run import collect_importance, importance_matrix
+
+        with tables.progress_bar() as progress:
+            matrix = collect_importance.collect(job, progress)
+        importance_matrix.write(matrix, job.out)
+        facts = {"out": str(job.out), "tensors": len(matrix.inputs), "tokens": matrix.samples * matrix.seq_len}
+        if as_json:
+            print(json.dumps({**facts, "unnamed": matrix.unnamed}))
+            return
+        print(f"{job.out}: inputs of {facts['tensors']} tensors, {facts['tokens']:,} tokens")
+        for name in matrix.unnamed:
+            note(f"{name} has no name in GGUF files, and is left out")
 
 
 @takes_run_options(without=(*OUTPUT, "accept"), recipe=ALLOCATING_RECIPE)

@@ -11,11 +11,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 from typer import Option
 
+from compress import plugins
 from compress.cli.options import (
     Adapter,
     ComputeDtype,
@@ -51,6 +53,7 @@ QUICK = (
     "calibration.seq_len=512",
     "calibration.gradient_tokens=2048",
 )
+WITHOUT_TEXT = ("calibration.importance=none", "quantize.two_sided=false")  # what an importance matrix cannot say
 # --quick takes no gradients either.
 ONE_SIDED_ROUNDING = "quantize.two_sided=false"
 
@@ -75,6 +78,14 @@ class RunOptions:
             metavar="SRC",
             help="Text or chats: a .txt, .jsonl or .parquet file, or a data set; self: the model writes its own. "
             "Default: the text that compress comes with.",
+        ),
+    ] = None
+    imatrix: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="Importance matrix in llama.cpp's GGUF format (`compress imatrix`, llama-imatrix): errors of weights "
+            "count by it, and no text is read.",
         ),
     ] = None
     adapter: Adapter = None
@@ -107,6 +118,14 @@ class RunOptions:
     ] = None
     max_kl: Annotated[
         float | None, Option(metavar="NATS", help="Allocate the smallest model within this KL on the calibration text.")
+    ] = None
+    export: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            help="Write the result in this format, too (`compress export --list`): OUT.gguf or OUT-NAME. The plan is "
+            "checked for it, and a --target in bytes is that of a GGUF file.",
+        ),
     ] = None
     measurements: Annotated[
         Path | None,
@@ -142,10 +161,11 @@ class RunOptions:
     @property
     def recipe_overrides(self) -> list[str]:
         """The values of --set, and those that --quick, --target, --max-kl and --context stand for."""
-        goal = {"allocate.target": self._goal(), "allocate.context": self.context}
+        goal = {"allocate.target": self._goal(), "allocate.context": self.context, "export": self.export}
         quick = QUICK if self.quick else ()
         return [
             *quick,
+            *(WITHOUT_TEXT if self.imatrix is not None else ()),
             *(self.overrides or []),
             *(f"{key}={value}" for key, value in goal.items() if value is not None),
             *map(_override_of_bound, self.accept or []),
@@ -186,6 +206,15 @@ class RunOptions:
             paths.check_out(out, self.overwrite)
             paths.check_writable(out.parent, "--out")
 
+    def _exported_by(self) -> ModuleType | None:
+        """The target that --export names; unknown ones stop here."""
+        return None if self.export is None else plugins.load("export", self.export.lower().replace("-", "_"))
+
+    def exported(self, out: Path) -> Path | None:
+        """Return where the export of a checkpoint at `out` is written, None without one."""
+        target = self._exported_by()
+        return None if target is None else out.with_name(f"{out.name}{target.SUFFIX or f'-{self.export}'}")
+
     def data_free(self, scheme: str) -> RunOptions:
         """Return the options of a run that rounds by a scheme, without calibration; wrong usage for options of one."""
         from compress import recipe as recipes
@@ -204,17 +233,24 @@ class RunOptions:
         """
         from compress import recipe as recipes
 
+        target = self._exported_by()
         overrides, limit = self.recipe_overrides, parse_memory(self.max_memory)
         check_device(self.device)
         check_paths(self.model, *([] if self.calib == paths.SELF else [self.calib]))
         check_adapter(self.adapter)
+        if self.imatrix is not None and not self.imatrix.is_file():
+            raise typer.BadParameter(f"{self.imatrix} is no file", param_hint="--imatrix")
         if self.base_model is not None and not paths.HUB_ID.fullmatch(self.base_model):
             raise typer.BadParameter("give the id of a model on the hub, owner/name", param_hint="--base-model")
-        self._check_folders(writes, self.out)
-        note(recipes.ambiguous(self.recipe))
-        recipe = recipes.load(self.recipe, overrides)
+        given = self.out
+        if target is not None and target.SUFFIX and given is not None and given.suffix == target.SUFFIX:
+            given = given.with_suffix("")
+        self._check_folders(writes, given)
+        named = self.recipe if self.recipe != DEFAULT_RECIPE else getattr(target, "RECIPE", self.recipe)
+        note(recipes.ambiguous(named))
+        recipe = recipes.load(named, overrides)
         if self.quick and recipe.quantize.two_sided and not any("two_sided" in each for each in self.overrides or ()):
-            recipe = recipes.load(self.recipe, [*overrides, ONE_SIDED_ROUNDING])
+            recipe = recipes.load(named, [*overrides, ONE_SIDED_ROUNDING])
         if not pack and not recipe.transform:
             raise RecipeError(f"recipe {recipe.name!r} has no transform to apply; give one that has, or use quantize")
         if self.budget is not None and not hasattr(getattr(recipe.allocate, "config", None), "estimator"):
@@ -224,7 +260,7 @@ class RunOptions:
 
         model = Path(self.model.rstrip("/")).name.removesuffix(paths.GGUF)
         name = re.sub(r"[^\w.-]+", "-", f"{model or 'model'}-{recipe.name}")
-        out = self.out or Path("models_out") / (name if pack else f"{name}-transformed")
+        out = given or Path("models_out") / (name if pack else f"{name}-transformed")
         self._check_folders(writes, out)
         return Job(
             model=self.model,
@@ -233,6 +269,7 @@ class RunOptions:
             adapter=self.adapter,
             base_model=self.base_model,
             calib=None if self.calib == paths.SELF else self.calib or str(paths.default_text()),
+            imatrix=self.imatrix,
             max_memory=limit,
             device=device_named(self.device),
             dtype=self.dtype,

@@ -16,8 +16,7 @@ from compress.errors import CompressError, RecipeError, first_line
 from compress.evaluate import page, record, suite, task_runs
 from compress.evaluate.reader import Execution
 from compress.evaluate.suite import SuiteRequest, SuiteResult
-from compress.model.architectures import max_positions
-from compress.model.load import load_config
+from compress.model import architectures, load
 from compress.progress import Progress, note
 from compress.recipe.schema import Acceptance
 from compress.run import source
@@ -32,6 +31,7 @@ def check(job: Job) -> None:
     wanted = job.recipe.accept
     if wanted is None:
         return
+    architectures.check_task(load.whole_config(source.of(job)), architectures.LANGUAGE)
     task_runs.check_tasks(None, tuple(wanted.task))
     text = _text(job, wanted)
     if text is None and wanted.kl is not None:
@@ -53,7 +53,7 @@ def judge(job: Job, report: dict[str, Any], progress: Progress) -> dict[str, Any
     asked = SuiteRequest(
         texts=() if text is None else (text,),
         tasks=tuple(wanted.task),
-        seq_len=min(SEQ_LEN, max_positions(load_config(base)) or SEQ_LEN),
+        seq_len=min(SEQ_LEN, architectures.max_positions(load.load_config(base)) or SEQ_LEN),
         max_tokens=MAX_TOKENS,
         kv=None if job.recipe.kv_cache is None else {},
         are_texts_scored=True,

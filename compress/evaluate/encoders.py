@@ -75,7 +75,7 @@ class _Row(NamedTuple):
     types: list[int]  # 1 in the second text of a pair, where the model tells them apart
 
 
-class _Read(NamedTuple):
+class _Outputs(NamedTuple):
     """What two models give for texts, the original first."""
 
     embeddings: list[Tensor]  # float32 [texts, width]
@@ -107,7 +107,7 @@ def evaluate(
         raise CheckpointError(
             f"{directory.name} and {base.name} differ in purpose or vocabulary; they cannot be compared"
         )
-    readers = [_Reader(each, purposes[0], execution) for each in (base, directory)]
+    readers = [_Encoder(each, purposes[0], execution) for each in (base, directory)]
     pools, longest = readers[0].pooling, architectures.most_tokens(readers[0].model)
     limits, max_tokens = (lengths[0] or SEQ_LEN, pools.most_tokens, longest), lengths[1] or MAX_TOKENS
     maker = _RowMaker(tokenizers[0], pools, min(each for each in limits if each))
@@ -118,11 +118,10 @@ def evaluate(
         )
     asked, documented = ([maker.row(each) for each in texts] for texts in (questions, answers))
     read = [_read(readers, rows, maker, progress) for rows in (asked, documented)]
-    is_reranker = purposes[0] == "classes" and configs[0].num_labels == 1
     figures: dict[str, float] = {}
-    if is_reranker:
+    if architectures.scores_pairs(configs[0]):
         pairs = [maker.row(question, answers[at]) for question, at in _pairs(questions)]
-        figures = _ranking(_read(readers, pairs, maker, progress).figures, len(questions))
+        figures = _score_ranking(_read(readers, pairs, maker, progress).figures, len(questions))
     elif readers[0].has_head:
         figures = {"kl_mean": read[1].figures[0].mean().item(), "same_choice": read[1].figures[1].mean().item()}
     return EncoderScores(
@@ -131,12 +130,12 @@ def evaluate(
         pooling=" and ".join(pools.modes).replace("_", " "),
         questions=len(questions),
         tokens=sum(len(row.ids) for row in (*asked, *documented)),
-        **_embedding_scores(*(each.embeddings for each in read)),
+        **_score_embeddings(*(each.embeddings for each in read)),
         **figures,
     )
 
 
-class _Reader:
+class _Encoder:
     """A loaded model that is run on batches of texts."""
 
     def __init__(self, directory: Path, purpose: architectures.Task, execution: Execution) -> None:
@@ -215,7 +214,7 @@ def _paragraphs(source: str) -> Iterator[str]:
             yield " ".join(part.split())
 
 
-def _read(readers: Sequence[_Reader], rows: Sequence[_Row], maker: _RowMaker, progress: Progress) -> _Read:
+def _read(readers: Sequence[_Encoder], rows: Sequence[_Row], maker: _RowMaker, progress: Progress) -> _Outputs:
     """Return what both models give for texts, which are run in batches of like length."""
     order = sorted(range(len(rows)), key=lambda at: len(rows[at].ids))
     embeddings: list[dict[int, Tensor]] = [{}, {}]
@@ -233,13 +232,13 @@ def _read(readers: Sequence[_Reader], rows: Sequence[_Row], maker: _RowMaker, pr
         for kept, pooled in zip(embeddings, (first, second), strict=True):
             kept.update(zip(batch, pooled, strict=True))
         progress("comparing texts", len(rows) - len(order), len(rows))
-    return _Read(
+    return _Outputs(
         [torch.stack([kept[at] for at in range(len(rows))]) for kept in embeddings],
         torch.cat([figures[at] for at in sorted(figures)], 1),
     )
 
 
-def _tensors(rows: Sequence[_Row], maker: _RowMaker, reader: _Reader) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+def _tensors(rows: Sequence[_Row], maker: _RowMaker, reader: _Encoder) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return tokens, mask, kinds of tokens (None for a model without), and the places of the head, of a batch."""
     lengths = torch.tensor([len(row.ids) for row in rows])
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
@@ -259,20 +258,20 @@ def _tensors(rows: Sequence[_Row], maker: _RowMaker, reader: _Reader) -> tuple[T
 # ---------------------------------------------------------------- figures
 
 
-def _embedding_scores(questions: Sequence[Tensor], answers: Sequence[Tensor]) -> dict[str, float]:
+def _score_embeddings(questions: Sequence[Tensor], answers: Sequence[Tensor]) -> dict[str, float]:
     """Return the figures of embeddings [texts, width] of questions and documents, those of the original first."""
     asked, given = ([nn.functional.normalize(each.double(), dim=-1) for each in both] for both in (questions, answers))
     cosines = (given[0] * given[1]).sum(1)
     above = torch.ones(len(cosines), len(cosines)).triu(1).bool()
-    found = [question @ answer.T for question, answer in zip(asked, given, strict=True)]
+    searched = [question @ answer.T for question, answer in zip(asked, given, strict=True)]
     own = torch.arange(len(cosines))
     return {
         "cosine_mean": cosines.mean().item(),
         "cosine_p1": cosines.sort().values[math.ceil(0.01 * len(cosines)) - 1].item(),
         "spearman": spearman(*((each @ each.T)[above] for each in given)),
-        "ndcg10": ndcg(*found),
-        "recall1": (found[1].argmax(1) == own).double().mean().item(),
-        "base_recall1": (found[0].argmax(1) == own).double().mean().item(),
+        "ndcg10": ndcg(*searched),
+        "recall1": (searched[1].argmax(1) == own).double().mean().item(),
+        "base_recall1": (searched[0].argmax(1) == own).double().mean().item(),
     }
 
 
@@ -305,8 +304,8 @@ def _pairs(questions: Sequence[str]) -> Iterator[tuple[str, int]]:
             yield question, (number + step) % len(questions)
 
 
-def _ranking(figures: Tensor, questions: int) -> dict[str, float]:
-    """Return the figures of scores, of which a question has as many as candidates; figures: of `_Read`."""
+def _score_ranking(figures: Tensor, questions: int) -> dict[str, float]:
+    """Return the figures of scores, of which a question has as many as candidates; figures: of `_Outputs`."""
     first, other = figures[2].view(questions, -1), figures[3].view(questions, -1)
     same = (first.argmax(1) == other.argmax(1)).double().mean().item()
     spread = first.std().item() or 1.0

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.errors import CheckpointError, first_line
 from compress.storage.checkpoint import read_json
 from compress.storage.files import read_text
 from compress.storage.json_text import loads
 
-MODULES, PROMPTS, LENGTH = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
+MODULES, PROMPTS, LENGTH = "modules.json", "config_sentence_transformers.json", "sentence_*_config.json"
 
 
 def _mean(states: Tensor, mask: Tensor) -> Tensor:
@@ -62,9 +63,8 @@ def is_listed(directory: Path) -> bool:
 
 
 def read(directory: Path, model: nn.Module) -> Pooling:
-    """Return how the model of a directory makes embeddings; CheckpointError for settings that are no JSON objects."""
-    listed = loads(read_text(directory / MODULES)) if is_listed(directory) else []
-    folders = [str(each.get("path")) for each in listed if str(each.get("type")).endswith("Pooling")]
+    """Return how the model of a directory makes embeddings; CheckpointError for settings that cannot be read."""
+    folders = [str(each["path"]) for each in _listed(directory) if str(each.get("type")).endswith("Pooling")]
     settings = read_json(directory / folders[0] / "config.json") if folders else {}
     modes = [mode for mode in POOLINGS if settings.get(f"pooling_mode_{mode}")]
     if not modes and (named := settings.get("pooling_mode")):
@@ -72,9 +72,20 @@ def read(directory: Path, model: nn.Module) -> Pooling:
         modes = [mode for each in given if (mode := SHORT.get(each, each)) in POOLINGS]
     if not modes:
         modes = ["lasttoken" if any(getattr(each, "is_causal", False) for each in model.modules()) else "mean_tokens"]
-    prompts, length = (_read_if_there(directory / name) for name in (PROMPTS, LENGTH))
+    prompts, length = (
+        next((read_json(path) for path in sorted(directory.glob(name))), dict[str, Any]()) for name in (PROMPTS, LENGTH)
+    )
     return Pooling(tuple(modes), prompts.get("prompts") or {}, length.get("max_seq_length"))
 
 
-def _read_if_there(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+def _listed(directory: Path) -> list[dict[str, Any]]:
+    """Return the layers that a directory lists, [] where it lists none."""
+    if not is_listed(directory):
+        return []
+    try:
+        layers = loads(read_text(directory / MODULES))
+    except ValueError as error:
+        raise CheckpointError(f"{directory / MODULES} is not valid JSON ({first_line(error)})") from error
+    if not isinstance(layers, list) or not all(isinstance(each, dict) and "path" in each for each in layers):
+        raise CheckpointError(f"{directory / MODULES} is no list of layers with a path each; download it again")
+    return layers

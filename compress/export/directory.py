@@ -58,6 +58,11 @@ def finish(export: Export, out: Path, config: Mapping[str, Any]) -> None:
     """Write all files of a directory that hold no weights; config: what is laid over config.json."""
     companion_files.copy_files(export.source.directory, out)
     write_text(out / CONFIG, json.dumps({**export.config(), **config}, indent=2) + "\n")
+    write_record(export, out)
+
+
+def write_record(export: Export, out: Path) -> None:
+    """Write the file by which a directory is known to be an export of ours, which may be replaced."""
     record = {"version": __version__, "source": export.source.directory.name, "notes": export.notes}
     write_text(out / RECORD, json.dumps(record, indent=1) + "\n")
 

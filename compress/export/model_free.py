@@ -50,12 +50,14 @@ class RuledSource(PackedSource):
 
     def first_readers(self) -> Mapping[str, str]:
         """Return a linear -> the first of those that engines multiply as one with it."""
-        groups = rounded_linears.fused(weight.module for weight in self.packed)
+        groups = rounded_linears.fused_groups(weight.module for weight in self.packed)
         return {name: group[0] for group in groups for name in group}
 
     def heads(self) -> set[str]:
-        """Return the usual name of an output head, which has no matrix of its own where it is tied."""
-        return {"lm_head"}
+        """Return what has no matrix of its own: a head that may be tied, and experts that stay in one tensor."""
+        fused = {n.rpartition(".")[0] for n, each in self.plain.items() if len(each.shape) == 3 and "expert" in n}
+        parts = ("", *(f".0.{part}" for part in USUAL.values()))  # engines ask for the module, or for its first expert
+        return {"lm_head", *(f"{parent}{part}" for parent in fused for part in parts)}
 
     def looked_up(self) -> set[str]:
         """Return the modules with the names of tables that are looked up."""
@@ -68,7 +70,7 @@ class RuledSource(PackedSource):
 
 
 @dataclass(frozen=True)
-class Rounded:
+class RoundedCheckpoint:
     """What has been written, or would be."""
 
     target: str
@@ -99,7 +101,7 @@ class Rounded:
         yield LOST
 
 
-def quantize(job: Job, dry_run: bool = False, progress: Progress = silent) -> Rounded:
+def quantize(job: Job, dry_run: bool = False, progress: Progress = silent) -> RoundedCheckpoint:
     """Round the checkpoint of a job by its recipe, and write it at `job.out`, whole or not at all.
 
     dry_run: only say what would be written. Raises RecipeError for a recipe that does more than to round,
@@ -121,7 +123,7 @@ def quantize(job: Job, dry_run: bool = False, progress: Progress = silent) -> Ro
         notes, nbytes = written.notes, written.nbytes
         held = _stored_nbytes(job.out, ruled)
     bpw, whole = 8 * held / numel, 8 * (held + rest) / (numel + plain)
-    return Rounded(target, nbytes, checkpoint.nbytes, len(ruled.packed), bpw, whole, kept, run.errors, notes)
+    return RoundedCheckpoint(target, nbytes, checkpoint.nbytes, len(ruled.packed), bpw, whole, kept, run.errors, notes)
 
 
 def _open(checkpoint: Checkpoint, run: rounded_linears.Run) -> tuple[RuledSource, dict[str, str]]:
@@ -136,7 +138,7 @@ def _open(checkpoint: Checkpoint, run: rounded_linears.Run) -> tuple[RuledSource
             kept[name] = choice
         else:
             chosen[name] = choice
-    for group in rounded_linears.fused(matrices):
+    for group in rounded_linears.fused_groups(matrices):
         torn = [name for name in group if name not in chosen or not _has_whole_blocks(chosen[name][1], matrices[name])]
         for name in set(group) & chosen.keys() if torn else ():
             kept[name] = f"engines multiply it as one with {torn[0]}"

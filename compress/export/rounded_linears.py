@@ -134,8 +134,8 @@ class Told(NamedTuple):
 
 def check(recipe: Recipe) -> None:
     """Raise RecipeError for a recipe that does more than to round: that needs data, or the class of the model."""
-    parts = {"transform": recipe.transform, "tune": recipe.tune, "allocate": recipe.allocate, "towers": recipe.towers}
-    parts |= {"kv_cache": recipe.kv_cache, "experts": recipe.pruning}
+    parts: dict[str, Any] = {"transform": recipe.transform, "tune": recipe.tune, "allocate": recipe.allocate}
+    parts |= {"kv_cache": recipe.kv_cache, "experts": recipe.pruning, "towers": recipe.towers}
     if wrong := [name for name, part in parts.items() if part]:
         raise RecipeError(f"recipe {recipe.name!r} has {wrong[0]}, which needs the class of the model; {ADVICE}")
     for each in (recipe.quantize, *(rule.scheme for rule in recipe.rules if rule.scheme is not None)):
@@ -165,7 +165,7 @@ def choose(scheme: Scheme | None, shape: tuple[int, int], scale_dtype: str) -> t
     return f"its {columns} inputs are no whole blocks of {size}" if size > 0 and columns % size else (scheme, stored)
 
 
-def fused(names: Iterable[str]) -> Iterator[list[str]]:
+def fused_groups(names: Iterable[str]) -> Iterator[list[str]]:
     """Yield the modules that engines multiply as one, where there are several, in the order of `FUSED`."""
     known = set(names)
     for name in sorted(known):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compress.errors import shown
 from compress.importers import options, scaled
-from compress.importers.scaled import unpack_codes, unpack_e2m1
+from compress.importers.scaled import unpack_codes
 from compress.importers.source import CheckpointSource, Decoded
 from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
 
@@ -126,7 +126,7 @@ def _packed_codes(source: CheckpointSource, module: str) -> scaled.Codes:
         raise source.error(f"{stored.name} has the shape {list(stored.shape)}, a quantized weight has two dimensions")
     rows, words = stored.shape
     if stored.dtype == torch.uint8:
-        return scaled.Codes(stored, (rows, 2 * words), lambda start, stop: unpack_e2m1(stored.rows(start, stop)))
+        return scaled.halves(stored)
     bits = _bits(source, module, arguments)
     sizes = source.take(f"{module}.weight_shape", (torch.int64, torch.int32), (2,)).read().tolist()
     if sizes[0] != rows or -(-sizes[1] * bits // 32) != words:

@@ -13,7 +13,6 @@ import torch
 
 from compress.errors import shown
 from compress.importers import options, scaled
-from compress.importers.scaled import unpack_e2m1
 from compress.importers.source import CheckpointSource, Decoded
 from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
 
@@ -80,15 +79,9 @@ def _weight(source: CheckpointSource, module: str) -> Decoded:
     factor = None
     if f"{module}.weight_scale_2" in source.stored:
         factor = source.take(f"{module}.weight_scale_2", scaled.FLOATS)
-    codes = _halves(stored) if stored.dtype == torch.uint8 else scaled.plain(stored)
+    codes = scaled.halves(stored) if stored.dtype == torch.uint8 else scaled.plain(stored)
     grid = scaled.ScaleGrid(_squeeze(scale), _block(codes, scale), factor=factor)
     return scaled.weight(source, stored.name, codes, grid, source.dtype)
-
-
-def _halves(stored: StoredTensor) -> scaled.Codes:
-    """Return the numbers [out, in] that lie in the bytes [out, in / 2]."""
-    shape = (*stored.shape[:-1], 2 * stored.shape[-1] if stored.shape else 0)
-    return scaled.Codes(stored, shape, lambda start, stop: unpack_e2m1(stored.rows(start, stop)))
 
 
 def _squeeze(scale: StoredTensor) -> StoredTensor:

@@ -66,7 +66,7 @@ PURPOSES: dict[Task, str] = {
     "answers": "finding answers in a text",
     "embedding": "embeddings",
 }
-LANGUAGE: Collection[Task] = ("language",)
+LANGUAGE: tuple[Task, ...] = ("language",)
 ENCODERS: frozenset[Task] = frozenset({"masked", "classes", "tags", "answers", "embedding"})  # they write no text
 UNNAMED = tuple(FAMILIES)[:3]  # those that open a model whose class is not named
 NAMES = (  # what configurations call it
@@ -131,6 +131,16 @@ def opener(config: PretrainedConfig) -> Any:
 def task(config: PretrainedConfig) -> Task:
     """Return what a model is for; UnsupportedModelError as `opener`."""
     return FAMILIES[opener(config)]
+
+
+def scores_pairs(config: PretrainedConfig) -> bool:
+    """Return whether a model gives one score for a text or a pair of them, as rerankers do."""
+    return task(config) == "classes" and config.num_labels == 1
+
+
+def gives_states(config: PretrainedConfig) -> bool:
+    """Return whether the states of the body are what a model is used for, not a prediction for each token."""
+    return task(config) in ENCODERS - {"masked"}
 
 
 def check_task(config: PretrainedConfig, tasks: Collection[Task]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from compress.importers import gguf_blocks, gguf_header
 from compress.importers.gguf import MAP, check_metadata, check_sizes, values
 from compress.importers.gguf_header import FACTOR, FREQUENCIES, HEAD, KIND, ORIGINAL_LENGTH, SETTINGS, Bands, GgufHeader
 from compress.model.load import FAILURES, empty_model, gguf_tokenizer, open_config, without_weights
+from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import CONFIG, write_text
 
 LEFT_OUT = (  # keys whose settings transformers would leave at their defaults
@@ -63,6 +65,21 @@ def write_directory(file: Path, directory: Path) -> None:
     write_text(directory / CONFIG, json.dumps(facts, indent=2) + "\n")
     made_of = {"file": file.name, "settings": settings, "weights": weights, "unused": unused}
     write_text(directory / MAP, json.dumps(made_of))
+
+
+def place_of(skeleton: Skeleton, linear: str) -> tuple[str, int] | None:
+    """Return the tensor of a GGUF file that holds a linear of a model, and the number of its expert there, or 0.
+
+    Names are those of the package gguf; None for a linear that has none.
+    """
+    import gguf
+
+    kind = str(skeleton.config.model_type).replace("_", "")
+    known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(known.get(kind, gguf.MODEL_ARCH.LLAMA), len(skeleton.blocks))
+    numbers = re.findall(r"\.experts\.(\d+)\.", linear)
+    found = names.get_name(re.sub(r"\.experts\.\d+\.", ".experts.", linear))
+    return None if found is None else (f"{found}.weight", int(numbers[0]) if numbers else 0)
 
 
 def dtype(header: GgufHeader) -> torch.dtype:

@@ -112,7 +112,7 @@ def trace(skeleton: Skeleton) -> Graph:
         own = [entry._replace(name=entry.name.removeprefix(prefix)) for entry in seen if entry.name.startswith(prefix)]
         block = _block(prefix, own, watch, watch.after.get(prefix.rstrip("."), frozenset()))
         parts.append(replace(block, attention=_attention(own, attentions)))
-    outside = [entry for entry in seen if not entry.name.startswith(f"{skeleton.blocks_name}.")]
+    outside = [entry for entry in seen if not entry.name.startswith(skeleton.in_blocks)]
     return Graph(tuple(parts), _block("", outside, watch, watch.before))
 
 

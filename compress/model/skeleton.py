@@ -16,16 +16,17 @@ from typing import Any, cast
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from compress.errors import CheckpointError, UnsupportedModelError, first_line
-from compress.model import expert_linears, paging, stored_weights, text_path
+from compress.model import expert_linears, inputs, paging, stored_weights, text_path
 from compress.model.edits import Edits
-from compress.model.load import FAILURES, empty_model, no_bars, plain_config, without_weights
+from compress.model.inputs import Samples
+from compress.model.load import FAILURES, empty_model, no_bars, plain_config, separator, without_weights
 from compress.model.meta_pass import READ, flow, read_weights
-from compress.model.text_path import find_blocks
+from compress.model.text_path import find_stacks
 from compress.runtime import hf, linears
 from compress.runtime.experts import Experts, is_supported
 from compress.runtime.linear import PackedModule
@@ -47,7 +48,7 @@ class Skeleton:
         self.checkpoint = checkpoint
         self.config = _config(checkpoint)
         self.dtype = _dtype(self.config, checkpoint)
-        self.between: tuple[int, ...] = ()  # tokens that part the two texts of a sample, for a model that scores pairs
+        self._separator = separator(checkpoint.directory, self.config)
         self.reshaped: dict[str, Any] = {}  # what `rebuild` has changed in the configuration of the text model
         self._unfusing = expert_linears.Unfusing()
         self._ahead = paging.ReadAhead()
@@ -66,13 +67,18 @@ class Skeleton:
             packed_as = hf.CompressConfig.read(packed)
             hf.swap(self.model, packed_as)
             self._keeping_types = hf.keeping_types(self.model, packed_as)
-        self.blocks_name, blocks = find_blocks(self.model)
+        lists = find_stacks(self.model)
+        self.blocks_name, *others = lists  # of the first stack
+        self.second = len(lists[self.blocks_name]) if others else None  # number of the block that begins another one
         self.text_path = text_path.find_text_path(self.model, self.config, self.dtype, self.blocks_name)
-        self.blocks = text_path.Blocks(blocks, self.text_path.skipped) if self.text_path.skipped else blocks
+        self.blocks = text_path.Blocks(lists, self.text_path.skipped)
+        self.in_blocks = tuple(f"{name}." for name in lists)  # what names of all that is in lists of blocks begin with
         self.edits: Edits | None = None
         self.is_untied = False  # the output head has been given a weight of its own
         self.tied_configs = (self.model.config, self.config)  # of the model, and of the whole, before that
         self.aliases = _aliases(self.model)
+        self._repeated = _repeated(self.aliases, f"{self.blocks_name}.")
+        self._as_left: dict[str, nn.Module] = {}  # what later blocks share, as its first block was when it was freed
         self.sources = stored_weights.sources(self.model, checkpoint)
         self.split = stored_weights.split(self.sources)
 
@@ -123,19 +129,19 @@ class Skeleton:
         """The number of token ids that the model knows."""
         return cast(int, self.config.get_text_config().vocab_size)
 
-    def read(self, input_ids: Tensor, **options: Any) -> Any:
+    def read(self, samples: Samples, **options: Any) -> Any:
         """Run the body of the model on int64 tokens [batch, tokens], the second text of a pair marked where it can be.
 
         All that it runs must be loaded, or have something in its place.
         """
-        if self.between and getattr(self.config, "type_vocab_size", 0) > 1:
-            parts = input_ids == self.between[0]
+        given = inputs.arguments(self.model, samples)
+        if self._separator is not None:
+            parts = given["input_ids"] == self._separator
             options["token_type_ids"] = (parts.cumsum(1) - parts.long()).clamp(max=1)
-        return self.model.base_model(input_ids=input_ids, **options)
+        return self.model.base_model(**given, **options)
 
     def block_prefix(self, index: int) -> str:
-        number = self.blocks.numbers[index] if isinstance(self.blocks, text_path.Blocks) else index
-        return f"{self.blocks_name}.{number}."
+        return "{}.{}.".format(*self.blocks.places[index])
 
     def is_off_text_path(self, name: str) -> bool:
         """Return whether a module or parameter is in a part of the model that text does not need."""
@@ -150,6 +156,7 @@ class Skeleton:
         prefix = self.block_prefix(index)
         self._load((name for name in self.sources if name.startswith(prefix)), device)
         block = self.blocks[index]
+        self._take_repeated(prefix, is_first=index == 0)
         if device.type == "cuda" and index + 1 < len(self.blocks):
             behind = self.block_prefix(index + 1)
             self._ahead.begin(x for name, group in self.sources.items() if name.startswith(behind) for x in group)
@@ -169,6 +176,14 @@ class Skeleton:
         if self.edits is not None:
             self.edits.block(index, block)
         return block
+
+    def _take_repeated(self, prefix: str, is_first: bool) -> None:
+        """Give a block the modules that it shares with one before it, as that one has left them."""
+        if is_first:
+            self._as_left.clear()
+        for name, first in self._repeated.items():
+            if name.startswith(prefix) and first in self._as_left:
+                self.model.set_submodule(name, _copy_flat(self._as_left[first]))
 
     def load_linear(self, name: str, device: torch.device) -> nn.Module:
         """Fill one linear outside of the blocks that text runs through."""
@@ -191,14 +206,15 @@ class Skeleton:
 
     def _within(self, name: str) -> str:
         """Return the path within its block of a full name."""
-        return name.removeprefix(self.blocks_name + ".").partition(".")[2]
+        prefix = next((prefix for prefix in self.in_blocks if name.startswith(prefix)), "")
+        return name.removeprefix(prefix).partition(".")[2]
 
     def load_rest(self, device: torch.device, with_head: bool = False) -> None:
         """Fill everything outside the blocks that text needs (embeddings, final norm), the head only if asked to."""
         head = {id(p) for p in _parameters(None if with_head else self.model.get_output_embeddings())}
         head -= {id(p) for p in _parameters(self.model.get_input_embeddings())}
         named = dict(self.model.named_parameters(remove_duplicate=False))
-        wanted = [n for n, p in named.items() if not n.startswith(self.blocks_name + ".") and id(p) not in head]
+        wanted = [n for n, p in named.items() if not n.startswith(self.in_blocks) and id(p) not in head]
         first = next(iter(named))  # transformers takes its device for that of the model
         wanted = [name for name in wanted if name == first or not self.is_off_text_path(name)]
         self._load((name for name in wanted if name in self.sources), device)
@@ -209,6 +225,8 @@ class Skeleton:
                 module, _, key = name.rpartition(".")
                 self.model.get_submodule(module).register_parameter(key, loaded[0])
         for name in wanted:
+            if self.model.get_parameter(name).is_meta and stored_weights.is_computed(self.model, name):
+                stored_weights.compute(self.model, name, device)
             if self.model.get_parameter(name).is_meta:
                 raise CheckpointError(f"the checkpoint has no weights for {name}; download it again")
         owners = {name.rpartition(".")[0] for name in wanted}
@@ -236,7 +254,11 @@ class Skeleton:
         self.is_untied = True
 
     def free(self) -> None:
-        """Give back all weights; buffers stay."""
+        """Give back all weights, but what later blocks share; buffers stay."""
+        for first in dict.fromkeys(self._repeated.values()):
+            module = self.model.get_submodule(first)
+            if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+                self._as_left[first] = _copy_flat(module)
         for name, module in self._fused.items():
             self.model.set_submodule(name, module)
         self._fused.clear()
@@ -245,7 +267,11 @@ class Skeleton:
                 if not parameter.is_meta:
                     empty = torch.empty_like(parameter, device="meta")
                     module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
-        self.model.tie_weights()
+        if not self._repeated:
+            self.model.tie_weights()
+        for name, first in self._repeated.items():  # transformers ties what has the same names in all of these blocks
+            module = self.model.get_submodule(first)
+            self.model.get_submodule(name)._parameters.update(module.named_parameters(recurse=False))
 
     def _load(self, names: Iterable[str], device: torch.device) -> None:
         tensors = {stored.name: self._ahead.take(stored) for name in names for stored in self.sources[name]}
@@ -270,15 +296,20 @@ class Skeleton:
         Raises UnsupportedModelError if there is none and `is_needed`.
         """
         keys = flow(self.config, self.dtype).shared
+        again = {name: names[0] for names in self.aliases for name in names[1:]}
         specs: list[LinearSpec] = []
         kept: dict[str, str] = {}
         for index, block in enumerate(self.blocks):
             prefix = self.block_prefix(index)
+            own: dict[str, str] = {}  # first linear anywhere that reads a tensor -> the first one of the block
             for name, module in block.named_modules():
                 full = prefix + name
                 shape = linears.shape_of(module)
-                if shape is not None:
-                    self.add(LinearSpec(full, shape, self.dtype, index, keys.get(full, full)), specs, kept)
+                if (first := again.get(f"{full}.weight")) is not None:
+                    kept[full] = f"it is one weight with {first.removesuffix('.weight')}"
+                elif shape is not None:
+                    key = own.setdefault(keys.get(full, full), full)  # what an encoder gives is read in all blocks
+                    self.add(LinearSpec(full, shape, self.dtype, index, key), specs, kept)
                 elif isinstance(module, nn.Linear):
                     kept[full] = "a linear with a forward pass of its own"
                 elif isinstance(experts := expert_linears.specs(full, module, self.dtype, index), str):
@@ -328,7 +359,7 @@ class Skeleton:
         None for a weight that is stored in one tensor with others: the tensor could not be left out.
         """
         weight = f"{spec.name}.weight"
-        tied = (group for group in self.aliases if weight in group and spec.block < 0)  # a table with several names
+        tied = (group for group in self.aliases if weight in group)
         names = spec.parameters or tuple(next(tied, [weight]))
         tensors = [stored for name in names for stored in self.sources.get(name, [])]
         return tensors if spec.is_expert else [stored for stored in tensors if stored.name not in self.split]
@@ -374,6 +405,20 @@ def _aliases(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [group for group in names.values() if len(group) > 1]
+
+
+def _repeated(aliases: Iterable[list[str]], blocks: str) -> dict[str, str]:
+    """Return the modules of blocks that share all parameters with one of an earlier block, and the name of that one."""
+    names = (group for group in aliases if all(name.startswith(blocks) for name in group))
+    owners = [[name.rpartition(".")[0] for name in group] for group in names]
+    return {other: first for first, *others in owners for other in others}
+
+
+def _copy_flat(module: nn.Module) -> nn.Module:
+    """Return a module that holds the same parameters, and can be given others."""
+    made = copy.copy(module)
+    made._parameters = dict(module._parameters)
+    return made
 
 
 def _place_buffers(module: nn.Module, device: torch.device) -> None:

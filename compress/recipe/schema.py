@@ -160,6 +160,11 @@ class Target:
         return "bpw" if unit in ("bit", "bits") else unit
 
     @property
+    def is_size(self) -> bool:
+        """Whether it is a size, in bytes."""
+        return self.unit not in ("bpw", "kl")
+
+    @property
     def nbytes(self) -> int:
         """Bytes of a target that is a size."""
         return int(self.value * UNITS[self.unit.upper()])

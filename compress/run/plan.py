@@ -27,7 +27,7 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     """
     specs, kept = skeleton.linears(is_needed=pack)
     asked = {spec.name: recipe.scheme_for(spec.name) for spec in specs}
-    schemes, one_sided = _without_gradients(asked, recipe) if pack else (asked, "")
+    schemes, one_sided = _without_gradients(asked, recipe, skeleton) if pack else (asked, "")
     _check_patterns(recipe, skeleton, specs, kept)
     decided = {name: scheme for name, scheme in schemes.items() if scheme is not None}
     if not pack:
@@ -69,15 +69,19 @@ def _with_estimates(plan: Plan) -> Plan:
     return dataclasses.replace(plan, messages=(*plan.messages, line))
 
 
-def _without_gradients(schemes: dict[str, Scheme | None], recipe: Recipe) -> tuple[dict[str, Scheme | None], str]:
-    """Return the schemes, without all that goes by gradients at outputs where transforms of blocks are; and why.
+def _without_gradients(
+    schemes: dict[str, Scheme | None], recipe: Recipe, skeleton: Skeleton
+) -> tuple[dict[str, Scheme | None], str]:
+    """Return the schemes, without all that goes by gradients at outputs where these cannot be taken; and why.
 
-    Those gradients are of the model before any block is transformed.
+    They are of the model before any block is transformed, and of one stack.
     """
     steps = [step.method for step in recipe.transform if plugins.load("transform", step.method).SCOPE == "block"]
     changed = {name: scheme and _one_sided(scheme) for name, scheme in schemes.items()}
-    if not steps or changed == schemes:
+    if changed == schemes or not (steps or skeleton.second is not None):
         return schemes, ""
+    if skeleton.second is not None:
+        return changed, "the loss's gradients are not taken through two stacks: rounding is one-sided"
     by = ", ".join(dict.fromkeys(steps))
     return changed, f"{by} changes what linears give after gradients are taken there: rounding is one-sided"
 

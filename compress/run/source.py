@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from compress import process_memory
-from compress.calib import prefix
 from compress.errors import CheckpointError, first_line
 from compress.importers import companions, gguf_header, lora, open_checkpoint
 from compress.model import load
@@ -55,7 +54,6 @@ def open_model(job: Job) -> Skeleton:
         method = packed.get("quant_method") if isinstance(packed, dict) else packed
         raise CheckpointError(f"{job.model} is already quantized ({method}); give the original checkpoint")
     skeleton = Skeleton(checkpoint)
-    skeleton.between = prefix.of_directory(checkpoint.directory).between
     skeleton.check_tensors()
     check_tokenizer(checkpoint.directory)
     for remark in companions.notes(checkpoint):
@@ -102,6 +100,9 @@ def _make_directory(
         for each in path.iterdir():
             if each.is_file() and each.name != paths.MANIFEST:  # whose files are not all that is loaded
                 (directory / each.name).symlink_to(each)
+        for name in manifest.inner_files(path):
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).symlink_to(path / name)
     else:
         from compress.model import gguf_names
 
@@ -124,7 +125,7 @@ def _make_directory(
 
 def model_files(directory: Path) -> Iterator[Path]:
     """Yield the files in the directory of a model, each where its user has it if `resolve` has made the directory."""
-    for path in directory.iterdir():
+    for path in [*directory.iterdir(), *(directory / name for name in manifest.inner_files(directory))]:
         if os.path.isfile(path):
             yield Path(os.readlink(path)) if directory in _made_directories and path.is_symlink() else path
 

@@ -154,17 +154,18 @@ def swap(model: nn.Module, config: CompressConfig) -> None:
             if isinstance(module, nn.Linear):
                 raise CheckpointError(f"{part} is not listed as packed, but other experts beside it are")
     _set_pruning(model, config)
+    linears.set_aside_weights(model)
 
 
 def _swap_linear(model: nn.Module, name: str, packed_as: Stored) -> None:
-    """Replace one listed linear; ValueError for operations that cannot have its shape."""
-    (linear, shape), tied = _linear(model, name), getattr(model, "all_tied_weights_keys", {})
-    if f"{name}.weight" in tied:
-        raise CheckpointError(f"{name} is listed as packed, but its weight is tied to {tied[f'{name}.weight']}")
+    """Replace one listed linear, and those tied to it; ValueError for operations that cannot have its shape."""
+    linear, shape = _linear(model, name)
     weight, has_bias = linear.get_parameter("weight"), linear.bias is not None
     dtype = linear.get_parameter("bias").dtype if has_bias else weight.dtype
     packed = PackedLinear(packed_as, shape, has_bias, dtype, weight.device)
     linears.remember(packed, linear)
+    tied = embedding.tied_to(model, f"{name}.weight")
+    embedding.pack_tied(model, name, tied, packed)
     model.set_submodule(name, packed)
 
 
@@ -222,6 +223,7 @@ class CompressQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         for module in _packed_modules(model):
             vars(module).pop("weight", None)
+        linears.set_aside_weights(model)
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
                 _check_loaded(name, module)

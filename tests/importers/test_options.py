@@ -17,6 +17,7 @@ from compress.importers import compressed_tensors, open_checkpoint, options
 
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
 SOUND: dict[str, dict[str, Any]] = {
+    "auto_round": {"bits": 4, "group_size": 32},
     "awq": {"bits": 4, "group_size": 32},
     "bitnet": {},
     "bitsandbytes": {"load_in_4bit": True},

@@ -190,7 +190,7 @@ def fill(model: nn.Module) -> None:
 def matrices(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the weights that products are made with, by name: no embeddings, heads, convolutions and routers."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    skipped = {id(p) for end in ends if end is not None for p in end.parameters()}
+    skipped = {id(p) for end in ends if end is not None for p in end.parameters()}  # and what is in already
     found: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
@@ -204,6 +204,7 @@ def matrices(model: PreTrainedModel) -> dict[str, Tensor]:
             counts = (is_linear and key == "weight") or (is_wide and (parameter.dim() == 3 or is_matrix))
             if counts and id(parameter) not in skipped and parameter.dtype in FLOATS:
                 found[f"{name}.{key}"] = parameter
+                skipped.add(id(parameter))
     return found
 
 
@@ -225,7 +226,7 @@ def packed(name: str, directory: Path, base: Path) -> int:
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     tables = {name for name, module in model.named_modules() if any(module is end for end in ends)}
     total = 0
-    for module in listed.keys() - tables:
+    for module in (name for name in listed.keys() - tables if not TOWER.search(name)):
         if (weight := parameters.get(f"{module}.weight")) is not None:
             total += weight.numel()
             continue

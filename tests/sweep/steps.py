@@ -40,6 +40,10 @@ STEPS = ("plan", "int8", "int4", "rotate", "quarot4bit", "kv4")
 BOUNDS = {"int8": 0.25, "int4": 0.9, "rotate": 0.15, "quarot4bit": 0.9, "kv4": 0.5}  # rotate: bfloat16 once more
 TRACE = "Traceback (most recent call last)"
 SMALL = ("--set", "calibration.num_samples=4", "--set", "calibration.seq_len=32")
+ADVICE = {  # what a refusal says -> the setting that it advises
+    "other_layers": ["--set", "kv_cache.other_layers=exact"],
+    "--dtype float32": ["--dtype", "float32"],
+}
 LONG = 300  # tokens of the prompt of kv4
 
 
@@ -118,7 +122,7 @@ def _command(step: str, place: Place, out: Path) -> dict[str, Any]:
     entry = _judged(in_process(place, _main, words))
     if entry["outcome"] == "usage" and step == "rotate":
         entry = _judged(in_process(place, _main, [*words, *tiny]))
-    for refused, advice in (("other_layers", ["--set", "kv_cache.other_layers=exact"]),):
+    for refused, advice in ADVICE.items():
         if entry["outcome"] == "refused" and refused in entry["said"]:
             entry = {**_judged(in_process(place, _main, [*words, *advice])), "first": f"refused: {refused}"}
     if entry["outcome"] == "refused" and "--allow-partial" in entry["said"]:

@@ -69,10 +69,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "afmoe": {"num_dense_layers": 1},
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "bamba": {"attn_layer_indices": [1]},
+    "blt": {"encoder_hash_byte_group_vocab": 512},
     "codegen": {"rotary_dim": 16},
-    "cohere_compass_text": {"num_hidden_layers": 4},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+             "ffn_config": {"ffn_hidden_size": 128, "moe_num_experts": 4, "moe_top_k": 2}},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+                                                 "mrope_section": [6, 6, 4]}},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "glm4_moe_lite": {"num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 16},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
@@ -85,12 +91,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "num_hidden_layers": None,
                    "use_mamba_kernels": False},
     "qwen3_next": {"num_hidden_layers": 4},
+    "qwen4_exp_text": {"num_hidden_layers": 4, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32,
+                       "indexer_budget": 64, "indexer_compress_ratio": 4},
     "qwen3_5_text": {"num_hidden_layers": 4},
     "qwen3_5_moe_text": {"num_hidden_layers": 4},
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "zamba": {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid", "mamba", "hybrid"]},
-    "zamba2": {"num_hidden_layers": 4, "attention_hidden_size": 256, "attention_head_dim": 64,
-               "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+    "zamba": {"num_hidden_layers": 4, "attention_hidden_size": 256, "attention_head_dim": 64,
+              "use_mamba_kernels": False, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+    "zamba2": {"num_hidden_layers": 3, "attention_hidden_size": 256, "attention_head_dim": 64,
+               "layers_block_type": ["mamba", "hybrid", "hybrid"]},
     "xmod": {"default_language": "en_XX"},
     "reformer": {"axial_pos_embds_dim": [64, 64], "axial_pos_shape": [16, 32]},
     "zaya": {"num_experts_per_tok": 1},
@@ -100,7 +109,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4_text_moe": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 128},
 }  # fmt: skip
 # What generating reads of a configuration, that checkpoints have and its class does not declare.
-UNDECLARED = {"qwen2_5_omni_thinker": {"vision_start_token_id": 3, "audio_start_token_id": 4}}
+UNDECLARED = {
+    "blt": {"num_hidden_layers": 2},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 3, "audio_start_token_id": 4},
+}
 # Variants of one architecture that are worth a row of their own: name -> (architecture, overrides)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama (tied)": ("llama", {"tie_word_embeddings": True}),

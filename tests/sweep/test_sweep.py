@@ -20,6 +20,7 @@ FEW = {  # model -> step
     "gemma3n_text": "int8",  # four-dimensional hidden states, inputs of each layer
     "mamba": "int8",  # reads a weight itself
     "rwkv": "int8",
+    "zamba": "int8",  # a block shares weights with one before it
     "opt": "int8",
     "bloom": "int8",  # no maximum position
     "deepseek_v3": "int8",
