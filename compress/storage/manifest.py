@@ -15,6 +15,7 @@ beside a model may be anybody's: keys, logs, data.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import CheckpointError, shown
-from compress.storage.checkpoint import INDEX, MANIFEST, read_json, sha256
+from compress.storage.checkpoint import INDEX, MANIFEST, read_json, sha256, write_text
 from compress.storage.paths import CONFIG, EXPORTED
 
 ASKED = "COMPRESS_VERIFY"
@@ -162,6 +163,15 @@ def entries(directory: Path) -> dict[str, Any]:
         "files": {name: sha256(directory / name) for name in names},
         "sizes": {name: (directory / name).stat().st_size for name in names},
     }
+
+
+def replace(directory: Path, name: str, content: str) -> None:
+    """Write a listed file of a directory anew, with its hash and size in the manifest."""
+    write_text(directory / name, content)
+    listed = read_json(directory / MANIFEST)
+    listed["files"][name] = sha256(directory / name)
+    listed.setdefault("sizes", {})[name] = (directory / name).stat().st_size
+    write_text(directory / MANIFEST, json.dumps(listed, indent=1) + "\n")
 
 
 def inner_files(directory: Path) -> list[str]:
