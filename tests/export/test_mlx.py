@@ -17,6 +17,7 @@ from compress.errors import ExportError
 from compress.export import convert
 from compress.export.source import open_source
 from compress.export.targets import mlx
+from compress.importers import open_checkpoint
 from helpers.engines import FOUR_BITS, packed
 from helpers.pico import of_type, save, save_pico
 from helpers.runs import SMALL, Setup, job, stored_tensors
@@ -67,10 +68,13 @@ def test_weights_are_exact(settings: tuple[str, ...], bits: int, group: int, tmp
     convert.export(checkpoint, "mlx", tmp_path / "out")
     tensors = stored_tensors(tmp_path / "out")
     section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
+    again = open_checkpoint(tmp_path / "out")
     for weight in open_source(checkpoint).packed:
         form = section.get(weight.name, section)
         found = decoded(tensors, weight.name, form["bits"], form["group_size"])
         assert torch.equal(found, weight.dense(torch.float32)), weight.name
+        kind = tensors[f"{weight.name}.scales"].dtype
+        assert torch.equal(again.tensors[f"{weight.name}.weight"].read(), weight.dense(torch.float32).to(kind))
     form = section.get("model.layers.0.mlp.up_proj", section)
     assert (form["bits"], form["group_size"]) == (bits, group)
     form = section.get("model.layers.0.mlp.down_proj", section)
