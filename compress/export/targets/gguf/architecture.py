@@ -150,8 +150,8 @@ def _check_settings(config: transformers.PretrainedConfig, facts: Mapping[str, A
 def _windows(config: transformers.PretrainedConfig, way: str | None, period: int) -> dict[str, Any]:
     """Return the keys for layers that see a window of the last tokens only.
 
-    way: how llama.cpp has such layers, "alternating" or "listed"; None: it has none. period: where a file lists none, it
-    takes every layer of this number for one that sees all.
+    way: how llama.cpp has such layers, "alternating" or "listed"; None: it has none. period: where a file lists
+    none, it takes every layer of this number for one that sees all.
     """
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     slides = SLIDING in kinds if kinds is not None else getattr(config, "use_sliding_window", True)
