@@ -20,7 +20,7 @@ from torch import Tensor
 from compress import plugins
 from compress.errors import ExportError, RecipeError
 from compress.export.place import ExportPlace
-from compress.export.source import PackedSource, open_source
+from compress.export.source import CACHE_NOTE, PackedSource, open_source
 from compress.export.weights import EMBEDDINGS, HEAD, StoredWeight
 from compress.importers.source import Decoded
 from compress.process_memory import show
@@ -146,6 +146,8 @@ def prepare(source: PackedSource, name: str, dtype: torch.dtype | None = None, w
     held = tuple(weight for weight in source.packed if reasons[weight.name] is None)
     tables = tuple(weight for weight in source.packed if reasons[weight.name] is not None)
     export = Export(source, held, tables, dtype or source.dtype, dtype is not None, list(source.dropped))
+    if CACHE_NOTE in export.notes and hasattr(target, "CACHE"):
+        export.notes.append(f"its own smaller cache, with other numbers than ours: {target.CACHE}")
     export.wishes = wishes
     if hasattr(target, "check"):
         target.check(export)

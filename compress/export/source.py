@@ -43,6 +43,7 @@ from compress.storage.checkpoint import Readable, open_checkpoint
 FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 NAMED_EXPERTS = 2  # experts whose names are asked for: the others differ by their number only
 SECTION = "quantization_config"
+CACHE_NOTE = "the cache of keys and values is that of the other tool: the cache recipe is left out"
 
 
 class PublishedNames(NamedTuple):
@@ -228,7 +229,7 @@ def _dropped_notes(section: Mapping[str, Any]) -> list[str]:
     """Return what config.json says of run time beside how weights are stored, a line each."""
     lines = []
     if section.get("kv_cache"):
-        lines.append("the cache of keys and values is that of the other tool: the cache recipe is left out")
+        lines.append(CACHE_NOTE)
     if section.get("experts"):
         lines.append("all experts that a token is routed to are computed: the pruning of experts is left out")
     return lines

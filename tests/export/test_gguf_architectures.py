@@ -12,9 +12,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from compress import api
 from compress.errors import ExportError
 from compress.export import convert
+from compress.export.source import open_source
 from compress.export.targets.gguf import architecture
-from compress.importers import gguf_header
+from compress.importers import gguf_header, open_checkpoint
 from compress.importers.gguf import values
+from compress.run import source
 from helpers.engines import FOUR_BITS, tokenizer
 from helpers.gguf_models import DELTA, GEMMA, HEADS, MODELS, YARN
 from helpers.pico import of_type, save
@@ -45,6 +47,20 @@ def test_packed_tensors_are_those_of_the_decoded_model(name: str, tmp_path: Path
     assert kinds == {"Q4_0", "Q8_0", "F32"}
 
 
+@pytest.mark.parametrize("name", ["gemma3_text", "lfm2", "nemotron", "stablelm", "starcoder2"])
+def test_plain_models_come_back(name: str, tmp_path: Path) -> None:
+    """Those of the new architectures that transformers reads from such files, norms within a rounding of 1 + w."""
+    kind, settings = MODELS[name]
+    model = save(of_type(kind, settings), tmp_path / "model")
+    tokenizer().save_pretrained(model)
+    convert.export(model, "gguf", tmp_path / "model.gguf")
+    found = open_checkpoint(source.resolve(str(tmp_path / "model.gguf"))).tensors
+    plain = open_source(model).plain
+    assert found.keys() == plain.keys()
+    for key, stored in plain.items():
+        assert torch.allclose(found[key].read(), stored.read(), rtol=0, atol=1e-6), key
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_architecture_has_keys(name: str) -> None:
     kind, settings = MODELS[name]
@@ -65,6 +81,8 @@ def test_computed_settings() -> None:
     assert (keys["gemma4.attention.key_length"], keys["gemma4.attention.key_length_swa"]) == (32, 16)
     assert made["gemma4_text"].divisors == (1.0,) * 4 + (1e30,) * 12
     assert made["gemma4_moe"].metadata["gemma4.attention.head_count_kv"] == [2, 2, 1]
+    assert "gpt-oss.attention.sliding_window_pattern" not in made["gpt_oss"].metadata  # the usual one
+    assert made["cohere2"].metadata["cohere2.attention.sliding_window_pattern"] == [True, True, False]
     assert made["lfm2"].metadata["lfm2.attention.head_count_kv"] == [0, 2, 0]
     assert made["lfm2"].metadata["lfm2.feed_forward_length"] == 128
     assert made["qwen3_next"].metadata["qwen3next.ssm.inner_size"] == 4 * 32

@@ -163,7 +163,9 @@ def test_a_cache_recipe_is_left_out(tmp_path: Path) -> None:
     source = save_pico("llama", tmp_path / "model", dtype=torch.bfloat16)
     api.quantize(dataclasses.replace(job(source, Setup("kv8"), tmp_path / "packed"), pack=False))
     result = convert.export(tmp_path / "packed", "dense", tmp_path / "out")
-    assert "cache recipe is left out" in result.notes[0]
+    assert "cache recipe is left out" in result.notes[0] and len(result.notes) == 1
+    notes = convert.prepare(open_source(tmp_path / "packed"), "mlx").notes
+    assert notes[1] == "its own smaller cache, with other numbers than ours: mlx_lm.generate --kv-bits 8"
     before, after = stored_tensors(source), stored_tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -13,6 +13,7 @@ A target file, or the __init__.py of a target's folder, has
 - `decodes(weight) -> bool`, only where other refused weights than tables are written as plain numbers, too;
 - `file_nbytes(export) -> int`, only for one file: at most so many bytes it takes, of a plan that nothing was made of;
 - `RECIPE`, only where `compress quantize --export NAME` without --recipe takes another than usual;
+- `CACHE`, only where the tool has a smaller cache of keys and values of its own: the option that asks for it;
 - `TAKES`, only where there is something that users may ask for: names of `convert.Wishes` (`export.wishes`).
 
 Directories of safetensors files are written by compress/export/directory.py. A name such as compressed_tensors is

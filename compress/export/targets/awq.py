@@ -17,6 +17,7 @@ from compress.export.convert import Export
 from compress.export.weights import ExportWeight, IntWeight
 
 SUFFIX = ""
+CACHE = "vllm serve --kv-cache-dtype fp8"
 BITS = 4
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each nibble of a word holds, the lowest first
 

@@ -31,6 +31,7 @@ from compress.export.weights import ExportWeight, IntWeight, StoredWeight
 from compress.types import Activations
 
 SUFFIX = ""
+CACHE = "vllm serve --kv-cache-dtype fp8"
 BITS = tuple(range(2, 9))
 PACKED, INT8, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
 FLOAT, NVFP4, MXFP4, MXFP8 = "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"

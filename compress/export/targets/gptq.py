@@ -23,6 +23,7 @@ from compress.export.weights import ExportWeight, IntWeight, StoredWeight
 from compress.storage.checkpoint import write_text
 
 SUFFIX = ""
+CACHE = "vllm serve --kv-cache-dtype fp8"
 BITS = (2, 3, 4, 8)
 WORD = 32  # bits
 

@@ -95,7 +95,7 @@ def describe(whole: transformers.PretrainedConfig) -> Model:
     _check_settings(config, facts)
     named = {**SETTINGS, **facts.get("keys", {})}
     values = facts.get("sets", {}) | {key: read_setting(config, name) for key, name in named.items()}
-    values |= _windows(config, facts.get("windows"))
+    values |= _windows(config, facts.get("windows"), facts.get("window_period", 0))
     positions = read_positions(config, bool(facts.get("yarn_scales")))
     values |= positions.keys
     notes = [*positions.notes]
@@ -147,15 +147,17 @@ def _check_settings(config: transformers.PretrainedConfig, facts: Mapping[str, A
         raise refusal(f"query_pre_attn_scalar is not {head}, by which {TOOL} scales")
 
 
-def _windows(config: transformers.PretrainedConfig, way: str | None) -> dict[str, Any]:
+def _windows(config: transformers.PretrainedConfig, way: str | None, period: int) -> dict[str, Any]:
     """Return the keys for layers that see a window of the last tokens only.
 
-    way: how llama.cpp has such layers, "alternating" or "listed"; None: it has none.
+    way: how llama.cpp has such layers, "alternating" or "listed"; None: it has none. period: where a file lists
+    none, it takes every layer of this number for one that sees all.
     """
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     slides = SLIDING in kinds if kinds is not None else getattr(config, "use_sliding_window", True)
     if way == "listed" and window and kinds:
-        return {WINDOW: window, WINDOWS: [kind == SLIDING for kind in kinds]}
+        usual = [FULL if period and number % period == 0 else SLIDING for number in range(1, len(kinds) + 1)]
+        return {WINDOW: window} | ({} if kinds == usual else {WINDOWS: [kind == SLIDING for kind in kinds]})
     if not window or not slides:
         return {}
     if way is None:
