@@ -175,7 +175,12 @@ def replace(directory: Path, name: str, content: str) -> None:
 
 
 def inner_files(directory: Path) -> list[str]:
-    """Return the files in folders of a directory that make embeddings of its model's outputs: names from there."""
+    """Return the files in folders of a directory that make embeddings of its model's outputs: names from there.
+
+    There are none without the list of such layers.
+    """
+    if not (directory / "modules.json").is_file():
+        return []
     names = sorted(path.relative_to(directory).as_posix() for path in directory.glob("[0-9]*_*/*.*"))
     return [name for name in names if INNER.fullmatch(name) and (directory / name).is_file()]
 
