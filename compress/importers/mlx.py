@@ -34,9 +34,9 @@ MODES = {AFFINE: (0, 0), "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}  
 OPTIONS: options.Options = {"group_size": (int,), "bits": (int,), "mode": (*MODES, None)}
 CHANGED: Mapping[str, list[str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))["changed"]
 WIDTHS = (2, 3, 4, 5, 6, 8)
-LARGEST_PRODUCT = 2688  # of an e2m1 number and a float8 scale, which the largest magnitude of a tensor is stored as
+LARGEST_PRODUCT = 2688  # an e2m1 number times a float8 scale; the largest magnitude of a tensor is stored as it
 SWITCH = re.compile(r"(.*)\.switch_mlp\.(gate_proj|up_proj|down_proj)")
-WEIGHT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}  # of experts of blocks called as in EARLIER
+WEIGHT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}  # experts of EARLIER blocks have these
 EARLIER = "block_sparse_moe"
 
 

@@ -24,7 +24,7 @@ OPTIONS: options.Options = {
     **{"config_for_layers": (dict,), "shared_layer_config": (dict, None), "modules_to_not_convert": options.NAMES},
     "enable_proxy_error": options.FLAG,
 }
-INDICES = (torch.int16, torch.float16)  # of 16 bits without a sign
+INDICES = (torch.int16, torch.float16)  # bits without a sign are stored as these
 LARGEST = 1 << 16  # centroids of a codebook
 
 
