@@ -104,7 +104,9 @@ def _settings(directory: Path, checkpoint: Checkpoint) -> dict[str, Any] | None:
     settings = companions.settings(directory) if settings is None else settings
     if settings is None or (isinstance(settings, dict) and isinstance(settings.get("quant_method"), str)):
         alias = ALIASES.get(settings["quant_method"]) if settings else None
-        return settings if alias is None else {**alias, **settings, "quant_method": alias["quant_method"]}
+        if settings is None or alias is None:
+            return settings
+        return {**alias, **settings, "quant_method": alias["quant_method"]}
     if isinstance(settings, dict) and "quant_method" not in settings:
         tool = next((tool for tool, keys in NAMELESS.items() if keys <= settings.keys()), None)
         if _is_plain(checkpoint.tensors):
