@@ -35,7 +35,7 @@ NAMELESS = {"mlx": {"group_size", "bits"}, "bitsandbytes": {"load_in_4bit"}}  # 
 PARTS = re.compile(
     r"weight_scale|weight_packed|qweight|absmax|\.scales?$|_quantized$"
 )  # in the names of packed weights
-ALIASES = {"mxfp8": {"weight_block_size": [1, 32], "quant_method": "fp8"}}  # quant_method -> whose it is, its defaults
+ALIASES: dict[str, dict[str, Any]] = {"mxfp8": {"weight_block_size": [1, 32], "quant_method": "fp8"}}
 DROPPED = "plain weights; a section on quantization that names no tool is left out"
 LEADING_WRAPPERS = re.compile(r"(?:(?:module|_orig_mod|_fsdp_wrapped_module|_forward_module|base_model\.model)\.)+")
 INNER_WRAPPERS = re.compile(
