@@ -37,8 +37,8 @@ PREFIX = "auto_round:"
 STORED_LESS = {"auto_gptq": 1, "gptq": 1, "auto": 1, "auto_round": 0, "gptqmodel": 0}  # layout -> what zeros lack
 AWQ_LAYOUTS = ("auto_awq", "awq")
 LAYOUTS = (*STORED_LESS, *AWQ_LAYOUTS, "llm_compressor", "llm_compressor_nvfp4_e5m3", "fp8", "fp8_static")
-AWQ_WIDTHS = (4, 5, 6, 7)  # that its own reader has for this layout
-REFUSED = ("hadamard_matrix", "w_bf16_to_fp8_scale", "rotation", "svd")  # in the names of what else weights depend on
+AWQ_WIDTHS = (4, 5, 6, 7)  # its own reader has no others for this layout
+REFUSED = ("hadamard_matrix", "w_bf16_to_fp8_scale", "rotation", "svd")  # words in names of what weights depend on
 FOUR_GROUP, MX_GROUP = 16, 32
 E5M3 = "nvfp4_v2"
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -34,9 +35,9 @@ MODES = {AFFINE: (0, 0), "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}  
 OPTIONS: options.Options = {"group_size": (int,), "bits": (int,), "mode": (*MODES, None)}
 CHANGED: Mapping[str, list[str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))["changed"]
 WIDTHS = (2, 3, 4, 5, 6, 8)
-LARGEST_PRODUCT = 2688  # of an e2m1 number and a float8 scale, which the largest magnitude of a tensor is stored as
+LARGEST_PRODUCT = 2688  # an e2m1 number times a float8 scale; the largest magnitude of a tensor is stored as it
 SWITCH = re.compile(r"(.*)\.switch_mlp\.(gate_proj|up_proj|down_proj)")
-WEIGHT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}  # of experts of blocks called as in EARLIER
+WEIGHT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}  # experts of EARLIER blocks have these
 EARLIER = "block_sparse_moe"
 
 
@@ -67,9 +68,11 @@ def tensors(source: CheckpointSource) -> dict[str, Readable]:
 
 def _weights(source: CheckpointSource, module: str) -> Iterator[Decoded]:
     """Yield the weight of a module, or those of its experts."""
-    form = source.settings.get(module)
-    form = {**source.settings, **(form if isinstance(form, dict) else {})}
-    bits, group, mode = form.get("bits"), form.get("group_size"), form.get("mode") or AFFINE
+    own = source.settings.get(module)
+    form: dict[str, Any] = {**source.settings, **(own if isinstance(own, dict) else {})}
+    bits: Any = form.get("bits")
+    group: Any = form.get("group_size")
+    mode = form.get("mode") or AFFINE
     words = source.take(f"{module}.weight", (torch.uint32,))
     scales = source.take(f"{module}.scales", scaled.FLOATS if mode == AFFINE else (torch.uint8,))
     inner = 32 * words.shape[-1] // bits if type(bits) is int and bits in WIDTHS and words.shape else 0
@@ -85,8 +88,8 @@ def _weights(source: CheckpointSource, module: str) -> Iterator[Decoded]:
     elif f"{module}.global_scale" in source.stored:
         parts.append(source.take(f"{module}.global_scale", scaled.FLOATS))
     for index, name in enumerate(_names(module, words)):
-        own = parts if len(words.shape) == 2 else [_expert(part, index) for part in parts]
-        yield _affine(source, name, own, bits, group) if mode == AFFINE else _floats(source, name, own, mode)
+        stored = parts if len(words.shape) == 2 else [_expert(part, index) for part in parts]
+        yield _affine(source, name, stored, bits, group) if mode == AFFINE else _floats(source, name, stored, mode)
 
 
 def _names(module: str, stored: StoredTensor) -> list[str]:

@@ -57,7 +57,7 @@ def tensors(source: CheckpointSource) -> dict[str, Readable]:
     for module in source.ending(".weight_scale"):
         weights[f"{module}.weight"] = _weight(source, module)
     for name in source.ending(FUSED):
-        weights[f"{name}_proj"] = _fused(source, name)
+        weights[f"{name}_proj"] = _read_fused(source, name)
     source.drop(FUSED_INPUT)
     quantized = tuple(f"{name.removesuffix('.weight')}." for name in weights)
     for name in [name for name in source.stored if name.endswith(UNUSED)]:
@@ -129,7 +129,7 @@ def _effective(source: CheckpointSource, plain: Decoded, parts: list[StoredTenso
     return Decoded(plain.name, dtype, plain.shape, (*plain.sources, *used), decode, plain.step)
 
 
-def _fused(source: CheckpointSource, name: str) -> Decoded:
+def _read_fused(source: CheckpointSource, name: str) -> Decoded:
     """Return the weights [experts, in, out] of experts that lie in one tensor."""
     stored = source.take(f"{name}_proj", (torch.uint8, *scaled.FLOAT8))
     scale = source.take(name + FUSED, (*scaled.FLOATS, torch.float8_e4m3fn))

@@ -142,7 +142,7 @@ def _integers(source: CheckpointSource, module: str, spec: Mapping[str, Any]) ->
         return part if part.is_floating_point() else _unpack(part, kind, in_order=in_order)
 
     if spec["qscheme"] == "per_group":
-        return _turned(source, _size(source, spec), (packed, scale, zeros), per, unpack)
+        return _read_turned(source, _size(source, spec), (packed, scale, zeros), per, unpack)
     shape = (packed.shape[0], per * packed.shape[1])
 
     def offsets(start: int, stop: int) -> Tensor:
@@ -156,7 +156,7 @@ def _integers(source: CheckpointSource, module: str, spec: Mapping[str, Any]) ->
     return scaled.weight(source, packed.name, codes, grid, source.dtype)
 
 
-def _turned(
+def _read_turned(
     source: CheckpointSource,
     size: int,
     stored: tuple[StoredTensor, StoredTensor, StoredTensor | None],
@@ -178,7 +178,7 @@ def _turned(
     def codes(part: Tensor, start: int, stop: int) -> Tensor:
         return unpack(part[:, start // per : -(-stop // per)])[:, : stop - start].t()
 
-    parts = turned.Parts(
+    parts = turned.TurnedParts(
         *(packed, scale, codes),
         zeros=None if zeros is None else lambda: unpack(zeros.read())[:, :out],
         group=lambda: turned.in_order(inner, size),
@@ -193,5 +193,5 @@ def _unpack(packed: Tensor, kind: str, *, in_order: bool) -> Tensor:
         return packed
     if kind == "uint2":
         return torch.stack([packed >> shift & 3 for shift in (6, 4, 2, 0)], -1).flatten(-2)
-    codes = scaled.unpack_codes(packed, 4, 8 * packed.shape[-1]) if in_order else turned.ordered(packed, 4)
+    codes = scaled.unpack_codes(packed, 4, 8 * packed.shape[-1]) if in_order else turned.unpack_ordered(packed, 4)
     return (codes ^ 8).to(torch.int8) - 8 if kind == "int4" else codes

@@ -22,7 +22,7 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of eight outputs that ho
 MULTIPLE = 32  # outputs that begin with a word, whatever the bits
 
 
-class Parts(NamedTuple):
+class TurnedParts(NamedTuple):
     """The parts of a weight.
 
     codes(packed, start, stop): the codes [stop - start, in] of these outputs, start a multiple of 32; zeros(): [groups,
@@ -37,7 +37,7 @@ class Parts(NamedTuple):
     others: tuple[StoredTensor, ...] = ()
 
 
-def weight(name: str, shape: tuple[int, int], parts: Parts, dtype: torch.dtype) -> Decoded:
+def weight(name: str, shape: tuple[int, int], parts: TurnedParts, dtype: torch.dtype) -> Decoded:
     """Return the weight [out, in] in `dtype`; a product is made in float32 and rounded once."""
     out, inner = shape
 
@@ -92,7 +92,7 @@ def gptq(source: CheckpointSource, module: str, size: int, less: int, *, wraps: 
         return unpack_codes(words[:, start:stop].t(), bits, inner)
 
     others = (zeros,) if index is None else (zeros, index)
-    parts = Parts(packed, scales, codes, offsets, group, others)
+    parts = TurnedParts(packed, scales, codes, offsets, group, others)
     return weight(f"{module}.weight", (out, inner), parts, scales.dtype)
 
 
@@ -115,18 +115,18 @@ def awq(source: CheckpointSource, module: str, size: int, widths: tuple[int, ...
     out = scales.shape[1]
 
     def codes(packed: Tensor, start: int, stop: int) -> Tensor:
-        return ordered(packed[:, start * bits // 32 : -(-stop * bits // 32)], bits)[:, : stop - start].t()
+        return unpack_ordered(packed[:, start * bits // 32 : -(-stop * bits // 32)], bits)[:, : stop - start].t()
 
-    parts = Parts(
+    parts = TurnedParts(
         *(packed, scales, codes),
-        zeros=lambda: ordered(zeros.read(), bits)[:, :out],
+        zeros=lambda: unpack_ordered(zeros.read(), bits)[:, :out],
         group=lambda: in_order(inner, size),
         others=(zeros,),
     )
     return weight(f"{module}.weight", (out, inner), parts, scales.dtype)
 
 
-def ordered(words: Tensor, bits: int) -> Tensor:
+def unpack_ordered(words: Tensor, bits: int) -> Tensor:
     """Return the codes uint8 [rows, n] of words [rows, n * bits / 32] in which eight outputs lie in AWQ's order."""
     codes = unpack_codes(words, bits, 32 * words.shape[1] // bits)
     return codes.unflatten(-1, (-1, len(ORDER)))[..., list(ORDER)].flatten(-2)

@@ -24,7 +24,7 @@ OPTIONS: options.Options = {
     **{"config_for_layers": (dict,), "shared_layer_config": (dict, None), "modules_to_not_convert": options.NAMES},
     "enable_proxy_error": options.FLAG,
 }
-INDICES = (torch.int16, torch.float16)  # of 16 bits without a sign
+INDICES = (torch.int16, torch.float16)  # bits without a sign are stored as these
 LARGEST = 1 << 16  # centroids of a codebook
 
 
@@ -45,8 +45,8 @@ def _form(source: CheckpointSource, module: str) -> Mapping[str, Any]:
     layers = source.settings.get("config_for_layers")
     form = layers.get(module) if isinstance(layers, dict) else None
     form = form if isinstance(form, dict) else {}
-    pairs = [form.get(key) for key in ("vector_lens", "num_centroids", "num_res_centroids")]
-    sizes = [form.get(key) for key in ("in_features", "out_features", "group_size", "outlier_size")]
+    pairs: list[Any] = [form.get(key) for key in ("vector_lens", "num_centroids", "num_res_centroids")]
+    sizes: list[Any] = [form.get(key) for key in ("in_features", "out_features", "group_size", "outlier_size")]
     is_good = all(isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair) for pair in pairs)
     is_good = is_good and all(type(size) is int and size >= 0 for size in sizes) and 1 <= pairs[0][1] <= sizes[1]
     if not is_good or not 1 < pairs[1][1] <= LARGEST or form.get("vector_quant_dim", "out") != "out":

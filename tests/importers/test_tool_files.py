@@ -108,7 +108,7 @@ def test_mxfp8_is_fp8_in_blocks_of_a_row(tmp_path: Path) -> None:
     assert read.base == "fp8 in blocks of 1 x 32"
 
 
-CHANGES = {
+CHANGES: dict[str, list[tuple[dict[str, Any], dict[str, Tensor], str]]] = {
     "auto_round/auto_gptq_4": [
         ({"packing_format": "auto_round:exllamav2"}, {}, "packing_format .* cannot be read; what can be: auto_gptq"),
         ({"rotation_config": {"a": 1}}, {}, "weights in a rotated basis cannot be read"),

@@ -342,23 +342,13 @@ def vptq() -> Iterator[Case]:
     from vptq.layers.vqlinear import VQuantLinear
     from vptq.ops.quant_gemm import dequant
 
+    fixed = {"group_num": 2, "enable_norm": True, "enable_perm": True, "bias": False, "indices_as_float": False}
+    fixed |= {"in_features": IN, "out_features": OUT}
     forms = (("packed", True, 16, 8), ("plain", False, -1, 0), ("alone", True, -1, 0))
     for name, packed, residuals, outliers in forms:
-        form: dict[str, Any] = {
-            "vector_lens": [4 if outliers else -1, 6],
-            "num_centroids": [8 if outliers else -1, 32],
-            "num_res_centroids": [-1, residuals],
-            "group_num": 2,
-            "group_size": (IN - outliers) // 2,
-            "outlier_size": outliers,
-            "indices_as_float": False,
-            "enable_norm": True,
-            "enable_perm": True,
-            "is_indice_packed": packed,
-            "in_features": IN,
-            "out_features": OUT,
-            "bias": False,
-        }
+        form: dict[str, Any] = {**fixed, "vector_lens": [4 if outliers else -1, 6], "is_indice_packed": packed}
+        form |= {"num_centroids": [8 if outliers else -1, 32], "num_res_centroids": [-1, residuals]}
+        form |= {"group_size": (IN - outliers) // 2, "outlier_size": outliers}
         layer = VQuantLinear(**form, vector_quant_dim="out", device="cpu", dtype=torch.float16)
         for key, value in layer.state_dict().items():
             high = {"outlier_indices": 8, "res_indices": 16, "indices": 32}.get(key, 0)
@@ -370,33 +360,13 @@ def vptq() -> Iterator[Case]:
                 value.copy_(torch.randint(0, high, value.shape) if high else normal(*value.shape))
         if not packed:
             layer.perm.data = layer.perm.data.to(torch.int16)
+        apart, above = layer.outlier_centroids, layer.res_centroids
+        books = (layer.outlier_indices, apart and apart.weight, layer.res_indices, above and above.weight)
+        scales = (layer.perm, layer.weight_scale, layer.weight_bias)
+        flags = (packed, outliers > 0, residuals > 0, True, True)
+        counts = (32, 8, residuals, layer.padding, layer.outlier_padding, 2, form["group_size"], outliers, 6)
         tables = layer.centroids.weight.view(2, 32, 6)
-        plain = dequant(
-            layer.indices,
-            tables,
-            layer.outlier_indices,
-            layer.outlier_centroids and layer.outlier_centroids.weight,
-            layer.res_indices,
-            layer.res_centroids and layer.res_centroids.weight,
-            layer.perm,
-            layer.weight_scale,
-            layer.weight_bias,
-            packed,
-            outliers > 0,
-            residuals > 0,
-            True,
-            True,
-            32,
-            8,
-            residuals,
-            layer.padding,
-            layer.outlier_padding,
-            2,
-            form["group_size"],
-            outliers,
-            6,
-            form["vector_lens"][0],
-        )
+        plain = dequant(layer.indices, tables, *books, *scales, *flags, *counts, form["vector_lens"][0])
         layers = {"model.layers.0.self_attn.q_proj": form}
         yield name, {"quant_method": "vptq", "config_for_layers": layers}, layer.state_dict(), plain
 
