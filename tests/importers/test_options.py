@@ -22,6 +22,7 @@ SOUND: dict[str, dict[str, Any]] = {
     "bitnet": {},
     "bitsandbytes": {"load_in_4bit": True},
     "compressed_tensors": {"config_groups": {"a": {"targets": ["Linear"], "weights": WEIGHTS}}},
+    "exl3": {"bits": 4.0, "head_bits": 6},
     "fbgemm_fp8": {},
     "fp8": {},
     "gptq": {"bits": 4, "group_size": 32},
@@ -35,6 +36,7 @@ SOUND: dict[str, dict[str, Any]] = {
     "quark": {},
     "modelopt": {"quant_algo": "NVFP4"},
     "mxfp4": {},
+    "paroquant": {"bits": 4, "group_size": 128, "krot": 8},
     "torchao": {"quant_type": {}},
 }
 SENSELESS = ("x", 7, -3.5, True, None, [], {}, ["x"], {"x": 1}, "", "INT", "4")
