@@ -33,7 +33,7 @@ class Loss(Protocol):
     positions: int  # of a sample that are scored: the first ones
 
     def __call__(self, sample: int, part: slice, logits: Tensor) -> Tensor:
-        """Return the sum of the loss over the positions `part`, nats; logits [positions, vocabulary] float32."""
+        """Return the sum of the loss over the positions `part`, nats; logits float32: a sample's `lm_head.outputs`."""
 
 
 class BlockGradients(Protocol[T_co]):
@@ -138,7 +138,7 @@ class BackwardPass:
         hidden, positions = hidden.clone().requires_grad_(), self.loss.positions
         for part in kl.slices(positions, self.skeleton.vocab_size):
             with products.Backward():
-                logits = lm_head.logits(self.skeleton, hidden[:, part])[0]
+                logits = lm_head.outputs(self.skeleton, hidden[:, part])[0]
             (self.loss(sample, part, logits) * (LOSS_SCALE / positions)).backward()
         return cast(Tensor, hidden.grad)
 

@@ -27,6 +27,8 @@ from compress.calib.documents import DocumentPiece, documents, is_text_file, pie
 from compress.calib.prefix import Prefix
 from compress.errors import BudgetError, CalibrationError, CheckpointError
 from compress.importers import open_checkpoint
+from compress.model import architectures, load
+from compress.model.inputs import Pairs, Samples
 from compress.recipe.schema import Bos
 from compress.storage.checkpoint import Checkpoint, read_header, read_json, write_shard, write_text
 from compress.storage.files import make_folder
@@ -54,6 +56,12 @@ class Calibration:
     self_generated: bool = False
     prefix: Prefix = prefix.NONE  # what each window begins with
     notes: tuple[str, ...] = ()  # what differs from what was asked for; each one sentence
+    read: Tensor | None = None  # what an encoder reads for each row of `tokens`, which are its decoder's (pairs.py)
+
+    @property
+    def samples(self) -> Samples:
+        """What a model is called with."""
+        return self.tokens if self.read is None else Pairs(self.read, self.tokens)
 
     def facts(self) -> dict[str, Any]:
         """Return the entry of report.json about the calibration data."""
@@ -76,16 +84,18 @@ def calibration(
     seq_len: int,
     seed: int,
     vocab_size: int,
-    bos: Bos = "auto",
+    begun: Prefix | None = None,
 ) -> Calibration:
     """Return num_samples windows of seq_len tokens from a file or data set (see `documents` for what `source` may be).
 
+    begun: what stands in each window beside text; None: what the tokenizer puts before one.
     Too little text for all windows is a note; too little for one, or unreadable text, is a CalibrationError. vocab_size
     is the model's: token ids beyond it are a CheckpointError.
     """
     _check_counts(num_samples, seq_len)
     limit = _read_at_most(source, num_samples, seq_len)
-    windows, available = token_windows(source, tokenizer, seq_len, vocab_size, limit, bos)
+    begun = begun or prefix.of_tokenizer(tokenizer)
+    windows, available = token_windows(source, tokenizer, seq_len, vocab_size, limit, begun)
     if not len(windows):
         raise CalibrationError(
             f"calibration text {source} has only {available} tokens, one sample needs {seq_len}; "
@@ -101,7 +111,6 @@ def calibration(
     elif available == limit and is_text_file(source):
         notes = (f"Of the calibration text the first {available} tokens were read.",)
     tokens = windows[chosen]
-    begun = prefix.of_tokenizer(tokenizer, bos)
     return Calibration(tokens, source_name(source), _sha256(tokens), available, prefix=begun, notes=notes)
 
 
@@ -133,15 +142,14 @@ def self_generated(
     last bits of the model's batched products. The whole model is loaded: if it and one window take more than
     max_nbytes, what may still be taken, that is a BudgetError. progress is told (tokens done, in all).
     """
-    from compress.model.load import load_config, load_model
     from compress.model.writing import Draw, sequence_nbytes, start_tokens, write
 
     _check_counts(num_samples, seq_len)
     directory = Path(model_directory)
     checkpoint = open_checkpoint(directory)
-    size = _self_batch(checkpoint, sequence_nbytes(load_config(directory), seq_len), max_nbytes)
+    size = _self_batch(checkpoint, sequence_nbytes(load.load_config(directory), seq_len), max_nbytes)
     begun = self_prefix(directory, bos)
-    model = load_model(directory, "float32" if checkpoint.nbytes <= FLOAT32_NBYTES else "auto")
+    model = load.load_model(directory, "float32" if checkpoint.nbytes <= FLOAT32_NBYTES else "auto")
     written: list[Tensor] = []
     for begin in range(0, num_samples, size):
         generators = [_generator(seed, index) for index in range(begin, min(begin + size, num_samples))]
@@ -159,27 +167,32 @@ def self_generated(
 def self_prefix(directory: Path, bos: Bos) -> Prefix:
     """Return what text that a model writes itself begins with; CalibrationError where the recipe forbids that."""
     begun = prefix.of_directory(directory, bos)
+    if architectures.task(load.whole_config(directory)) in architectures.ENCODERS:
+        raise CalibrationError(f"{directory.name} writes no text to calibrate on; give --calib")
     if bos == "never" and begun.sentence:
         raise CalibrationError("calibration.bos: never needs a text, the model's own has to begin; give --calib")
     return begun
 
 
-def roll_windows(tokens: Tensor, copies: int, fixed: int = 0) -> Tensor:
+def roll_windows(tokens: Tensor, copies: int, fixed: int = 0, last: int = 0) -> Tensor:
     """Return each window of tokens [samples, seq_len] and its copies in turn: [samples * copies, seq_len].
 
     Copy k is shifted in a circle by k seq_len / copies, so that it is not always the same tokens that come first. The
-    first `fixed` tokens, which begin every window, stay where they are.
+    first `fixed` tokens, which begin every window, and the `last` ones, which end it, stay where they are.
     """
     samples, length = tokens.shape
-    first, rest = tokens[:, :fixed], tokens[:, fixed:]
-    shifts = [k * (length - fixed) // copies for k in range(copies)]
-    turned = [torch.cat((first, rest.roll(shift, 1)), 1) for shift in shifts]
+    first, rest, end = tokens.split([fixed, length - fixed - last, last], 1)
+    shifts = [k * rest.shape[1] // copies for k in range(copies)]
+    turned = [torch.cat((first, rest.roll(shift, 1), end), 1) for shift in shifts]
     return torch.stack(turned, 1).view(samples * copies, length)
 
 
 def expand_copies(calibration: Calibration, copies: int) -> Calibration:
     """Return the calibration with `copies` of each window, rolled on."""
-    tokens = roll_windows(calibration.tokens, copies, len(calibration.prefix.tokens))
+    if calibration.read is not None:
+        raise CalibrationError("calibration.rolled: a model of an encoder and a decoder takes no copies; set it to 1")
+    begun = calibration.prefix
+    tokens = roll_windows(calibration.tokens, copies, len(begun.tokens), len(begun.behind))
     return replace(calibration, tokens=tokens, sha256=_sha256(tokens))
 
 
@@ -239,7 +252,7 @@ def token_windows(
     seq_len: int,
     vocab_size: int,
     document_tokens: int | None = None,
-    bos: Bos = "auto",
+    bos: Prefix | Bos = "auto",
 ) -> tuple[Tensor, int]:
     """Return (windows int64 [n, seq_len] that do not overlap, from the start of the source; tokens read).
 
@@ -252,7 +265,8 @@ def token_windows(
             f"{source} holds hardly more than blank lines: {filled_nbytes} bytes that are not blank, for windows of "
             f"{seq_len} tokens; give a file with text"
         )
-    windows = prefix.of_tokenizer(tokenizer, bos).windows(tokens, seq_len)
+    begun = bos if isinstance(bos, Prefix) else prefix.of_tokenizer(tokenizer, bos)
+    windows = begun.windows(tokens, seq_len)
     if tokens.numel() and (highest := max(int(each.max()) for each in (tokens, windows) if each.numel())) >= vocab_size:
         raise CheckpointError(
             f"the tokenizer gives token {highest}, the model knows {vocab_size}; the tokenizer is of another model"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from compress.calib.backward_pass import LOSS_SCALE, BackwardPass, BlockChange, Loss, linear_widths
 from compress.errors import NumericalError
-from compress.model import blockwise
+from compress.model import architectures, blockwise
 from compress.model.blockwise import BlockArgs
 from compress.model.skeleton import Skeleton
 from compress.numerics import checks
@@ -82,8 +82,11 @@ def gradients(
     loss: None for that of the next token. change: called on every loaded block, to give it other weights in place.
 
     Memory: a block with its activations of one sample and two float32 copies of its linears, and the hidden states in
-    front of all blocks, in `file` if one is given. Raises NumericalError if anything is not finite.
+    front of all blocks, in `file` if one is given. Raises NumericalError if anything is not finite, and
+    UnsupportedModelError for a model without a next token.
     """
+    if loss is None:
+        architectures.check_task(skeleton.config, architectures.LANGUAGE)
     names = linear_widths(skeleton)
     passing = BackwardPass(skeleton, tokens, loss or NextToken(tokens), file, device, change)
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from compress import ranks
 from compress.calib.backward_pass import BackwardPass
 from compress.calib.gradient_store import OPTION, GradientStore, as_stored
-from compress.calib.output_gradients import BlockOutputs, GradientRows, SampledLabels, reduce_rows
+from compress.calib.output_gradients import BlockOutputs, GradientRows, SampledLabels, SampledStates, reduce_rows
 from compress.errors import NumericalError, UnsupportedModelError, first_line
-from compress.model import blockwise
+from compress.model import architectures, blockwise
 from compress.model.skeleton import Skeleton
 from compress.numerics import checks, products
 from compress.storage.workdir import writing
@@ -101,7 +101,8 @@ class _GradientPass:
         self.skeleton, self.store, self.ranks, self.device = skeleton, store, ranks.current(), device
         self.samples = self.ranks.part(len(tokens))
         self.tokens = tokens[self.samples]
-        self.labels = SampledLabels(tokens.shape[1], seed, self.samples.start)
+        kind = SampledStates if architectures.gives_states(skeleton.config) else SampledLabels
+        self.labels = kind(tokens.shape[1], seed, self.samples.start)
 
     def run(self, remaining: int, file: Path | None, report: Callable[[str], None]) -> str | None:
         """Make the first `remaining` blocks, the last of them first; return why that cannot be, None if it was."""

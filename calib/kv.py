@@ -38,6 +38,7 @@ from compress.kv.codec import Spec, rotate, unrotate
 from compress.kv.settings import KINDS, Coding, Codings, Reading, reading_layers
 from compress.model import blockwise, graph, lm_head
 from compress.model import skeleton as models
+from compress.model.text_path import find_blocks
 from compress.numerics import kl
 
 NAME = "compress_kv_samples"
@@ -53,7 +54,8 @@ class Loaded:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.blocks_name, self.blocks = models.find_blocks(model)
+        self.blocks_name, self.blocks = find_blocks(model)
+        self.read, self.second = model.base_model, None
 
     def load_rest(self, device: torch.device, with_head: bool = False) -> None:
         pass

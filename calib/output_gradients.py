@@ -9,6 +9,8 @@ of its largest entry: 11 bits of each token's entries, however small its loss. O
 outputs the gradients themselves are the result, which are less than G and can be rotated exactly; else it is G, summed
 in float32 in the order of the tokens. So neither the batches nor the number of processes changes a bit of it.
 
+Of a model that writes no text, whose states are what is used, G is the output side of their squared change.
+
 Regularization: to G, scaled to a mean diagonal of 1, 0.2 of the identity is added. With 8,192 tokens that was better
 than 0.025 and 1 (SmolLM2-135M, two blocks). With fewer than out / 8 tokens, as experts have, it grows in proportion.
 
@@ -56,10 +58,26 @@ class SampledLabels:
 
     def draw(self, sample: int, part: slice, probabilities: Tensor) -> Tensor:
         """Return labels int64 [positions] of these positions; probabilities [positions, vocabulary] float32."""
-        digest = hashlib.sha256(f"{self.seed} labels {self.first + sample}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        shares = torch.rand(self.positions, generator=generator, dtype=torch.float64)[part, None]
+        shares = torch.rand(self.positions, generator=self.generator(sample), dtype=torch.float64)[part, None]
         return draw_entries(probabilities, shares.to(probabilities.device))
+
+    def generator(self, sample: int) -> torch.Generator:
+        """Return the random numbers of a sample."""
+        digest = hashlib.sha256(f"{self.seed} labels {self.first + sample}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+class SampledStates(SampledLabels):
+    """The squared distance of a model's states to what is drawn around them, with unit variance (`Loss`).
+
+    It is to the squared change of the states what `SampledLabels` is to the divergence of predictions: their gradient
+    is the noise that was drawn.
+    """
+
+    def __call__(self, sample: int, part: slice, logits: Tensor) -> Tensor:
+        """Return half the sum over the positions `part`; logits: the states [positions, hidden] float32."""
+        noise = torch.randn(self.positions, logits.shape[-1], generator=self.generator(sample))[part].to(logits.device)
+        return (logits - (logits.detach() + noise)).square().sum() / 2
 
 
 def draw_entries(probabilities: Tensor, shares: Tensor) -> Tensor:

@@ -4,6 +4,10 @@ A model that was trained with a begin-of-text token (BOS) before every text is a
 tasks put before a prompt what the tokenizer does. So does everything that cuts a text into windows, in each window:
 calibration, scores, allocation, caches. What a tokenizer adds behind a text (EOS) is left out, because a running text
 does not end where a window does. What already begins with these tokens, as a chat by its template, gets no second ones.
+
+A model that reads whole texts, such as an encoder, gets windows that end as the tokenizer ends a text. One that scores
+pairs of texts gets pairs, parted as the tokenizer parts them: the first text is short, as a question is, and the second
+is what follows it.
 """
 
 from __future__ import annotations
@@ -17,13 +21,14 @@ import torch
 from torch import Tensor
 
 from compress.errors import CalibrationError, CheckpointError
-from compress.model import load
+from compress.model import architectures, load, pairs
+from compress.model.pairs import Template
 from compress.recipe.schema import Bos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SAMPLE = "a"  # a text that shows what a tokenizer adds
+FIRST_SHARES = (16, 8, 4)  # the first text of a pair has one of so many tokens of a window, in turn
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,8 @@ class Prefix:
     tokens: tuple[int, ...] = ()
     text: str = ""  # what the tokenizer calls them
     sentence: str = ""  # what the user is told; "" where the tokenizer adds nothing and nothing else was asked for
+    between: tuple[int, ...] = ()  # the tokens between the two texts of a window; none: it has one text
+    behind: tuple[int, ...] = ()  # the tokens that each window ends with
 
     @property
     def unscored(self) -> int:
@@ -49,24 +56,33 @@ class Prefix:
 
         What follows the last whole window is dropped. Raises CalibrationError for windows without room for text.
         """
-        room, count = seq_len - len(self.tokens), len(self.tokens)
-        if room < 1:
+        room, count = seq_len - len(self.tokens) - len(self.between) - len(self.behind), len(self.tokens)
+        if room < (2 if self.between else 1):
             raise CalibrationError(
                 f"windows of {seq_len} tokens have no room for text behind {self.text}; make them longer"
             )
-        if not count:
+        if room == seq_len:
             windows = len(tokens) // seq_len
             return tokens[: windows * seq_len].view(windows, seq_len).long()
         first = torch.tensor(self.tokens, dtype=tokens.dtype)
         starts, start = [], 0
         while True:
-            start += count if torch.equal(tokens[start : start + count], first) else 0
+            start += count if count and torch.equal(tokens[start : start + count], first) else 0
             if start + room > len(tokens):
                 break
             starts.append(start)
             start += room
-        text = torch.stack([tokens[at : at + room] for at in starts]) if starts else tokens.new_empty(0, room)
+        made = [self._around(tokens[at : at + room], number) for number, at in enumerate(starts)]
+        text = torch.stack(made) if starts else tokens.new_empty(0, seq_len - count)
         return torch.cat((first.expand(len(text), count), text), 1).long()
+
+    def _around(self, text: Tensor, number: int) -> Tensor:
+        """Return the text of a window with what stands in it and behind it."""
+        if not (self.between or self.behind):
+            return text
+        between, behind = (torch.tensor(tokens, dtype=text.dtype) for tokens in (self.between, self.behind))
+        cut = max(1, len(text) // FIRST_SHARES[number % len(FIRST_SHARES)]) if self.between else 0
+        return torch.cat((text[:cut], between, text[cut:], behind))
 
 
 NONE = Prefix()
@@ -96,22 +112,44 @@ def of_tokenizer(tokenizer: PreTrainedTokenizerBase | Any, bos: Bos = "auto") ->
 
 
 def of_directory(directory: Path, bos: Bos = "auto") -> Prefix:
-    """Return the same for the tokenizer of a checkpoint; nothing is put before the text of a model without one."""
+    """Return the same for the model and tokenizer of a checkpoint; nothing is put around text without a tokenizer.
+
+    Windows of a model that writes no text are whole texts, or pairs for one that gives a single score.
+    """
+    begun = NONE
     try:
         tokenizer = load.load_tokenizer(directory)
+        begun = of_tokenizer(tokenizer, bos)
+        config = load.whole_config(directory)
     except CheckpointError:
-        return NONE
-    return of_tokenizer(tokenizer, bos)
+        return begun
+    if bos == "never" or architectures.task(config) not in architectures.ENCODERS:
+        return begun
+    around = pairs.around_pair(tokenizer) if architectures.scores_pairs(config) else Template()
+    around = around if around.between else _around_text(tokenizer, begun.tokens)
+    if not (around.between or around.behind):
+        return begun
+    words = ("begins with", "has its two texts parted by", "ends with")
+    names = [_text(tokenizer, part) for part in around]
+    shape = " and ".join(f"{each} {name}" for each, name in zip(words, names, strict=True) if name)
+    sentence = f"each window {shape}, as the tokenizer does"
+    return Prefix(around.before, names[0], sentence, around.between, around.behind)
 
 
 def _tokens_before_text(tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that a tokenizer puts before a text."""
-    whole = list(tokenizer(SAMPLE, verbose=False)["input_ids"])
-    bare = list(tokenizer(SAMPLE, add_special_tokens=False, verbose=False)["input_ids"])
-    for start in range(len(whole) - len(bare) + 1) if bare else ():
-        if whole[start : start + len(bare)] == bare:
-            return tuple(whole[:start])
+    whole, bare = pairs.encode(tokenizer)
+    start = pairs.find(whole, bare)
+    if start is not None:
+        return tuple(whole[:start])
     return tuple(takewhile(set(tokenizer.all_special_ids).__contains__, whole))
+
+
+def _around_text(tokenizer: Any, before: tuple[int, ...]) -> Template:
+    """Return the tokens that a tokenizer puts around a text; before: those that are wanted before it."""
+    whole, bare = pairs.encode(tokenizer)
+    start = pairs.find(whole, bare)
+    return Template(before, (), () if start is None else tuple(whole[start + len(bare) :]))
 
 
 def _text(tokenizer: Any, tokens: tuple[int, ...]) -> str:

@@ -16,23 +16,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from compress.allocate.forecast import Unmeasured
+    from compress.export.model_free import RoundedCheckpoint
     from compress.run.job import Job, Prepared
 
 
 def quantize(
-    job: Job, progress: Progress = silent, on_plan: Callable[[Prepared], None] | None = None
+    job: Job,
+    progress: Progress = silent,
+    on_plan: Callable[[Prepared], None] | None = None,
+    exported: Path | None = None,
 ) -> dict[str, Any]:
     """Allocate bits if the recipe leaves them open, run the job to its end, return the report.
 
-    `on_plan` sees what was decided before the work starts. Raises CompressError; what is finished stays on disk for the
-    next run. In processes that torchrun has started, all of them take part, and all return the report.
+    `on_plan` sees what was decided before the work starts. exported: where the result is also written, in the format
+    that the recipe names; "exported" of the report tells of it. What the recipe accepts is judged at the end,
+    "acceptance" of the report. Raises CompressError; what is finished stays on disk for the next run. In processes that
+    torchrun has started, all of them take part, and all return the report.
     """
     from compress import process_memory, ranks
     from compress.allocate import decide
+    from compress.evaluate import acceptance
+    from compress.export import for_runs
     from compress.numerics.linalg import full_float32
     from compress.run import pipeline, write
 
-    started = time.monotonic()
+    started, asked = time.monotonic(), job
+    acceptance.check(job)
     process_memory.reset_peak()
 
     def check_and_show(prepared: Prepared) -> None:
@@ -41,14 +50,30 @@ def quantize(
             on_plan(prepared)
 
     with full_float32(), ranks.joined(job.device) as processes:
+        if processes.is_main:
+            for_runs.check_place(job, exported)
         if decide.is_open(job):
             if processes.is_main:
                 pipeline.check_output(job)
-            job = decide.decide(job, progress)
+            job = for_runs.fit_target(job, lambda each: decide.decide(each, progress))
         with pipeline.open_run(job, progress, check_and_show) as (loop, blocks):
             loop.run(blocks)
 
-            return ranks.by_main(lambda: write.finish(blocks.output, blocks.run, loop.head, started, progress))
+            report = ranks.by_main(lambda: write.finish(blocks.output, blocks.run, loop.head, started, progress))
+            report = ranks.by_main(lambda: acceptance.judge(asked, report, progress))
+        if exported is not None:
+            report["exported"] = ranks.by_main(lambda: for_runs.export_result(job, exported, progress))
+        return report
+
+
+def quantize_model_free(job: Job, dry_run: bool = False, progress: Progress = silent) -> RoundedCheckpoint:
+    """Round a checkpoint tensor by tensor without the class of its model, into another tool's format; say what came.
+
+    dry_run: only say what would be written. Raises CompressError; nothing is left behind if it fails.
+    """
+    from compress.export import model_free
+
+    return model_free.quantize(job, dry_run, progress)
 
 
 def merge(
@@ -81,9 +106,10 @@ def plan(job: Job, progress: Progress = silent) -> tuple[Job, Prepared, float] |
     Nothing is measured: a recipe whose allocation needs that gives what is known without.
     """
     from compress.allocate import forecast
+    from compress.export import for_runs
     from compress.run import predict
 
-    decided = forecast.forecast(job, progress)
+    decided = for_runs.fit_target(job, lambda each: forecast.forecast(each, progress))
     if isinstance(decided, forecast.Unmeasured):
         return decided
     return decided, *predict.prepare_and_time(decided, progress, lambda prepared: _check_export(decided, prepared))
@@ -103,7 +129,7 @@ def load(
     device_map: str | dict[str, Any] | None = None,
     verify: bool = False,
 ) -> PreTrainedModel:
-    """Load the causal language model in `directory` (or of a hub id), packed or plain, in eval mode.
+    """Load the model in `directory` (or of a hub id), packed or plain, in eval mode, by the class it is of.
 
     dtype: a torch type, or "auto", "float32", "float16" or "bfloat16". device_map: that of from_pretrained. verify:
     compare the hash of every file with the manifest that `quantize` wrote, as COMPRESS_VERIFY=1 does for
@@ -114,4 +140,4 @@ def load(
     from compress.run.source import resolve
 
     path = resolve(os.fspath(directory))
-    return load_model(path, dtype, device_map=device_map, verify=verify)
+    return load_model(path, dtype, device_map=device_map, verify=verify, tasks=None)

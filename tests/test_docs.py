@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from compress import plugins, recipe
 from compress.cli.app import FORMER_WORDS, app
-from compress.recipe import catalogue, read
+from compress.recipe import catalogue, sources
 from helpers import problems
 from helpers.fake_methods import install
 
@@ -169,7 +169,7 @@ def test_what_the_tutorial_adds_is_listed_before_it_is_measured(
     folder = shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     text = tutorial("yaml")[0].partition("measured:")[0].replace("\n  bits: 3", bits)
     (folder / "weighted3bit.yaml").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(read, "files", lambda package: folder)
+    monkeypatch.setattr(sources, "files", lambda package: folder)
     listed = json.loads(CliRunner().invoke(app, ["recipes", "--json"], catch_exceptions=False).stdout)["weighted3bit"]
     planned = {"\n  bits: 3": (3.125, "Weights, 3 bits"), "\n  bits: 5": (5.125, "Weights, 4 bits")}
     assert (listed["bits"], listed["purpose"]) == planned.get(bits, (4.125, "Weights, 4 bits"))

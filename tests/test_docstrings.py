@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from helpers import structure
+
 ROOT = Path(__file__).parents[1]
 # a/b.py, b.py and a/b/, not a part of something longer: no pattern, no place in an output folder, no address
 PATH = re.compile(r"(?<![\w./<>{}*~$-])((?:[\w-]+/)*[\w-]+\.py\b|(?:[\w-]+/)+(?![\w<>{}*]))")
@@ -52,7 +54,7 @@ def names() -> frozenset[str]:
     """All identifiers of the sources."""
     known = set()
     for path in product():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(structure.parse(path)):
             for field in ("id", "attr", "arg", "name", "asname"):
                 if isinstance(name := getattr(node, field, None), str):
                     known.add(name)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from compress import plugins
+from helpers import structure
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"scipy", "datasets", "pyarrow", "transformers", "triton", "llvmlite", "numba"}
@@ -66,9 +67,8 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sources()}
 
 
-@cache
 def parse(name: str) -> ast.Module:
-    return ast.parse(MODULES[name].read_text(encoding="utf-8"), str(MODULES[name]))
+    return structure.parse(MODULES[name])
 
 
 def imports(nodes: Iterator[ast.AST]) -> set[str]:
@@ -282,7 +282,7 @@ EVERYWHERE = [*sources(), *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT
 
 
 def test_nothing_is_unpickled_and_no_remote_code_is_trusted() -> None:
-    found = {str(path.relative_to(ROOT)): unsafe(ast.parse(path.read_text(encoding="utf-8"))) for path in EVERYWHERE}
+    found = {str(path.relative_to(ROOT)): unsafe(structure.parse(path)) for path in EVERYWHERE}
     assert {path: wrong for path, wrong in found.items() if wrong} == {}
 
 
@@ -295,7 +295,7 @@ OTHER_TOOLS = {"kv_eviction.py", "lossless.py", "peers.py", "peft_example.py"}
 
 def test_one_module_opens_models() -> None:
     assert offenders(lambda name: openers(parse(name))).keys() == {OPENS}
-    benchmarks = [path for path in (ROOT / "benchmarks").glob("*.py") if openers(ast.parse(path.read_text("utf-8")))]
+    benchmarks = [path for path in (ROOT / "benchmarks").glob("*.py") if openers(structure.parse(path))]
     assert {path.name for path in benchmarks} <= OTHER_TOOLS
     assert unguarded(parse(OPENS)) == []
     local = next(n for n in parse(OPENS).body if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == "_LOCAL")

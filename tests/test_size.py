@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
+
+from helpers.structure import parse
 
 ROOT = Path(__file__).parents[1]
 FILE_LINES, FUNCTION_LINES, ARGUMENTS, BRANCHES = 400, 60, 7, 4
@@ -72,11 +73,6 @@ def long_chains(tree: ast.Module) -> dict[str, int]:
 def offenders(find: Callable[[Path], object], paths: list[Path]) -> dict[str, object]:
     """File -> what is too large in it, for those where something is."""
     return {relative(path): wrong for path in paths if (wrong := find(path))}
-
-
-@cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def test_lengths_of_files() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compress import plugins
@@ -17,7 +17,7 @@ from compress.recipe.schema import KEEP, Allocation, Recipe, Rule, option_names
 from compress.run import plan, prepare
 from compress.run.job import Job, Prepared, identity
 from compress.run.outside_plan import TableOptions
-from compress.types import LayerPlan, LinearSpec
+from compress.types import LayerPlan, LinearSpec, Plan
 
 PlannedOptions = dict[str, LayerPlan]  # "<option number>" or "fixed" -> how a linear is stored at it
 
@@ -88,11 +88,7 @@ def options(job: Job) -> Options:
     ):
         note(remark)
     tables = plan.table_options(plain.recipe, prepared.skeleton, allocation.tables)
-    levels: dict[str, PlannedOptions] = {}
-    for number, planned in zip(quantizing, plans, strict=True):
-        for layer in planned.layers:
-            if recipe.is_open(layer.spec.name) and layer.scheme.config is not None:
-                levels.setdefault(layer.spec.name, {})[number] = layer
+    levels = _levels(recipe, dict(zip(quantizing, plans, strict=True)))
     if not levels:
         raise RecipeError(f"the rules of recipe {shown(recipe.name)} leave nothing to allocate")
     for layer in plans[0].layers:
@@ -102,6 +98,21 @@ def options(job: Job) -> Options:
     open_tables = tuple(table for table in tables if table.refused is None)
     notes = tuple(f"{table.spec.name} stays as it is: {table.refused}" for table in tables if table.refused)
     return Options(plain, allocation, prepared, option_names(allocation.options), levels, dense, open_tables, notes)
+
+
+def _levels(recipe: Recipe, plans: Mapping[str, Plan]) -> dict[str, PlannedOptions]:
+    """Return the options of all linears that are open; of two that a method turns into the same, the first.
+
+    Experts keep both: other linears of their unit may be stored in two ways.
+    """
+    levels: dict[str, PlannedOptions] = {}
+    for number, planned in plans.items():
+        for layer in planned.layers:
+            if recipe.is_open(layer.spec.name) and layer.scheme.config is not None:
+                known = levels.setdefault(layer.spec.name, {})
+                if layer.spec.is_expert or layer not in known.values():
+                    known[number] = layer
+    return levels
 
 
 def _stored_nbytes(skeleton: Skeleton, spec: LinearSpec) -> int:

@@ -2,8 +2,8 @@
 
 PANELS has every command under what people want; FORMER_WORDS has what earlier versions called some of them.
 
-Exit codes: 0 done, 1 the user's input cannot be used, 2 wrong usage, 128 + n ended by signal n (130 by SIGINT, 143 by
-SIGTERM), 141 nobody reads the output.
+Exit codes: 0 done, 1 the user's input cannot be used, 2 wrong usage, 3 the result falls short of what `accept` says,
+128 + n ended by signal n (130 by SIGINT, 143 by SIGTERM), 141 nobody reads the output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from compress import ranks
-from compress.cli import checkpoints, compare, evaluate, lists, make, study, use
+from compress.cli import checkpoints, compare, evaluate, lists, make, study, use, write
 from compress.cli.options import note
 from compress.version import __version__
 
@@ -44,7 +44,9 @@ PANELS: dict[str, dict[str, Command]] = {
         "methods": Command(lists.methods, "recipe/calibration"),
     },
     "Use a model": {
-        "generate": Command(use.generate, 'models_out/my-model-int4 --prompt "Once upon a time"'),
+        "generate": Command(write.generate, 'models_out/my-model-int4 --prompt "Once upon a time"'),
+        "chat": Command(write.chat, "models_out/my-model-int4"),
+        "serve": Command(write.serve, "models_out/my-model-int4 -- --port 8000"),
         "kv": Command(use.kv, "bench ./my-model --kv kv4 --kv kv2 --text held_out.txt"),
     },
     "Compare": {
@@ -59,6 +61,7 @@ PANELS: dict[str, dict[str, Command]] = {
     },
     "Exchange": {
         "export": Command(checkpoints.export, "models_out/my-model-int4 --to gguf --out my-model.gguf"),
+        "imatrix": Command(make.imatrix, "./my-model --calib text.txt --out my-model.imatrix.gguf"),
         "push": Command(checkpoints.push, "models_out/my-model-int4 me/my-model-int4 --dry-run"),
     },
 }

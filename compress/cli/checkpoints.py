@@ -177,6 +177,9 @@ def export(
     int8_inputs: Annotated[
         bool, Option("--int8-inputs", help="Round inputs of products to 8 bits: faster on a CPU (onnx only).")
     ] = False,
+    split_size: Annotated[
+        str | None, Option(metavar="SIZE", help="OUT is a directory with files of at most that size (gguf only): 2GiB.")
+    ] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing export.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -191,13 +194,15 @@ def export(
         paths.check_checkpoint(directory)
         from compress.cli import tables
         from compress.export import convert
+        from compress.process_memory import parse_size
 
         convert.target_named(to)
         import torch
 
         chosen = None if dtype is None else getattr(torch, dtype)
         with tables.progress_bar() as progress:
-            result = convert.export(directory, to, out, chosen, overwrite, progress, int8_inputs)
+            wishes = convert.Wishes(int8_inputs, parse_size(split_size) if split_size else 0)
+            result = convert.export(directory, to, out, chosen, overwrite, progress, wishes)
         for line in result.notes:
             note(line)
         if as_json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from compress.cli.options import (
 from compress.errors import CalibrationError
 
 if TYPE_CHECKING:
-    from compress.evaluate.reader import Readings
+    from compress.evaluate.reader import Execution, Readings
     from compress.evaluate.task_scores import TaskScore
     from compress.kv.settings import CacheSettings
 
@@ -141,28 +141,54 @@ def evaluate(
             _check_suite(caches, calib, adapter)
             options = dataclasses.replace(options, kv=caches, calib=calib)
             return _run_suite(model, base, options, (dtype, device_named(device), bos), as_json)
-        text, seq_len, max_tokens = required_text(_one_text(options.texts)), seq_len or 512, max_tokens or 131_072
+        text = required_text(_one_text(options.texts))
         check_paths(model, text, calib)
         check_base(model, base)
         check_adapter(adapter)
         from compress import evaluate as evaluation
         from compress.cli import tables
-        from compress.evaluate import cache_scores
+        from compress.evaluate import cache_scores, encoders, writers
         from compress.run.source import resolve
 
         execution = evaluation.Execution(dtype, device_named(device), bos=bos)
         against = None if base is None else resolve(base, adapter)
-        directory, read = resolve(model, adapter if base is None else None), None
+        directory = resolve(model, adapter if base is None else None)
+        for scores_of, is_one in ((encoders.evaluate, encoders.is_encoder), (writers.evaluate, writers.is_writer)):
+            if is_one(directory):
+                return _run_beside(
+                    scores_of, directory, text, against, caches, (seq_len, max_tokens, execution), as_json
+                )
+        lengths = seq_len or 512, max_tokens or 131_072
         note_prefix(directory, bos)
         with tables.progress_bar() as progress:
             if caches is None:
-                report = partial(progress, "scoring")
-                scores = evaluation.evaluate(directory, text, against, seq_len, max_tokens, execution, report)
+                report, read = partial(progress, "scoring"), None
+                scores = evaluation.evaluate(directory, text, against, *lengths, execution, report)
             else:
                 directories = [directory, *([] if against is None else [against])]
-                lengths = seq_len, max_tokens
                 scores, read = cache_scores.evaluate(directories, text, caches, calib, lengths, execution, progress)
         _show_scores(dataclasses.asdict(scores), read, as_json)
+
+
+def _run_beside(
+    scores_of: Callable[..., Any],
+    directory: Path,
+    text: str,
+    base: Path | None,
+    caches: Any,
+    how: tuple[int | None, int | None, Execution],
+    as_json: bool,
+) -> None:
+    """Compare a model with its original, and print the scores. how: --seq-len, --max-tokens, type and device."""
+    if base is None:
+        raise BadParameter("a model with an encoder is compared with its original; name it", param_hint="--base")
+    if caches is not None:
+        raise BadParameter("has no effect on a model with an encoder; leave it out", param_hint="--kv")
+    from compress.cli import tables
+
+    with tables.progress_bar() as progress:
+        scores = scores_of(directory, text, base, how[:2], how[2], progress)
+    _show_scores(scores.plain(), None, as_json)
 
 
 def _check_alone(options: SuiteOptions, others: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.cli.options import AsJson, FormerOut, TextFile, device_named, errors, former_out
+from compress.cli.options import AsJson, FormerOut, TextFile, device_named, errors, former_out, note
 from compress.cli.run_options import ALLOCATING_RECIPE, GOAL, OUTPUT, REQUIRED, RunOptions, takes_run_options
 from compress.storage import paths
 
@@ -18,16 +18,28 @@ if TYPE_CHECKING:
     from compress.allocate.forecast import Unmeasured
     from compress.run.job import Job, Prepared
 
+FALLS_SHORT = 3  # exit code of a run whose checkpoint does not reach what `accept` says
 RESUME = "; run the same command again to go on after the last finished block"
 
 
 @takes_run_options()
 def quantize(
     options: RunOptions,
+    model_free: Annotated[
+        str | None,
+        typer.Option(
+            "--model-free",
+            metavar="SCHEME",
+            help="Round each weight by itself, of a model that transformers need not know, for engines: int8, int4, "
+            "fp8, fp8-block, nvfp4, mxfp4, or a recipe that only rounds. --set export=modelopt: in its layout.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Quantize a checkpoint by a recipe into a packed checkpoint. An interrupted run goes on when started again."""
+    if model_free is not None:
+        return _quantize_model_free(options, model_free, dry_run, as_json)
     with errors(RESUME):
         job = options.job(writes=None if dry_run else "checkpoint")
         if dry_run:
@@ -37,11 +49,27 @@ def quantize(
         from compress.cli import tables
 
         with tables.progress_bar() as progress:
-            report = api.quantize(job, progress, tables.print_plan)
+            report = api.quantize(job, progress, tables.print_plan, options.exported(job.out))
         _print_report(report, job, as_json)
 
 
-@takes_run_options(without=("overwrite", "restart", "base_model", "work"))
+def _quantize_model_free(options: RunOptions, scheme: str, dry_run: bool, as_json: bool) -> None:
+    """Round a checkpoint without the class of its model, and print what has come of it."""
+    with errors():
+        job = options.data_free(scheme).job(writes=None if dry_run else "checkpoint")
+        from compress import api
+        from compress.cli import tables
+
+        with tables.progress_bar() as progress:
+            rounded = api.quantize_model_free(job, dry_run, progress)
+        if as_json:
+            print(json.dumps({"out": str(job.out), **dataclasses.asdict(rounded)}))
+            return
+        for line in (*rounded.notes, *rounded.lines(job.out)):
+            print(line)
+
+
+@takes_run_options(without=("overwrite", "restart", "base_model", "work", "accept"))
 def plan(options: RunOptions, as_json: AsJson = False) -> None:
     """Show what a run would do: exact bytes of every layer, predicted memory, and time.
 
@@ -56,7 +84,7 @@ def plan(options: RunOptions, as_json: AsJson = False) -> None:
 
 
 @takes_run_options(
-    without=(*GOAL, "measurements", "processes", "budget", "allow_partial"),
+    without=(*GOAL, "measurements", "processes", "budget", "allow_partial", "export", "imatrix"),
     recipe=REQUIRED,
 )
 def transform(options: RunOptions, as_json: AsJson = False) -> None:
@@ -77,7 +105,7 @@ def transform(options: RunOptions, as_json: AsJson = False) -> None:
 
 
 @takes_run_options(
-    without=(*GOAL, "measurements", "processes", "budget"),
+    without=(*GOAL, "measurements", "processes", "budget", "export"),
     helps={
         "model": "A packed checkpoint.",
         "recipe": "Built-in recipe or a YAML file. Default: the checkpoint's own.",
@@ -109,7 +137,45 @@ def merge(options: RunOptions, as_json: AsJson = False) -> None:
         _print_report(report, job, as_json)
 
 
-@takes_run_options(without=OUTPUT, recipe=ALLOCATING_RECIPE)
+@takes_run_options(
+    without=(
+        *GOAL,
+        *OUTPUT[1:],
+        "measurements",
+        "processes",
+        "budget",
+        "allow_partial",
+        "imatrix",
+        "export",
+        "accept",
+    ),
+    helps={"out": "The file to be written.", "recipe": "Whose calibration settings count."},
+    out=REQUIRED,
+)
+def imatrix(options: RunOptions, as_json: AsJson = False) -> None:
+    """Write the importance matrix of a model on calibration text, in the format of llama-imatrix.
+
+    llama-quantize takes it (--imatrix), and so does `compress quantize --imatrix`.
+    """
+    with errors():
+        job = options.job(writes=None)
+        paths.check_writable(job.out.parent, "--out")
+        from compress.cli import tables
+        from compress.run import collect_importance, importance_matrix
+
+        with tables.progress_bar() as progress:
+            matrix = collect_importance.collect(job, progress)
+        importance_matrix.write(matrix, job.out)
+        facts = {"out": str(job.out), "tensors": len(matrix.inputs), "tokens": matrix.samples * matrix.seq_len}
+        if as_json:
+            print(json.dumps({**facts, "unnamed": matrix.unnamed}))
+            return
+        print(f"{job.out}: inputs of {facts['tensors']} tensors, {facts['tokens']:,} tokens")
+        for name in matrix.unnamed:
+            note(f"{name} has no name in GGUF files, and is left out")
+
+
+@takes_run_options(without=(*OUTPUT, "accept", "imatrix"), recipe=ALLOCATING_RECIPE)
 def allocate(
     options: RunOptions,
     text: TextFile = None,
@@ -179,18 +245,23 @@ def _measure(options: RunOptions, out: Path | None, as_json: bool) -> None:
 
 
 def _print_report(report: dict[str, Any], job: Job, as_json: bool) -> None:
-    """Print what came of a job, as lines or as JSON."""
+    """Print what came of a job, as lines or as JSON, and its verdict; typer.Exit where it falls short of `accept`."""
     from compress.cli import tables
 
     for line in [json.dumps(report)] if as_json else tables.result_lines(report, str(job.out)):
         print(line)
+    if (verdict := report.get("acceptance")) is not None:
+        if not as_json:
+            print(verdict["text"])
+        if not verdict["accepted"]:
+            raise typer.Exit(FALLS_SHORT)
 
 
 def _measuring_words(job: Job, options: RunOptions) -> list[str]:
     """Return the options of a command line that measures for this job, into the folder where it is looked for."""
     from compress.allocate import variants
 
-    words = [job.model, "--recipe", options.recipe]
+    words = [job.model, "--recipe", options.named_recipe]
     words += [word for override in options.recipe_overrides for word in ("--set", override)]
     options_given = {
         "--adapter": job.adapter,

@@ -11,11 +11,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 from typer import Option
 
+from compress import plugins
 from compress.cli.options import (
     Adapter,
     ComputeDtype,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 DEFAULT_RECIPE = "trellis4bit"
 ALLOCATING_RECIPE = "mixed3bit"  # the default of the commands that need something to allocate
 GOAL = ("target", "context", "max_kl")
+DATA_FREE = ("out", "adapter", "overrides", "device", "overwrite", "allow_partial")  # options without calibration
 OUTPUT = ("out", "overwrite", "restart", "base_model", "work")
 REQUIRED = inspect.Parameter.empty
 
@@ -50,6 +53,7 @@ QUICK = (
     "calibration.seq_len=512",
     "calibration.gradient_tokens=2048",
 )
+WITHOUT_TEXT = ("calibration.importance=none", "quantize.two_sided=false")  # what an importance matrix cannot say
 # --quick takes no gradients either.
 ONE_SIDED_ROUNDING = "quantize.two_sided=false"
 
@@ -59,9 +63,9 @@ class RunOptions:
     """The options shared by the commands that plan, measure or write a checkpoint. One field is one option."""
 
     model: Model
-    recipe: Annotated[str, Option("--recipe", "-r", help="Built-in recipe (`compress recipes`) or a YAML file.")] = (
-        DEFAULT_RECIPE
-    )
+    recipe: Annotated[
+        str, Option("--recipe", "-r", help="Built-in recipe (`compress recipes`), a YAML file, or two as vq2bit+kv2.")
+    ] = DEFAULT_RECIPE
     out: Annotated[
         Path | None,
         Option(
@@ -76,12 +80,29 @@ class RunOptions:
             "Default: the text that compress comes with.",
         ),
     ] = None
+    imatrix: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="Importance matrix in llama.cpp's GGUF format (`compress imatrix`, llama-imatrix): errors of weights "
+            "count by it, and no text is read.",
+        ),
+    ] = None
     adapter: Adapter = None
     base_model: Annotated[
         str | None, Option(metavar="ID", help="Hub id of the original (owner/name), for the model card.")
     ] = None
     overrides: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a recipe value: bits=3. Repeatable.")
+        list[str] | None,
+        Option("--set", metavar="KEY=VALUE", help="Override a recipe value: bits=3; or FILE.yaml over it. Repeatable."),
+    ] = None
+    accept: Annotated[
+        list[str] | None,
+        Option(
+            metavar="KEY=BOUND",
+            help="Score the result: kl=0.1 at most, TASK=-0.02 of the original's answers, text=FILE. Exit code 3 where "
+            "it falls short. Repeatable.",
+        ),
     ] = None
     max_memory: Annotated[
         str | None, Option(metavar="SIZE", help="Limit for this process: 8GiB. Default: what is free.")
@@ -97,6 +118,14 @@ class RunOptions:
     ] = None
     max_kl: Annotated[
         float | None, Option(metavar="NATS", help="Allocate the smallest model within this KL on the calibration text.")
+    ] = None
+    export: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            help="Write the result in this format, too (`compress export --list`): OUT.gguf or OUT-NAME. The plan is "
+            "checked for it, and a --target in bytes is that of a GGUF file.",
+        ),
     ] = None
     measurements: Annotated[
         Path | None,
@@ -132,12 +161,14 @@ class RunOptions:
     @property
     def recipe_overrides(self) -> list[str]:
         """The values of --set, and those that --quick, --target, --max-kl and --context stand for."""
-        goal = {"allocate.target": self._goal(), "allocate.context": self.context}
+        goal = {"allocate.target": self._goal(), "allocate.context": self.context, "export": self.export}
         quick = QUICK if self.quick else ()
         return [
             *quick,
+            *(WITHOUT_TEXT if self.imatrix is not None else ()),
             *(self.overrides or []),
             *(f"{key}={value}" for key, value in goal.items() if value is not None),
+            *map(_override_of_bound, self.accept or []),
         ]
 
     def _goal(self) -> str | None:
@@ -175,6 +206,31 @@ class RunOptions:
             paths.check_out(out, self.overwrite)
             paths.check_writable(out.parent, "--out")
 
+    @property
+    def named_recipe(self) -> str:
+        """The recipe: where none was named, that of the format to export."""
+        return getattr(self._exported_by(), "RECIPE", self.recipe) if self.recipe == DEFAULT_RECIPE else self.recipe
+
+    def _exported_by(self) -> ModuleType | None:
+        """The target that --export names; unknown ones stop here."""
+        return None if self.export is None else plugins.load("export", self.export.lower().replace("-", "_"))
+
+    def exported(self, out: Path) -> Path | None:
+        """Return where the export of a checkpoint at `out` is written, None without one."""
+        target = self._exported_by()
+        return None if target is None else out.with_name(f"{out.name}{target.SUFFIX or f'-{self.export}'}")
+
+    def data_free(self, scheme: str) -> RunOptions:
+        """Return the options of a run that rounds by a scheme, without calibration; wrong usage for options of one."""
+        from compress import recipe as recipes
+
+        fields = [each for each in dataclasses.fields(self) if each.name not in ("model", *DATA_FREE)]
+        if given := [each.name for each in fields if getattr(self, each.name) != each.default]:
+            option = f"--{given[0].replace('_', '-')}"
+            raise typer.BadParameter("has no effect with --model-free; leave it out", param_hint=option)
+        name, own = recipes.data_free(scheme)
+        return dataclasses.replace(self, recipe=name, overrides=[*own, *(self.overrides or [])])
+
     def job(self, pack: bool = True, writes: Writes = "checkpoint") -> Job:
         """Return the job of a run; wrong usage, paths and recipes stop here, before anything heavy is imported.
 
@@ -182,17 +238,24 @@ class RunOptions:
         """
         from compress import recipe as recipes
 
+        target = self._exported_by()
         overrides, limit = self.recipe_overrides, parse_memory(self.max_memory)
         check_device(self.device)
         check_paths(self.model, *([] if self.calib == paths.SELF else [self.calib]))
         check_adapter(self.adapter)
+        if self.imatrix is not None and not self.imatrix.is_file():
+            raise typer.BadParameter(f"{self.imatrix} is no file", param_hint="--imatrix")
         if self.base_model is not None and not paths.HUB_ID.fullmatch(self.base_model):
             raise typer.BadParameter("give the id of a model on the hub, owner/name", param_hint="--base-model")
-        self._check_folders(writes, self.out)
-        note(recipes.ambiguous(self.recipe))
-        recipe = recipes.load(self.recipe, overrides)
+        given = self.out
+        if target is not None and target.SUFFIX and given is not None and given.suffix == target.SUFFIX:
+            given = given.with_suffix("")
+        self._check_folders(writes, given)
+        named = self.named_recipe
+        note(recipes.ambiguous(named))
+        recipe = recipes.load(named, overrides)
         if self.quick and recipe.quantize.two_sided and not any("two_sided" in each for each in self.overrides or ()):
-            recipe = recipes.load(self.recipe, [*overrides, ONE_SIDED_ROUNDING])
+            recipe = recipes.load(named, [*overrides, ONE_SIDED_ROUNDING])
         if not pack and not recipe.transform:
             raise RecipeError(f"recipe {recipe.name!r} has no transform to apply; give one that has, or use quantize")
         if self.budget is not None and not hasattr(getattr(recipe.allocate, "config", None), "estimator"):
@@ -202,7 +265,7 @@ class RunOptions:
 
         model = Path(self.model.rstrip("/")).name.removesuffix(paths.GGUF)
         name = re.sub(r"[^\w.-]+", "-", f"{model or 'model'}-{recipe.name}")
-        out = self.out or Path("models_out") / (name if pack else f"{name}-transformed")
+        out = given or Path("models_out") / (name if pack else f"{name}-transformed")
         self._check_folders(writes, out)
         return Job(
             model=self.model,
@@ -211,6 +274,7 @@ class RunOptions:
             adapter=self.adapter,
             base_model=self.base_model,
             calib=None if self.calib == paths.SELF else self.calib or str(paths.default_text()),
+            imatrix=self.imatrix,
             max_memory=limit,
             device=device_named(self.device),
             dtype=self.dtype,
@@ -225,6 +289,14 @@ class RunOptions:
             processes=self.processes,
             quick=self.quick,
         )
+
+
+def _override_of_bound(word: str) -> str:
+    """Return the override that a value of --accept stands for; wrong usage for one that is none."""
+    key, equals, bound = (part.strip() for part in word.partition("="))
+    if not (key and equals and bound):
+        raise typer.BadParameter(f"{word!r} is none of kl=0.1, text=FILE and TASK=-0.02", param_hint="--accept")
+    return f"accept.{key}={bound}" if key in ("kl", "text") else f"accept.task.{key.removeprefix('task.')}={bound}"
 
 
 def takes_run_options(

@@ -202,6 +202,8 @@ def result_lines(report: dict[str, Any], directory: str) -> list[str]:
             f"{len(unused)} stored tensors that the model does not use, {size(sum(unused.values()))}, are copied and "
             f"left out of bits over the whole model: {', '.join(largest)}"
         )
+    if made := report.get("exported"):
+        lines += [f"{made['out']}: {size(made['nbytes'])}", *made["notes"]]
     lines += [note for part in ("transform", "kv_cache") for note in report["notes"].get(part, [])]
     if report["resumed_blocks"]:
         lines.append(f"resumed after {report['resumed_blocks']} of {report['blocks']} blocks")

@@ -106,12 +106,12 @@ def compare(base: Any, model: Any, tokens: Tensor) -> Facts:
     if len(others) != len(blocks):
         raise UnsupportedModelError(f"the models have {len(blocks)} and {len(others)} decoder blocks")
     given, taken = (record(m, m.get_submodule(name), tokens.to(m.device)) for m in (base, model))
-    if given.hidden.shape != taken.hidden.shape:
+    if given.hidden[0].shape != taken.hidden[0].shape:
         raise UnsupportedModelError("the hidden states of the models are not of the same width")
     rotation, distance = _rotation(base, model)
     config = base.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    hidden, compared = given.hidden.float(), []
+    hidden, compared = given.hidden[0].float(), []
     for i, block in enumerate(blocks):
         if any(given.extra[i]) and any(x.numel() for x in given.extra[i]):
             raise UnsupportedModelError("the blocks give more than hidden states")

@@ -50,6 +50,7 @@ class SuiteRequest:
     max_tokens: int | None = None  # of each text; None: what the suite says
     kv: Mapping[str, CacheSettings] | None = None  # one cache by name; empty: the checkpoint's own; None: without one
     calib: str | None = None  # text for a cache that is calibrated
+    are_texts_scored: bool = False  # without a suite, too
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,12 @@ def run(
     windows = [text_windows([base], text, size.seq_len, size.max_tokens, execution.bos) for text in asked.texts]
     pair = open_pair(directory, base, execution, asked.kv, asked.calib, progress)
     texts, lost, floor = [], [], {}
-    if asked.suite is not None:
+    if asked.suite is not None or asked.are_texts_scored:
         for source, cut in zip(asked.texts, windows, strict=True):
             comparison, lost_tokens = compare_text(pair, source_name(source), cut, progress)
             texts.append(comparison)
             lost += [] if lost_tokens is None else [lost_tokens.plain()]
+    if asked.suite is not None:
         floor = noise_floor(pair, windows[0], execution, progress)
     begun = prefix.of_tokenizer(pair.tokenizers[0], execution.bos)
     stuff = task_runs.material(pair.tokenizers[0], pair.configs, begun, windows[0].tokens if windows else None)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from compress import plugins
 from compress.errors import ExportError, RecipeError
@@ -25,13 +25,27 @@ from compress.export.weights import EMBEDDINGS, HEAD, StoredWeight
 from compress.importers.source import Decoded
 from compress.process_memory import show
 from compress.progress import Progress, silent
-from compress.runtime.embedding import PackedEmbedding
 from compress.storage import paths
 from compress.storage.checkpoint import Readable, StoredTensor
 from compress.storage.workdir import check_space
 
 KIND = "export"
+DIRECTORY = ""  # SUFFIX of a target that writes one
 TIED = "tie_word_embeddings"
+
+
+class Wishes(NamedTuple):
+    """What users may ask some targets for."""
+
+    int8_inputs: bool = False  # products whose inputs are rounded to 8 bits
+    split_size: int = 0  # [bytes] of each of several files; 0: one file
+
+
+NONE = Wishes()
+NOT_TAKEN = {
+    "int8_inputs": "--int8-inputs; leave it out (recipes quantize inputs by `activations`)",
+    "split_size": "--split-size; leave it out (what is written as a directory is in several files anyway)",
+}
 
 
 @dataclass
@@ -40,12 +54,12 @@ class Export:
 
     source: PackedSource
     held: tuple[StoredWeight, ...]  # the weights that the target holds as they are stored, in the order of the model
-    tables: tuple[StoredWeight, ...]  # packed tables that become plain numbers
+    tables: tuple[StoredWeight, ...]  # packed tables, and linears of odd widths, that become plain numbers
     dtype: torch.dtype  # of these, and of the model that is written
     is_chosen: bool = False  # the user has named that type, which all plain numbers are to have
     notes: list[str] = field(default_factory=list)  # for the user, a line each
     progress: Progress = silent
-    int8_inputs: bool = False  # the user has asked for products whose inputs are rounded to 8 bits
+    wishes: Wishes = NONE
 
     def plain(self) -> dict[str, Readable]:
         """Return all tensors that are written as plain numbers by their published names, decoded when they are read."""
@@ -59,16 +73,13 @@ class Export:
         """Return role -> module under whose name a table is written: one for both where the rows are the same."""
         if table.tied and not table.is_one_table:
             return {EMBEDDINGS: table.name, HEAD: table.tied}
-        return {table.roles[0]: table.name}
+        return {table.roles[0] if table.roles else "": table.name}
 
     def plain_linears(self) -> list[str]:
         """Return the modules whose matrices are plain numbers: linears that are kept, routers, the output head."""
-        model = self.source.skeleton.model
-        modules, head = dict(model.named_modules()), model.get_output_embeddings()
-        looked_up = [name for name, each in modules.items() if isinstance(each, nn.Embedding | PackedEmbedding)]
+        heads, looked_up = self.source.heads(), self.source.looked_up()
         matrices = [name.removesuffix(".weight") for name, stored in self.plain().items() if len(stored.shape) == 2]
-        tied = [name for name, each in modules.items() if each is head]  # has no matrix of its own
-        return sorted({*matrices, *tied} - {*looked_up} - {weight.name for weight in self.held})
+        return sorted({*matrices, *heads} - looked_up - {weight.name for weight in self.held})
 
     def check_packed(self) -> None:
         """Raise ExportError if the target holds no weight of this checkpoint."""
@@ -116,24 +127,26 @@ def target_names() -> list[str]:
     return [name.replace("_", "-") for name in plugins.names(KIND)]
 
 
-def prepare(source: PackedSource, name: str, dtype: torch.dtype | None = None, int8_inputs: bool = False) -> Export:
+def prepare(source: PackedSource, name: str, dtype: torch.dtype | None = None, wishes: Wishes = NONE) -> Export:
     """Return what a target is to write; ExportError for linears that it cannot hold, with the first of them.
 
     dtype: of all plain numbers; None: as they are stored, and decoded tables in the type of the model.
-    int8_inputs: products round their inputs to 8 bits; ExportError for targets that do not take this.
+    wishes: ExportError for those that the target does not take.
     """
     target = target_named(name)
-    if int8_inputs and not getattr(target, "INT8_INPUTS", False):
-        raise ExportError(f"{name} takes no --int8-inputs; leave it out (recipes quantize inputs by `activations`)")
+    for wish, value in wishes._asdict().items():
+        if value and wish not in getattr(target, "TAKES", ()):
+            raise ExportError(f"{name} takes no {NOT_TAKEN[wish]}")
     reasons = {weight.name: target.refuses(weight) for weight in source.packed}
-    refused = [weight for weight in source.packed if reasons[weight.name] is not None and not weight.roles]
+    decodes = getattr(target, "decodes", lambda weight: bool(weight.roles))
+    refused = [weight for weight in source.packed if reasons[weight.name] is not None and not decodes(weight)]
     if refused:
         others = f" (and {len(refused) - 1} others)" if len(refused) > 1 else ""
         raise ExportError(f"{name} cannot hold {refused[0].name}{others}: {reasons[refused[0].name]}")
     held = tuple(weight for weight in source.packed if reasons[weight.name] is None)
     tables = tuple(weight for weight in source.packed if reasons[weight.name] is not None)
     export = Export(source, held, tables, dtype or source.dtype, dtype is not None, list(source.dropped))
-    export.int8_inputs = int8_inputs
+    export.wishes = wishes
     if hasattr(target, "check"):
         target.check(export)
     for table in [table for table in tables if reasons[table.name]]:
@@ -152,23 +165,44 @@ def export(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
     progress: Progress = silent,
-    int8_inputs: bool = False,
+    wishes: Wishes = NONE,
 ) -> ExportResult:
     """Write a checkpoint of ours at `out` in the format of a target; nothing is left behind if that fails.
 
-    dtype, int8_inputs: as `prepare` has them.
+    dtype, wishes: as `prepare` has them.
     Raises ExportError for what the target cannot hold, OutputError for what is in the way.
     """
-    target = target_named(name)
-    if not target.SUFFIX:
+    suffix = DIRECTORY if wishes.split_size else target_named(name).SUFFIX
+    if not suffix:
         paths.check_apart(out, directory)
-    with ExportPlace(out, target.SUFFIX, overwrite) as place:
-        prepared = prepare(open_source(directory), name, dtype, int8_inputs)
+
+    def prepared() -> Export:
+        return prepare(open_source(directory), name, dtype, wishes)
+
+    return write(prepared, name, out, overwrite, progress, suffix)
+
+
+def write(
+    prepared_export: Callable[[], Export],
+    name: str,
+    out: Path,
+    overwrite: bool = False,
+    progress: Progress = silent,
+    suffix: str | None = None,
+) -> ExportResult:
+    """Write what `prepared_export` returns, once the place is locked, at `out` in the format of a target, or nothing.
+
+    suffix: of the name of what is written; None: the target's. Raises ExportError and OutputError as `export`.
+    """
+    target = target_named(name)
+    suffix = target.SUFFIX if suffix is None else suffix
+    with ExportPlace(out, suffix, overwrite) as place:
+        prepared = prepared_export()
         prepared.progress = progress
         check_space(out.parent, _written_nbytes(prepared, target))
         target.write(prepared, place.new)
         place.publish()
-    files = [out] if target.SUFFIX else [path for path in out.rglob("*") if path.is_file()]
+    files = [out] if suffix else [path for path in out.rglob("*") if path.is_file()]
     nbytes = sum(os.path.getsize(path) for path in files)
     is_packed = bool(prepared.held or prepared.tables)
     return ExportResult(nbytes, prepared.source.nbytes, is_packed, tuple(prepared.notes))

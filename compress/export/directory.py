@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import build_glob_alternation
 
 from compress.export.convert import Export, cast
 from compress.export.place import RECORD
@@ -43,7 +42,7 @@ def write(
     """
     out.mkdir(parents=True)
     plain = {name: stored for name, stored in export.plain().items() if name not in left_out}
-    in_float32 = kept_in_float32(export, plain)
+    in_float32 = export.source.kept_in_float32(plain, export.dtype)
     if export.is_chosen:
         plain = {n: stored if n in in_float32 else as_dtype(stored, export.dtype) for n, stored in plain.items()}
     elif export.dtype != export.source.dtype:  # readers turn into that type what is stored in others
@@ -59,6 +58,11 @@ def finish(export: Export, out: Path, config: Mapping[str, Any]) -> None:
     """Write all files of a directory that hold no weights; config: what is laid over config.json."""
     companion_files.copy_files(export.source.directory, out)
     write_text(out / CONFIG, json.dumps({**export.config(), **config}, indent=2) + "\n")
+    write_record(export, out)
+
+
+def write_record(export: Export, out: Path) -> None:
+    """Write the file by which a directory is known to be an export of ours, which may be replaced."""
     record = {"version": __version__, "source": export.source.directory.name, "notes": export.notes}
     write_text(out / RECORD, json.dumps(record, indent=1) + "\n")
 
@@ -69,15 +73,6 @@ def held_tensors(export: Export, tensors: Callable[[StoredWeight], Mapping[str, 
         export.progress(f"writing {weight.name}", number, len(export.held))
         for key, tensor in tensors(weight).items():
             yield f"{weight.name}.{key}", tensor
-
-
-def kept_in_float32(export: Export, names: Iterable[str]) -> set[str]:
-    """Return the tensors that the model computes with in float32, whatever its type: such as what chooses experts."""
-    plan = export.source.skeleton.model._get_dtype_plan(export.dtype)
-    if not plan:
-        return set()
-    search, _, _ = build_glob_alternation(list(plan))
-    return {name for name in names if search.search(name)}
 
 
 def as_dtype(stored: Readable, dtype: torch.dtype, is_kept: bool = False) -> Readable:

@@ -1,30 +1,40 @@
-"""Give runs of `compress quantize` what they need of exports: a check of their plan, a model to merge an adapter into.
+"""Give runs of `compress quantize` what they need of exports: checks of plans, sizes, a model to merge an adapter into.
 
-A recipe may name the export that its result must fit. A packed checkpoint is decoded beside OUT for a run that merges
+A recipe may name the export that its result must fit. A target in bytes is then one for the file that is exported,
+where the format says how large that is. A packed checkpoint is decoded beside OUT for a run that merges
 an adapter into it and writes OUT.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar
 
 from torch import nn
 
-from compress.errors import CheckpointError
+from compress.errors import BudgetError, CheckpointError
 from compress.export import convert, place
 from compress.export.source import PackedSource, PublishedNames, open_source, published_names
 from compress.export.weights import StoredWeight
 from compress.importers import lora
+from compress.model import towers
 from compress.progress import Progress
-from compress.run.job import Prepared
+from compress.recipe.schema import Target
+from compress.run import prepare
+from compress.run.job import Job, Prepared
 from compress.runtime import linears
 from compress.storage.workdir import WorkDirectory, writing
 from compress.types import LayerPlan
+
+Decided = TypeVar("Decided")  # a job, or what is known where nothing has been measured
+MOST_CORRECTIONS = 6  # of the bytes that an allocation may take
 
 
 def check_plan(prepared: Prepared, target: str) -> None:
@@ -32,12 +42,74 @@ def check_plan(prepared: Prepared, target: str) -> None:
 
     What depends on values, such as scales that float16 cannot hold, is found by the export itself.
     """
+    _planned_export(prepared, target)
+
+
+def fit_target(job: Job, decide: Callable[[Job], Decided]) -> Decided | Job:
+    """Return the job with its bits allocated by `decide` so that the exported file takes at most the job's target.
+
+    Left to `decide` alone are jobs without a target in bytes, or with an export that does not know its size beforehand,
+    and what it gives where nothing is measured. Raises BudgetError for a target that no choice reaches.
+    """
+    first, allocation, export = decide(job), job.recipe.allocate, job.recipe.export
+    target = None if allocation is None else allocation.target
+    if export is None or allocation is None or target is None or not target.is_size or allocation.context is not None:
+        return first
+    decided: Decided | Job = first
+    room = target.nbytes
+    for _ in range(MOST_CORRECTIONS):
+        if not isinstance(decided, Job) or decided.allocation is None or (size := file_nbytes(decided, export)) is None:
+            return decided
+        if decided is not first and size <= target.nbytes:
+            line = f"the {export} file takes at most {size:,} of {target.nbytes:,} bytes"
+            facts = {"target": target.text, "notes": [*decided.allocation["notes"], line]}
+            return dataclasses.replace(decided, allocation={**decided.allocation, **facts})
+        beside = size - int(decided.allocation["nbytes"])  # first: what the file has beside what is counted
+        room = target.nbytes - beside if decided is first else room - (size - target.nbytes)
+        inner = dataclasses.replace(allocation, target=Target(f"{max(room, 1)}B"))
+        decided = decide(dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, allocate=inner)))
+    raise BudgetError(f"no choice of types was within {target.text} as {export}; raise the target")
+
+
+def check_place(job: Job, out: Path | None) -> None:
+    """Raise OutputError for a place of the export of a job's result that would be refused after hours of work."""
+    if out is not None and job.recipe.export is not None:
+        place.check(out, convert.target_named(job.recipe.export).SUFFIX, job.overwrite)
+
+
+def export_result(job: Job, out: Path, progress: Progress) -> dict[str, Any]:
+    """Write the checkpoint of a job in the format that its recipe names; return path, bytes and notes."""
+    assert job.recipe.export is not None
+    result = convert.export(job.out, job.recipe.export, out, overwrite=job.overwrite, progress=progress)
+    return {"out": str(out), "nbytes": result.nbytes, "notes": list(result.notes)}
+
+
+def file_nbytes(job: Job, target: str) -> int | None:
+    """Return the most bytes that the export of a job's result takes; None for a target that does not say."""
+    module = convert.target_named(target)
+    if not hasattr(module, "file_nbytes"):
+        return None
+    return int(module.file_nbytes(_planned_export(prepare.prepare(job), target)))
+
+
+def _planned_export(prepared: Prepared, target: str) -> convert.Export:
+    """Return what an export of a plan's result would have to write; ExportError for what the target cannot hold."""
     skeleton, plan = prepared.skeleton, prepared.plan
     layers = (*plan.layers, *plan.tower_layers)
-    published = published_names(skeleton.model, [layer.spec.name for layer in layers])
-    packed = tuple(_weight(skeleton.model, published, layer) for layer in layers)
+    published = published_names(skeleton.model, [layer.spec.name for layer in (*layers, *plan.tables)])
+    tables = {table.spec.name: table for table in towers.find_tables(skeleton)}
+    packed = [_weight(skeleton.model, published, layer) for layer in layers]
+    for layer in plan.tables:
+        table = tables[layer.spec.name]
+        packed.append(
+            dataclasses.replace(
+                _weight(skeleton.model, published, layer), roles=table.roles, tied="".join(table.names[1:2])
+            )
+        )
+    plain = {name: stored for name, stored in skeleton.checkpoint.tensors.items() if name in plan.kept_nbytes}
     directory, config = skeleton.checkpoint.directory, skeleton.checkpoint.config
-    convert.prepare(PackedSource(directory, config, packed, {}, skeleton.dtype, skeleton, frozenset(), ()), target)
+    source = PackedSource(directory, config, tuple(packed), plain, skeleton.dtype, skeleton, published.fused, ())
+    return convert.prepare(source, target)
 
 
 def _weight(model: nn.Module, published: PublishedNames, layer: LayerPlan) -> StoredWeight:

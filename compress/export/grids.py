@@ -15,7 +15,6 @@ from torch import Tensor
 from compress.errors import ExportError
 from compress.export.convert import Export
 from compress.export.weights import ExportWeight, StoredWeight
-from compress.model import meta_pass
 from compress.quant import grid_types
 from compress.runtime.expert_layouts import PROJECTIONS
 from compress.types import IN_SCALE, Activations
@@ -68,8 +67,7 @@ def refusal(weight: ExportWeight, types: Collection[str]) -> str | None:
 
 def fused_linears(export: Export) -> Iterator[list[StoredWeight]]:
     """Yield the linears that read the same input in one module, where there are several: packed ones, in order."""
-    skeleton = export.source.skeleton
-    first_readers = meta_pass.flow(skeleton.config, skeleton.dtype).shared
+    first_readers = export.source.first_readers()
     groups: dict[tuple[str, str], list[StoredWeight]] = {}
     for weight in export.held:
         parent, _, last = weight.module.rpartition(".")

@@ -23,9 +23,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightRenaming, revert_weight_conversion
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightRenaming,
+    build_glob_alternation,
+    revert_weight_conversion,
+)
 
 from compress.export.weights import EMBEDDINGS, HEAD, StoredWeight
+from compress.model import meta_pass
 from compress.model.skeleton import Skeleton
 from compress.runtime import embedding, linears
 from compress.runtime.embedding import PackedEmbedding
@@ -128,6 +134,29 @@ class PackedSource:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(weight.nbytes for weight in self.packed) + sum(tensor.nbytes for tensor in self.plain.values())
+
+    def first_readers(self) -> Mapping[str, str]:
+        """Return the path of a linear -> that of the first linear that reads the same input."""
+        return meta_pass.flow(self.skeleton.config, self.skeleton.dtype).shared
+
+    def heads(self) -> set[str]:
+        """Return the paths of the output head, which has no matrix of its own where it is tied."""
+        model = self.skeleton.model
+        head = model.get_output_embeddings()
+        return {name for name, each in model.named_modules() if head is not None and each is head}
+
+    def looked_up(self) -> set[str]:
+        """Return the paths of modules whose matrices are looked up, and not multiplied with."""
+        modules = self.skeleton.model.named_modules()
+        return {name for name, each in modules if isinstance(each, nn.Embedding | PackedEmbedding)}
+
+    def kept_in_float32(self, names: Iterable[str], dtype: torch.dtype) -> set[str]:
+        """Return the tensors that a model of type `dtype` computes with in float32, such as what chooses experts."""
+        plan = self.skeleton.model._get_dtype_plan(dtype)
+        if not plan:
+            return set()
+        search, _, _ = build_glob_alternation(list(plan))
+        return {name for name in names if search.search(name)}
 
 
 def open_source(directory: Path) -> PackedSource:

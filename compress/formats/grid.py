@@ -7,15 +7,16 @@ The product of the scales is taken first, in float32. `values` names the table:
 - `e4m3`: float8_e4m3fn, up to 448 (FP8, MXFP8);
 - `nf4`: NF4 of QLoRA (arXiv 2305.14314), quantiles of a normal distribution in [-1, 1];
 - `fp4`: FP4 of bitsandbytes, another table than e2m1, in [-1, 1];
-- `dynamic8`: dynamic 8-bit numbers (arXiv 2110.02861), in [-1, 1].
+- `dynamic8`: dynamic 8-bit numbers (arXiv 2110.02861), in [-1, 1];
+- `iq4_nl`: 16 integers from -127 to 113, those of llama.cpp's IQ4_NL and IQ4_XS; scales may be negative.
 
 `scale_type` is that of the scales: `e8m0` (powers of two, MX), `e4m3` (NVFP4), float16, bfloat16, float32, or `nested`:
 scales coded in turn, as double quantization of QLoRA, scale = mean + DYNAMIC8[code] * size[k // 256] for the k-th scale
 counted row by row.
 
-Named types: MXFP4 is e2m1, blocks of 32, e8m0; MXFP8 e4m3, 32, e8m0; NVFP4 e2m1, 16, e4m3 with a tensor scale; FP8 e4m3
-with a float32 scale for the tensor, for each row, or for 128 x 128 weights. bits per weight = 4 or 8, plus about the
-bits of a scale / (block_rows block_columns).
+Named types: MXFP4 is e2m1, blocks of 32, e8m0; MXFP8 e4m3, 32, e8m0; NVFP4 e2m1, 16, e4m3 with a tensor scale; IQ4_NL
+iq4_nl, 32, float16; FP8 e4m3 with a float32 scale for the tensor, for each row, or for 128 x 128 weights. bits per
+weight = 4 or 8, plus about the bits of a scale / (block_rows block_columns).
 
 Stored tensors (R = ceil(out / block_rows), C = ceil(in / block_columns)):
 - `codes` uint8 [out, ceil(in / 2)] of 4 bits, the even column in the low half of a byte, as engines read it;
@@ -36,8 +37,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-E2M1, E4M3, NF4, FP4, DYNAMIC8 = "e2m1", "e4m3", "nf4", "fp4", "dynamic8"
-VALUE_BITS = {E2M1: 4, NF4: 4, FP4: 4, E4M3: 8, DYNAMIC8: 8}
+E2M1, E4M3, NF4, FP4, DYNAMIC8, IQ4_NL = "e2m1", "e4m3", "nf4", "fp4", "dynamic8", "iq4_nl"
+VALUE_BITS = {E2M1: 4, NF4: 4, FP4: 4, IQ4_NL: 4, E4M3: 8, DYNAMIC8: 8}
 E8M0, NESTED, TENSOR_SCALE = "e8m0", "nested", "tensor_scale"
 SCALE_DTYPES = {
     **{E8M0: torch.uint8, E4M3: torch.float8_e4m3fn, NESTED: torch.uint8},
@@ -53,13 +54,14 @@ NF4_LEVELS = (
     *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-LARGEST = {E2M1: 6.0, E4M3: 448.0, NF4: 1.0, FP4: 1.0, DYNAMIC8: 1.0}  # point of each table
+LARGEST = {E2M1: 6.0, E4M3: 448.0, NF4: 1.0, FP4: 1.0, DYNAMIC8: 1.0, IQ4_NL: 127.0}  # point of each table
+IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 FP4_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 
 
 @dataclass(frozen=True)
 class Params:
-    values: str  # the table of values: e2m1, e4m3, nf4, fp4 or dynamic8
+    values: str  # the table of values: e2m1, e4m3, nf4, fp4, dynamic8 or iq4_nl
     block_columns: int  # [columns] that share a scale; -1: the whole row
     scale_type: str  # of the scales: e8m0, e4m3, nested, float16, bfloat16 or float32
     block_rows: int = 1  # [rows] that share a scale; -1: all
@@ -104,8 +106,8 @@ def value_table(values: str) -> Tensor:
     with torch.inference_mode(False):
         if values == E4M3:
             return torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
-        if values == NF4:
-            return torch.tensor(NF4_LEVELS)
+        if values in (NF4, IQ4_NL):
+            return torch.tensor(NF4_LEVELS if values == NF4 else IQ4_LEVELS, dtype=torch.float32)
         if values == DYNAMIC8:
             return _dynamic_table()
         magnitudes = torch.tensor(E2M1_MAGNITUDES) if values == E2M1 else torch.tensor(FP4_TWELFTHS) / 12

@@ -6,7 +6,8 @@
 
 A super-block of 256 columns of a row has one step of 16 bits, and a second one for minima. `LAYOUTS` has what differs
 between the types. Those with minima (Q2_K, Q4_K, Q5_K) have unsigned codes and scales, the zeros above are 0. Those
-without (Q3_K, Q6_K) have signed ones, half of the range is subtracted. Both products are exact in float32, and so is
+without (Q3_K, Q6_K) have signed ones, half of the range is subtracted. A code of IQ4_XS stands for one of 16 `LEVELS`
+in the place of code - ZERO. Both products are exact in float32, and so is
 scale * code: a weight with a minimum is rounded once, another never, so that every reader gives the same bits.
 
 Stored tensors (N = out_features padded to a multiple of 16, K = in_features padded to whole super-blocks, G groups and
@@ -14,13 +15,13 @@ S super-blocks of a row):
 - `words<w>` int16, the planar words of compress/numerics/packing.py, a tile of 256 columns for each super-block;
 - `scales` and `minima` uint8 [G, N * scale_bits / 8], little-endian bit streams of codes;
 - `steps` and `minimum_steps` float16 [S, N], bfloat16 where they leave the normal range of float16.
-Where rows and columns need no padding these are as many bits as the blocks of llama.cpp have. Rows can be cut anywhere,
-columns at super-blocks.
+Where rows and columns need no padding these are as many bits as the blocks of llama.cpp have. Rows can be cut anywhere
+and looked up, columns are cut at super-blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -43,11 +44,18 @@ class Layout(NamedTuple):
     group_size: int  # [columns] that share a scale
     scale_bits: int  # of a scale, and of a minimum
     has_minima: bool  # codes and scales are unsigned, and a minimum is subtracted; false: both are signed
+    levels: tuple[int, ...] = ()  # what codes stand for; () for code - zero
 
     @property
     def zero(self) -> int:
         """Return what is subtracted from a stored code."""
         return 0 if self.has_minima else 1 << (self.bits - 1)
+
+    def units(self, codes: Tensor) -> Tensor:
+        """Return what codes stand for in units of their scales, float32."""
+        if self.levels:
+            return torch.tensor(self.levels, dtype=torch.float32, device=codes.device)[codes.int()]
+        return codes.float().sub_(self.zero)
 
     @property
     def scale_zero(self) -> int:
@@ -65,18 +73,20 @@ class Layout(NamedTuple):
         return SUPER_BLOCK // plane_fields(self.bits)
 
 
+LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 LAYOUTS = {
     "q2_k": Layout(2, 16, 4, True),
     "q3_k": Layout(3, 16, 6, False),
     "q4_k": Layout(4, 32, 6, True),
     "q5_k": Layout(5, 32, 6, True),
     "q6_k": Layout(6, 16, 8, False),
+    "iq4_xs": Layout(4, 32, 6, False, LEVELS),
 }
 
 
 @dataclass(frozen=True)
 class Params:
-    type: Literal["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]  # of llama.cpp, whose grid it is
+    type: Literal["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"]  # of llama.cpp, whose grid it is
     step_dtype: str = "float16"  # of the steps; llama.cpp has float16 only
 
     def __post_init__(self) -> None:
@@ -152,6 +162,37 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
     return weight
 
 
+def has_rows(params: Params) -> bool:
+    """Return whether each row has all that it is made of to itself: always."""
+    return True
+
+
+def decode_rows(
+    tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return rows [n] int64 of the weight, [n, in]."""
+    layout = params.layout
+    planes = {name: tensor[rows] for name, tensor in tensors.items() if name.startswith("words")}
+    codes = unpack_planes(planes, layout.bits, layout.tile_words).to(torch.uint8)
+
+    def products(codes: str, steps: str, zero: int) -> Tensor:
+        stream, first = tensors[codes], rows * layout.scale_bits
+        octets = torch.stack([first // 8, (first // 8 + 1).clamp(max=stream.shape[1] - 1)])
+        low, high = stream[:, octets.flatten()].int().unflatten(1, (2, -1)).unbind(1)
+        integers = ((low | high << 8) >> first % 8) & ((1 << layout.scale_bits) - 1)
+        wide = tensors[steps][:, rows].float().repeat_interleave(layout.groups, 0)
+        return integers.float().sub_(zero).mul_(wide).T
+
+    scale = products(*_SCALES, layout.scale_zero)
+    minimum = products(*_MINIMA, 0) if layout.has_minima else None
+    return _values(codes, scale, minimum, params)[:, : shape[1]].to(dtype)
+
+
+def join_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the tensors of a weight from those of its rows; all parts but the last are of whole `ROW_MULTIPLE`s."""
+    return {name: torch.cat([part[name] for part in parts], int(not name.startswith("words"))) for name in parts[0]}
+
+
 def cut(
     tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], rows: range, columns: range
 ) -> tuple[Params, dict[str, Tensor]]:
@@ -189,7 +230,7 @@ def _grids(tensors: Mapping[str, Tensor], layout: Layout) -> tuple[Tensor, Tenso
 
 def _values(codes: Tensor, scale: Tensor, minimum: Tensor | None, params: Params) -> Tensor:
     """Return the weights of codes [rows, K] whose groups have scales and minima [rows, G]: float32 [rows, K]."""
-    values = codes.float().sub_(params.layout.zero).unflatten(1, (-1, params.layout.group_size))
+    values = params.layout.units(codes).unflatten(1, (-1, params.layout.group_size))
     values.mul_(scale[..., None])
     if minimum is not None:
         values.sub_(minimum[..., None])

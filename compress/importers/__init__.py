@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from compress import plugins
 from compress.errors import CheckpointError, shown
 from compress.importers import companions, gguf, lora, options
@@ -28,7 +30,13 @@ from compress.storage import checkpoint as storage
 from compress.storage import paths
 from compress.storage.checkpoint import CONFIG, Checkpoint, Readable
 
-KEYS = ("quantization_config", "compression_config")  # the second is of older versions of one tool
+KEYS = ("quantization_config", "compression_config", "quantization")  # the second and third are of one tool each
+NAMELESS = {"mlx": {"group_size", "bits"}, "bitsandbytes": {"load_in_4bit"}}  # tool -> keys of a section without a name
+PARTS = re.compile(
+    r"weight_scale|weight_packed|qweight|absmax|\.scales?$|_quantized$"
+)  # in the names of packed weights
+ALIASES = {"mxfp8": {"weight_block_size": [1, 32], "quant_method": "fp8"}}  # quant_method -> whose it is, its defaults
+DROPPED = "plain weights; a section on quantization that names no tool is left out"
 LEADING_WRAPPERS = re.compile(r"(?:(?:module|_orig_mod|_fsdp_wrapped_module|_forward_module|base_model\.model)\.)+")
 INNER_WRAPPERS = re.compile(
     r"(?<=\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
@@ -57,12 +65,15 @@ def _open_decoded(directory: Path) -> Checkpoint:
     companions.check(directory)
     checkpoint = storage.open_checkpoint(directory)
     companions.check_plain(checkpoint)
-    settings = _settings(directory, checkpoint.config)
-    if settings is not None and settings["quant_method"] == paths.METHOD:
+    settings = _settings(directory, checkpoint)
+    if settings is not None and settings.get("quant_method") == paths.METHOD:
         return checkpoint
     checkpoint = strip_wrappers(checkpoint)
     if settings is None:
         return checkpoint
+    if "quant_method" not in settings:
+        base = ", ".join(filter(None, [DROPPED, checkpoint.base]))
+        return dataclasses.replace(checkpoint, config=_plain(checkpoint.config), base=base)
     importer = plugins.load("importers", _importer(directory, settings["quant_method"]))
     stored = {source.name: source for tensor in checkpoint.tensors.values() for source in tensor.sources}
     source = CheckpointSource(directory, checkpoint.config, settings, stored)
@@ -80,21 +91,40 @@ def _open_decoded(directory: Path) -> Checkpoint:
     return Checkpoint(directory, _plain(checkpoint.config), {**source.stored, **decoded}, base, settings)
 
 
-def _settings(directory: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+def _settings(directory: Path, checkpoint: Checkpoint) -> dict[str, Any] | None:
     """Return the settings of the tool that quantized a checkpoint, None if none has.
 
-    They stand in config.json, in older checkpoints in a file beside it.
+    They stand in config.json, in older checkpoints in a file beside it. Those without a quant_method are of a tool that
+    writes none, or of plain weights.
     """
-    sections = [config, *(section for section in (config.get("text_config"),) if isinstance(section, dict))]
-    settings = next((section[key] for section in sections for key in KEYS if section.get(key)), None)
+    text = checkpoint.config.get("text_config")
+    sections = [checkpoint.config, *([text] if isinstance(text, dict) else [])]
+    given = (section[key] for section in sections for key in KEYS if key in section and _is_section(key, section[key]))
+    settings = next(filter(None, given), None)
     settings = companions.settings(directory) if settings is None else settings
-    if settings is None:
-        return None
-    if not isinstance(settings, dict) or not isinstance(settings.get("quant_method"), str):
-        raise CheckpointError(
-            f"{directory / CONFIG}: quantization_config {shown(settings)} names no quant_method; download it again"
-        )
-    return settings
+    if settings is None or (isinstance(settings, dict) and isinstance(settings.get("quant_method"), str)):
+        alias = ALIASES.get(settings["quant_method"]) if settings else None
+        return settings if alias is None else {**alias, **settings, "quant_method": alias["quant_method"]}
+    if isinstance(settings, dict) and "quant_method" not in settings:
+        tool = next((tool for tool, keys in NAMELESS.items() if keys <= settings.keys()), None)
+        if _is_plain(checkpoint.tensors):
+            return settings
+        if tool is not None:
+            return {**settings, "quant_method": tool}
+    raise CheckpointError(
+        f"{directory / CONFIG}: quantization_config {shown(settings)} names no quant_method; download it again"
+    )
+
+
+def _is_section(key: str, value: object) -> bool:
+    """Return whether a value of config.json speaks of quantization; under the last key a model may have its own."""
+    return key in KEYS[:-1] or (key == KEYS[-1] and isinstance(value, dict) and NAMELESS["mlx"] <= value.keys())
+
+
+def _is_plain(tensors: Mapping[str, Readable]) -> bool:
+    """Return whether no name and no type of a tensor is that of a packed weight."""
+    plain = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
+    return all(tensor.dtype in plain and not PARTS.search(name) for name, tensor in tensors.items())
 
 
 def _importer(directory: Path, method: str) -> str:
@@ -114,7 +144,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: _plain(value) if key == "text_config" and isinstance(value, dict) else value
         for key, value in config.items()
-        if key not in KEYS
+        if not _is_section(key, value)
     }
 
 

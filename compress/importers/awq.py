@@ -6,15 +6,11 @@ scales are [groups, out].
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from compress.errors import shown
-from compress.importers import options, scaled
-from compress.importers.source import CheckpointSource, Decoded, fill_rows, step
+from compress.importers import options, turned
+from compress.importers.source import CheckpointSource
 from compress.storage.checkpoint import CONFIG, Readable
 
-ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds output 0, 1, ... of its eight
 LAYOUTS = ("gemm",)
 OPTIONS: options.Options = {
     **options.PLAIN_MODULES,
@@ -41,40 +37,9 @@ def describe(source: CheckpointSource) -> str:
 
 def tensors(source: CheckpointSource) -> dict[str, Readable]:
     """Return the weights by name; CheckpointError for one that lacks a part, or has one of another shape."""
-    return {f"{module}.weight": _weight(source, module) for module in source.ending(".qweight")}
+    size = _group_size(source)
+    return {f"{module}.weight": turned.awq(source, module, size) for module in source.ending(".qweight")}
 
 
 def _group_size(source: CheckpointSource) -> int:
     return source.number("group_size" if "group_size" in source.settings else "q_group_size", -1, -1)
-
-
-def _weight(source: CheckpointSource, module: str) -> Decoded:
-    codes = source.take(f"{module}.qweight", (torch.int32,))
-    if len(codes.shape) != 2 or not all(codes.shape):
-        raise source.error(f"{codes.name} has the shape {list(codes.shape)}, not [in, out / 8]")
-    inner, words = codes.shape
-    size = _group_size(source)
-    size = size if size > 0 else inner
-    groups, out = -(-inner // size), 8 * words
-    zeros = source.take(f"{module}.qzeros", (torch.int32,), (groups, words))
-    scales = source.take(f"{module}.scales", scaled.FLOATS, (groups, out))
-    shape = (out, inner)
-
-    def decode(start: int, stop: int) -> Tensor:
-        packed, offsets, factors = codes.read(), _nibbles(zeros.read()).float(), scales.read().float()
-        group = torch.arange(inner) // size
-
-        def rows(start: int, stop: int) -> Tensor:
-            values = _nibbles(packed[:, start // 8 : -(-stop // 8)])[:, : stop - start].t().float()
-            values.sub_(offsets[:, start:stop].t().index_select(1, group))
-            return values.mul_(factors[:, start:stop].t().index_select(1, group)).to(scales.dtype)
-
-        return fill_rows((stop - start, inner), scales.dtype, lambda a, b: rows(start + a, start + b), step(shape, 8))
-
-    return Decoded(f"{module}.weight", scales.dtype, shape, (codes, zeros, scales), decode, out)
-
-
-def _nibbles(words: Tensor) -> Tensor:
-    """Return the codes uint8 [rows, 8 n] of words int32 [rows, n]."""
-    shifts = torch.tensor([4 * place for place in ORDER], dtype=torch.int32)
-    return ((words.unsqueeze(-1) >> shifts) & 15).to(torch.uint8).flatten(-2)

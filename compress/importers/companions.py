@@ -25,10 +25,6 @@ LEFT_OUT = {  # pattern of a name -> what the file or folder (with a / behind) i
     "*.safetensors": "weights that are not of this model's index",
     "*.index.json": "an index of other weights",
     **dict.fromkeys(("*.py", "custom_generate/"), "code, which is not run"),
-    **dict.fromkeys(
-        ("modules.json", "[0-9]_*/", "sentence_*_config.json", "config_sentence_transformers.json"),
-        "what makes embeddings of the model's outputs",
-    ),
     "*kv_cache_scales*": "scales of another tool's cache",
     "additional_chat_templates/": "more chat templates",
 }

@@ -11,7 +11,6 @@ import torch
 
 from compress.errors import shown
 from compress.importers import options, scaled
-from compress.importers.scaled import unpack_e2m1
 from compress.importers.source import CheckpointSource
 from compress.storage.checkpoint import CONFIG, Readable, StoredTensor
 
@@ -43,7 +42,7 @@ def tensors(source: CheckpointSource) -> dict[str, Readable]:
     for name in names:
         stored, scale = source.take(name), _scale(source, name)
         if stored.dtype == torch.int8 and stored.shape:
-            codes, scales = _halves(stored), scaled.ScaleGrid(scale, (1, GROUP))
+            codes, scales = scaled.halves(stored), scaled.ScaleGrid(scale, (1, GROUP))
         else:
             codes, scales = scaled.plain(stored), scaled.ScaleGrid(scale, block)
         weights[name] = scaled.weight(source, name, codes, scales, source.dtype)
@@ -67,9 +66,3 @@ def _scale(source: CheckpointSource, name: str) -> StoredTensor:
     names = [f"{name}_scale_inv", f"{name}_scale", f"{module}scale", f"{module}qscale_weight"]
     stored = next((other for other in names if other in source.stored), names[0])
     return source.take(stored, (*scaled.FLOATS, *scaled.EXPONENTS))
-
-
-def _halves(stored: StoredTensor) -> scaled.Codes:
-    """Return the numbers [out, in] that lie in the bytes [out, in / 2]."""
-    shape = (*stored.shape[:-1], 2 * stored.shape[-1])
-    return scaled.Codes(stored, shape, lambda start, stop: unpack_e2m1(stored.rows(start, stop).view(torch.uint8)))

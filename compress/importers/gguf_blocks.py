@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compress.errors import CheckpointError
-from compress.formats.kquant import Scales
+from compress.formats.kquant import LEVELS, Scales
 from compress.importers import gguf_points
 
 Bytes = NDArray[np.uint8]  # [blocks, bytes of a block], or a part of these columns
 Values = NDArray[np.float32]
 
-IQ4_LEVELS = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.float32)
+IQ4_LEVELS = np.array(LEVELS, np.float32)
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16, 28: torch.float64}  # types that are no blocks
 
 
@@ -81,6 +81,10 @@ def _multiply(scales: Values, codes: NDArray[np.generic], minima: Values | None 
 
 def _as_signed(codes: Bytes, zero: int) -> NDArray[np.int8]:
     return codes.astype(np.int8) - np.int8(zero)
+
+
+def _q1_0(raw: Bytes) -> Values:
+    return _multiply(_half(raw[:, :2]), _as_signed(_fields(raw[:, 2:], 1, 1) << np.uint8(1), 1))
 
 
 def _q4_0(raw: Bytes) -> Values:
@@ -192,6 +196,7 @@ BLOCKS = {
     gguf_points.TQ2_0: BlockType("TQ2_0", 256, 66, None),
     gguf_points.MXFP4: BlockType("MXFP4", 32, 17, gguf_points.decode_mxfp4),
     gguf_points.NVFP4: BlockType("NVFP4", 64, 36, gguf_points.decode_nvfp4),
+    41: BlockType("Q1_0", 128, 18, _q1_0),
 }
 SIGNED = {2: 4, 6: 5, 8: 8}  # types whose blocks are a float16 scale and signed codes -> bits of a code
 UNKNOWN = {4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64"}
@@ -276,12 +281,18 @@ def _q6_k_parts(codes: Bytes, scales: Bytes, steps: Bytes, *_: Bytes) -> list[By
     return [_pack_fields(codes & np.uint8(15), 4, 64), _pack_fields(codes >> np.uint8(4), 2, 32), signed, steps]
 
 
+def _iq4_xs_parts(codes: Bytes, scales: Bytes, steps: Bytes, *_: Bytes) -> list[Bytes]:
+    low, high = _pack_fields(scales & np.uint8(15), 4, 1), _pack_fields(scales >> np.uint8(4), 2, 1)
+    return [steps, high, low, _pack_fields(codes, 4, 16)]
+
+
 _K_PARTS: dict[int, Callable[..., list[Bytes]]] = {
     10: _q2_k_parts,
     11: _q3_k_parts,
     12: _q4_k_parts,
     13: _q5_k_parts,
     14: _q6_k_parts,
+    23: _iq4_xs_parts,
 }
 
 

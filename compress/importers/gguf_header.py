@@ -52,9 +52,10 @@ WIDTHS = (  # keys of sizes that some tensor has as one of its dimensions
     *("expert_feed_forward_length", "expert_shared_feed_forward_length"),
 )
 BLOCKS, HEADS, KV_HEADS = "block_count", "attention.head_count", "attention.head_count_kv"
-THETA = "rope.freq_base"
-ROTATED = "rope.dimension_count"  # entries of a head that are rotated
-WINDOW = "attention.sliding_window"
+THETA, THETA_WITHIN = "rope.freq_base", "rope.freq_base_swa"  # the second of layers that see a window
+SECTIONS = "rope.dimension_sections"
+ROTATED, ROTATED_WITHIN = "rope.dimension_count", "rope.dimension_count_swa"  # entries of a head that are rotated
+WINDOW, WINDOWS = "attention.sliding_window", "attention.sliding_window_pattern"
 KIND, FACTOR = "rope.scaling.type", "rope.scaling.factor"
 ORIGINAL_LENGTH = "rope.scaling.original_context_length"
 FREQUENCIES = "rope_freqs.weight"  # tensor: by how much each rotary frequency is divided, float32 [head size / 2]

@@ -1,8 +1,9 @@
-"""Pack and decode the blocks of GGUF files whose numbers are points of a table: MXFP4, NVFP4, and three values.
+"""Pack and decode the blocks of GGUF files whose numbers are points of a table: FP4, IQ4_NL, and three values.
 
 - MXFP4: 32 numbers of e2m1, and their exponent in a byte; number j in the low half of byte j, j + 16 in the high half.
 - NVFP4: 64 numbers in four parts of 16, each with a scale of e4m3 without its sign. All four scales come first. The
   values are those of the blocks times a number for the whole tensor, which is stored as one of its own.
+- IQ4_NL: a float16 scale and 32 numbers, as in MXFP4 (compress/importers/gguf_blocks.py decodes it).
 - TQ1_0, TQ2_0: 256 numbers -1, 0 or 1, and a float16 scale: five in a byte, as the fraction byte / 256 in base 3, or
   four in fields of 2 bits.
 """
@@ -19,7 +20,7 @@ from compress.formats import grid
 Bytes = NDArray[np.uint8]  # [blocks, bytes of a block], or a part of these columns
 Values = NDArray[np.float32]
 
-TQ1_0, TQ2_0, MXFP4, NVFP4 = 34, 35, 39, 40  # numbers of the types
+IQ4_NL, TQ1_0, TQ2_0, MXFP4, NVFP4 = 20, 34, 35, 39, 40  # numbers of the types
 TRITS = 256  # numbers of a block of three values
 DOUBLED = (2 * grid.value_table(grid.E2M1) + 0.0).numpy()  # points of e2m1, times 2; -0 becomes llama.cpp's 0
 POWERS = np.array((81, 27, 9, 3, 1), np.uint8)
@@ -47,15 +48,17 @@ def _halves(raw: Bytes) -> Bytes:
     return np.concatenate([raw & np.uint8(15), raw >> np.uint8(4)], 1)
 
 
-def pack_e2m1(codes: Tensor, scales: Tensor, number: int) -> Tensor:
-    """Pack codes of e2m1, uint8 [rows, columns], as blocks of MXFP4 or NVFP4: uint8 [rows, bytes of a row].
+def pack_points(codes: Tensor, scales: Tensor, number: int) -> Tensor:
+    """Pack codes of 4 bits, uint8 [rows, columns], as blocks of MXFP4, NVFP4 or IQ4_NL: uint8 [rows, bytes of a row].
 
-    scales: the bytes of exponents [rows, columns / 32], or of positive numbers of e4m3 [rows, columns / 16].
+    scales: the bytes of exponents [rows, columns / 32], of positive numbers of e4m3 [rows, columns / 16], or of numbers
+    of float16 [rows, 2 columns / 32].
     """
-    part, together = (32, 1) if number == MXFP4 else (16, 4)  # numbers that share a scale, scales of a block
+    part = 16 if number == NVFP4 else 32  # numbers that share a scale
+    count, width = (4, 4) if number == NVFP4 else (1, 2 if number == IQ4_NL else 1)  # scales of a block, their bytes
     fields = codes.numpy().reshape(-1, part)
     packed = fields[:, : part // 2] | fields[:, part // 2 :] << np.uint8(4)
-    parts = [scales.numpy().reshape(-1, together), packed.reshape(-1, together * part // 2)]
+    parts = [scales.numpy().reshape(-1, width), packed.reshape(-1, count * part // 2)]
     return torch.from_numpy(np.concatenate(parts, 1).reshape(len(codes), -1))
 
 

@@ -52,11 +52,18 @@ class ScaleGrid(NamedTuple):
     divisor: StoredTensor | None = None  # one number that all scales are divided by
     others: tuple[StoredTensor, ...] = ()  # that zeros are read from
     factor: StoredTensor | None = None  # one number that all scales are multiplied by
+    values: Callable[[Tensor], Tensor] | None = None  # stored scales -> float32, where `numbers` does not give them
 
 
 def plain(stored: StoredTensor) -> Codes:
     """Return the numbers of a stored tensor."""
     return Codes(stored, stored.shape, lambda start, stop: stored.rows(start, stop).float())
+
+
+def halves(stored: StoredTensor, unpack: Callable[[Tensor], Tensor] | None = None) -> Codes:
+    """Return the numbers [..., n] that lie in bytes [..., n / 2], e2m1 where no `unpack` says otherwise."""
+    shape = (*stored.shape[:-1], 2 * stored.shape[-1] if stored.shape else 0)
+    return Codes(stored, shape, lambda start, stop: (unpack or unpack_e2m1)(stored.rows(start, stop).view(torch.uint8)))
 
 
 def numbers(scale: Tensor) -> Tensor:
@@ -88,7 +95,7 @@ def weight(source: CheckpointSource, name: str, codes: Codes, scales: ScaleGrid,
 
     def decode(start: int, stop: int) -> Tensor:
         first, last = (start, stop) if outer else (start // down, -(-stop // down))
-        factors = numbers(table.rows(first, last))
+        factors = (scales.values or numbers)(table.rows(first, last))
         if scales.divisor is not None:
             factors = factors / scales.divisor.read().float().reshape(())
         if scales.factor is not None:
@@ -103,6 +110,14 @@ def weight(source: CheckpointSource, name: str, codes: Codes, scales: ScaleGrid,
 
     extra = tuple(stored for stored in (scales.groups, scales.divisor, scales.factor) if stored is not None)
     return Decoded(name, dtype, shape, (codes.stored, scales.stored, *extra, *scales.others), decode, step(shape))
+
+
+def unscaled(name: str, codes: Codes, others: tuple[StoredTensor, ...] = ()) -> Decoded:
+    """Return a weight whose numbers are not scaled, in the type that they are stored in."""
+    dtype = codes.stored.dtype
+    return Decoded(
+        name, dtype, codes.shape, (codes.stored, *others), lambda a, b: codes.rows(a, b).to(dtype), step(codes.shape)
+    )
 
 
 def _block(shape: tuple[int, ...], scales: ScaleGrid) -> Block:

@@ -1,26 +1,38 @@
 """Tell by a configuration what a model is, how many tokens it reads, and which class of transformers opens it.
 
-That class is for text alone, or for text beside images and sound. A checkpoint of no language model is refused.
+Language models are opened for text alone, or for text beside images and sound. What has another purpose (embeddings,
+classes, scores of pairs) is opened by the class that `architectures` names; one that transformers does not have is
+refused, because its head would be lost.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import transformers
 from torch import nn
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
     AutoModelForMultimodalLM,
+    AutoModelForPreTraining,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
+    AutoModelForTextEncoding,
+    AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
 
 from compress.errors import UnsupportedModelError, shown
+from compress.model import inputs
 from compress.storage.checkpoint import CONFIG
 
 OTHERS = {  # what the name of a class says of its head -> what such a model is
@@ -30,7 +42,35 @@ OTHERS = {  # what the name of a class says of its head -> what such a model is
     r"ForEmbedding|EmbeddingModel|ForRetrieval|ForTextEncoding": "an embedding model",
 }
 HEADS = re.compile(r"(^|\.)(score|v_head|value_head|reward_head|classifier|classification_head|qa_outputs)\.")
-BARE = re.compile(r"(?<!LMHead)Model$")  # a class without a head: what it gives are hidden states
+Task = Literal["language", "translation", "speech", "masked", "classes", "tags", "answers", "embedding"]
+FAMILIES: dict[Any, Task] = {  # automatic class of transformers -> what its models are for
+    AutoModelForCausalLM: "language",
+    AutoModelForImageTextToText: "language",
+    AutoModelForMultimodalLM: "language",
+    AutoModelForSeq2SeqLM: "translation",  # of any text into another
+    AutoModelForSpeechSeq2Seq: "speech",
+    AutoModelForMaskedLM: "masked",
+    AutoModelForSequenceClassification: "classes",  # of one class: a score, as rerankers and reward models give
+    AutoModelForTokenClassification: "tags",
+    AutoModelForQuestionAnswering: "answers",
+    AutoModelForTextEncoding: "embedding",
+    AutoModel: "embedding",  # a class without a head: what it gives are hidden states
+    AutoModelForPreTraining: "embedding",  # heads of an encoder's training, which nobody uses
+}
+PURPOSES: dict[Task, str] = {
+    "language": "text",
+    "translation": "making one text from another",
+    "speech": "writing down speech",
+    "masked": "filling in masked words",
+    "classes": "classes or scores of texts",
+    "tags": "classes of words",
+    "answers": "finding answers in a text",
+    "embedding": "embeddings",
+}
+LANGUAGE: tuple[Task, ...] = ("language",)
+ENCODERS: frozenset[Task] = frozenset({"masked", "classes", "tags", "answers", "embedding"})  # they write no text
+UNNAMED = tuple(FAMILIES)[:3]  # those that open a model whose class is not named
+UNNAMED_PAIRS = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)  # the same of two stacks
 NAMES = (  # what configurations call it
     *("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "max_sequence_length"),
     *("context_length", "n_ctx"),
@@ -38,14 +78,14 @@ NAMES = (  # what configurations call it
 
 
 def check(config: PretrainedConfig) -> None:
-    """Raise UnsupportedModelError for a class whose head is of another purpose: it would be lost."""
+    """Raise UnsupportedModelError for an unknown class whose head is of another purpose: it would be lost."""
     file = Path(config.name_or_path or ".") / CONFIG
     for name in map(str, config.architectures or ()):
         for pattern, words in OTHERS.items():
             if re.search(pattern, name):
                 raise UnsupportedModelError(
-                    f"{file} says that this is a {shown(name)}: {words}; only language models are "
-                    "read, and its head would be lost; give the language model that it was made of"
+                    f"{file} says that this is a {shown(name)}: {words}; transformers has no such class that reads "
+                    "text, and its head would be lost; give the model that it was made of"
                 )
 
 
@@ -62,38 +102,58 @@ def is_head(model: PreTrainedModel, name: str) -> bool:
 
 def without_head(config: PretrainedConfig, name: str) -> str:
     """Return why a checkpoint may have no output head of this name, and what to do; it goes on after a directory."""
-    bare = next((each for each in map(str, config.architectures or ()) if BARE.search(each)), None)
-    if bare is not None:
-        return (
-            f"has no {name}: its {CONFIG} says that it is a {shown(bare)}, a model without an output head, as "
-            "embedding models are; such a model is read where its head is its table of embeddings "
-            "(tie_word_embeddings); give the language model that it was made of"
-        )
     return (
         f"has no tensor for {name}, its output head; if that is its table of embeddings set tie_word_embeddings to "
-        f"true in {CONFIG}, else download it again"
+        f"true in {CONFIG}, if it is an embedding model name its class without a head under architectures there "
+        f"({_bare_name(config)}), else download it again"
     )
 
 
-FAMILIES: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
+def _bare_name(config: PretrainedConfig) -> str:
+    return next((kind.__name__ for kind in _classes(AutoModel, config)), AutoModel.__name__)
 
 
 def opener(config: PretrainedConfig) -> Any:
     """Return the automatic class of transformers that opens a model as its configuration says.
 
-    It is the one that knows the class named by `architectures` of the configuration; where none does, the first that
-    knows this type of configuration, the text part alone before the whole model. AutoModelForCausalLM for an unknown
-    configuration: its error says so. Encoder-decoders are not opened as a whole. Raises UnsupportedModelError for a
-    model of another purpose.
+    It is the first that knows the class named by `architectures` of the configuration. Where none does, it is the first
+    for language models that knows this type of configuration, the text part alone before the whole model, and of an
+    encoder-decoder its decoder alone if that has a class. AutoModelForCausalLM for an unknown configuration: its error
+    says so. Raises UnsupportedModelError for a class of another purpose that transformers does not have.
     """
-    check(config)
-    families = FAMILIES[:1] if config.is_encoder_decoder else FAMILIES
     named = {getattr(transformers, str(name), None) for name in config.architectures or ()}
-    classes = {family: _classes(family, config) for family in families}
-    for family, known in classes.items():
-        if named & known:
+    for family in FAMILIES:
+        if named & _classes(family, config):
             return family
-    return next((family for family, known in classes.items() if known), AutoModelForCausalLM)
+    check(config)
+    unnamed = UNNAMED_PAIRS if config.is_encoder_decoder else UNNAMED
+    return next((family for family in unnamed if _classes(family, config)), AutoModelForCausalLM)
+
+
+def task(config: PretrainedConfig) -> Task:
+    """Return what a model is for; UnsupportedModelError as `opener`."""
+    return FAMILIES[opener(config)]
+
+
+def scores_pairs(config: PretrainedConfig) -> bool:
+    """Return whether a model gives one score for a text or a pair of them, as rerankers do."""
+    return task(config) == "classes" and config.num_labels == 1
+
+
+def gives_states(config: PretrainedConfig) -> bool:
+    """Return whether the states of the body are what a model is used for, not a prediction for each token."""
+    return task(config) in ENCODERS - {"masked"}
+
+
+def check_task(config: PretrainedConfig, tasks: Collection[Task]) -> None:
+    """Raise UnsupportedModelError for a model that is for none of these tasks."""
+    if (purpose := task(config)) not in tasks:
+        file = Path(config.name_or_path or ".") / CONFIG
+        kind = next(iter(config.architectures or ()), type(config).__name__)
+        raise UnsupportedModelError(
+            f"{file} says that this is a {shown(kind)}, a model for {PURPOSES[purpose]}; this needs a language model "
+            "(`compress eval` on a text compares any two models by what they give)"
+        )
 
 
 def _classes(family: Any, config: PretrainedConfig) -> set[Any]:
@@ -116,6 +176,12 @@ def beyond(config: transformers.PretrainedConfig, context: int) -> str | None:
     if longest is None or context <= longest:
         return None
     return f"a context of {context:,} tokens is longer than the {longest:,} positions that the model is made for"
+
+
+def sound_states(model: PreTrainedModel) -> int | None:
+    """Return the states that an encoder of sound makes, however long the sound is; None for any other model."""
+    is_heard = inputs.has_two_stacks(model) and inputs.reads_sound(model.config)
+    return inputs.frames(model.config) // 2 if is_heard else None
 
 
 def most_tokens(model: transformers.PreTrainedModel) -> int | None:

@@ -7,17 +7,25 @@ that blocks fill and later blocks read. They are kept for each side of the hidde
 
 What is what is found before anything is recorded, by running all that lies before the blocks on one sample, on another,
 and on both.
+
+In a model of two stacks the blocks of the decoder come behind those of the encoder. They read what the encoder gives:
+the states behind its last block, and behind what lies after it (a norm). That is made anew of those states, of either
+side, for each block (`Crossing`).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, empty, equal, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from compress.errors import UnsupportedModelError, first_line
+from compress.model import inputs
+from compress.model.inputs import Samples
 
 Place = tuple[Any, ...]  # of keys from the root of a tree of tuples, lists and mappings to a leaf
 WIDTHS = (0, 1, 2, 3)  # outputs that a model may want from a block; 0: a tensor, not a tuple
@@ -53,9 +61,11 @@ class BlockArgs(NamedTuple):
 class Recorded(NamedTuple):
     """One batch in front of the first block, and all calls."""
 
-    hidden: Tensor  # as the first block takes it
+    hidden: list[Tensor]  # as the first block of each stack takes it
     calls: list[BlockArgs]
     extra: list[list[Tensor]]  # stands for what a block gives beside hidden states
+    between: list[nn.Module]  # what lies behind the last block of an encoder
+    crossed: Tensor | None  # what it gives there; None without a second stack
 
 
 class Layout(NamedTuple):
@@ -66,6 +76,21 @@ class Layout(NamedTuple):
     dims: dict[tuple[int, Place], int]  # first place -> dimension of the samples
     passed: dict[tuple[int, Place], int]  # block and place -> which output of the block before it is
     shared: dict[tuple[int, Place], Place]  # block and place of a mapping that the blocks fill -> its name
+    crossing: Crossing | None  # of a model of two stacks
+
+
+class Crossing(NamedTuple):
+    """How the states of an encoder reach the blocks of the decoder."""
+
+    first: int  # number of the first block of the decoder
+    modules: list[nn.Module]  # what lies between, with weights of its own: copies
+    places: list[tuple[int, Place]]  # block and place in its call
+
+    def give(self, states: Tensor) -> Tensor:
+        """Return what the decoder reads of the states behind the last block of the encoder."""
+        for module in self.modules:
+            states = module(states)
+        return states
 
 
 class _AllSeenError(Exception):
@@ -114,58 +139,102 @@ def standing_in(blocks: nn.ModuleList, gives: Callable[..., Tensor], width: int)
             blocks[i] = block
 
 
-def record(model: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> Recorded:
-    """Run a model up to its last block on tokens [samples, seq_len], each block giving what it is given.
+class _Behind:
+    """Follow the states of an encoder from behind its last block to the first block of the decoder."""
 
-    Raise UnsupportedModelError if the blocks are not called with hidden states.
+    def __init__(self) -> None:
+        self.states: Tensor | None = None  # where they are now
+        self.given: Tensor | None = None  # as the decoder gets them
+        self.modules: list[nn.Module] = []  # that they have passed
+
+    def pass_block(self, number: int, hidden: Tensor, second: int | None) -> None:
+        """See what block `number` is given, and gives; `second` is the first one of the decoder."""
+        if second is not None and number == second:
+            self.given, self.states = self.states, None
+        if second is not None and number == second - 1:
+            self.states = hidden
+
+    def see(self, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        """Hear of any module that has run."""
+        is_leaf = next(module.children(), None) is None and not isinstance(module, StandIn)
+        if is_leaf and self.states is not None and given and given[0] is self.states and isinstance(output, Tensor):
+            self.modules.append(module)
+            self.states = output
+
+
+def record(model: Callable[..., Any], blocks: nn.ModuleList, samples: Samples, second: int | None = None) -> Recorded:
+    """Run a model, or what runs it, up to its last block on samples, each block giving what it is given.
+
+    second: number of the block that begins a second stack. Raise UnsupportedModelError if the blocks are not called
+    with hidden states.
     """
     reason = ""
     for width in WIDTHS:
         seen: list[tuple[Tensor, BlockArgs]] = []
+        behind = _Behind()
 
-        def note(*args: Any, seen: list[tuple[Tensor, BlockArgs]] = seen, **kwargs: Any) -> Tensor:
+        def note(
+            *args: Any, seen: list[tuple[Tensor, BlockArgs]] = seen, behind: _Behind = behind, **kwargs: Any
+        ) -> Tensor:
             hidden, rest = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), ())
-            if not isinstance(hidden, Tensor) or (seen and hidden.shape != seen[0][0].shape):
+            start = second if second is not None and len(seen) >= second else 0  # of the stack
+            if not isinstance(hidden, Tensor) or (len(seen) > start and hidden.shape != seen[start][0].shape):
                 raise _WrongKindError
+            behind.pass_block(len(seen), hidden, second)
             seen.append((hidden, BlockArgs(rest, kwargs)))
             if len(seen) == len(blocks):
                 raise _AllSeenError
             return hidden
 
+        hook = register_module_forward_hook(behind.see) if second is not None else None
         try:
             with standing_in(blocks, note, width) as extra:
-                model(input_ids=tokens, use_cache=False)
+                model(samples, use_cache=False)
         except _AllSeenError:
-            return Recorded(seen[0][0], [call for _, call in seen], extra)
+            states = [seen[start][0] for start in (0, second) if start is not None]
+            return Recorded(states, [call for _, call in seen], extra, behind.modules, behind.given)
         except _WrongKindError:
             continue
         except UNFIT_ERRORS as error:
             reason = reason or f" ({type(error).__name__}: {first_line(error)})"
+        finally:
+            if hook is not None:
+                hook.remove()
     raise UnsupportedModelError(NO_BLOCK_INPUT + reason)
 
 
-def layout(model: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> Layout:
-    """Find what differs between samples, by running all before the blocks on samples of tokens [samples, seq_len]."""
-    first = tokens[:1]
-    other = first.flip(1) if equal(tokens[-1:], first) else tokens[-1:]
-    one, two, both = (record(model, blocks, t) for t in (first, other, first.repeat(2, 1)))
+def layout(model: Callable[..., Any], blocks: nn.ModuleList, samples: Samples, second: int | None = None) -> Layout:
+    """Find what differs between samples, by running all before the blocks on the first and the last of these.
+
+    second: as of `record`.
+    """
+    first, other = inputs.ends(samples)
+    one, two, both = (record(model, blocks, each, second) for each in (first, other, inputs.twice(first)))
     names: dict[int, tuple[int, Place]] = {}
-    batch_dim = _batch_dim(one.hidden, both.hidden)
-    if batch_dim is None:
+    batch_dim = _batch_dim(one.hidden[-1], both.hidden[-1])
+    if batch_dim is None or _batch_dim(one.hidden[0], both.hidden[0]) != batch_dim:
         raise UnsupportedModelError(NO_BLOCK_INPUT)
-    made = Layout(batch_dim, {}, {}, {}, {})
+    crossing = None if second is None else Crossing(second, [copy.deepcopy(module) for module in one.between], [])
+    made = Layout(batch_dim, {}, {}, {}, {}, crossing)
     for index, call in enumerate(one.calls):
         sentinels = {id(t): k + 1 for k, t in enumerate(one.extra[index - 1])} if index else {}
         others, wide = (dict(leaves(r.calls[index].tree)) for r in (two, both))
         for path, value in leaves(call.tree):
             if id(value) in sentinels:
                 made.passed[index, path] = sentinels[id(value)]
+            elif crossing is not None and index >= crossing.first and value is one.crossed:
+                crossing.places.append((index, path))
             elif isinstance(value, MutableMapping):  # an empty one: others are taken apart
                 made.shared[index, path] = path
             elif isinstance(value, Tensor) and not equal_trees(value, others.get(path)):
                 name = names.setdefault(id(value), (index, path))
                 if (dim := _batch_dim(value, wide[path])) is not None:
                     made.varying[index, path], made.dims[name] = name, dim
+    if crossing is not None and not crossing.places:
+        raise UnsupportedModelError(
+            "the model changes what its encoder gives before the decoder reads it, in a way that cannot be followed; "
+            "such a model cannot be quantized block by block"
+        )
     return made
 
 

@@ -3,17 +3,18 @@
 Every decoder block is replaced once by a stand-in while the model runs on the calibration tokens. The hidden states
 that reach the first block are kept, and each block's other arguments (compress/model/block_calls.py).
 
+A model of two stacks has hidden states for each: those of the decoder lie beside those of the encoder, which stay what
+its last block gave.
+
 Target correction carries two sets of hidden states through the blocks in lockstep, the sides of one `HiddenStates`:
 those that the quantized prefix produces, and those of the full-precision model.
 """
 
 from __future__ import annotations
 
-import os
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,13 +22,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compress.errors import NumericalError, UnsupportedModelError, first_line
-from compress.model import block_calls, paging
+from compress.model import block_calls, inputs
 from compress.model.block_calls import BlockArgs, Layout, Place, Recorded, equal_trees, leaves, replace_in_tree
+from compress.model.hidden_states import FULL, QUANTIZED, HiddenStates
+from compress.model.inputs import Samples
 from compress.model.skeleton import Skeleton
 from compress.numerics import checks, products
 from compress.progress import note
 from compress.runtime.linear import PackedModule
-from compress.storage.files import new_descriptor
 
 BlockInputs = Callable[[], Iterable[tuple[Tensor, BlockArgs]]]  # all batches of a block, the same at every call
 
@@ -35,7 +37,7 @@ DIFFERING = (
     "the decoder blocks take arguments that differ between samples or come from other blocks; a part of the recipe "
     "cannot be done with such a model: use one that only quantizes, such as int4"
 )
-QUANTIZED, FULL = 0, 1  # sides of hidden states: of the quantized prefix, of the full-precision model
+DECODER = "decoder"  # name of its hidden states, which lie beside those of the encoder
 
 
 class BlockPass(NamedTuple):
@@ -44,91 +46,6 @@ class BlockPass(NamedTuple):
     source: int
     target: int | None = None
     watch: Callable[[slice], AbstractContextManager[None]] = lambda _: nullcontext()  # given the samples of the batch
-
-
-class HiddenStates:
-    """Hidden states [samples, tokens, hidden], for each side, on the CPU: in memory or in slices of a file.
-
-    Memory is pinned where they come from a GPU; copies to and from it then run while it computes (paging.py).
-    """
-
-    def __init__(self, samples: int, file: Path | None, sides: int = 1) -> None:
-        self.samples, self.file, self.sides = samples, file, sides
-        self.tensor: Tensor | None = None
-        self.slice_shape: tuple[int, ...] = ()
-        self.dtype = torch.float32
-        self.descriptor = -1
-        self.beside: dict[Any, HiddenStates] = {}  # what else goes from block to block with them
-        self.pager: paging.Pager | None = None
-        self.written: torch.cuda.Event | None = None  # when the last of them has come from the GPU
-
-    def write(self, start: int, states: Tensor, side: int = QUANTIZED) -> None:
-        """Put states [batch, tokens, hidden] at sample `start` of a side."""
-        start += side * self.samples
-        if not self.slice_shape:
-            self.slice_shape, self.dtype = tuple(states.shape[1:]), states.dtype
-            if self.file is None:
-                self.tensor = paging.host_memory((self.sides * self.samples, *self.slice_shape), states)
-            else:
-                self.descriptor = new_descriptor(self.file, 0o600)
-        if self.pager is not None:
-            self.pager.forget(start, start + states.shape[0])
-        if self.tensor is not None:
-            self.written = paging.send_back(states, self.tensor[start : start + states.shape[0]]) or self.written
-            return
-        raw = memoryview(cast(Any, states.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-        offset = start * self._nbytes()
-        while raw:
-            written = os.pwrite(self.descriptor, raw, offset)
-            raw, offset = raw[written:], offset + written
-
-    def read(self, start: int, count: int, side: int = QUANTIZED) -> Tensor:
-        """Return states [count, tokens, hidden] from sample `start` of a side; a view when in memory."""
-        start += side * self.samples
-        if self.tensor is not None:
-            if self.written is not None:
-                self.written.synchronize()
-                self.written = None
-            return self.tensor[start : start + count]
-        states = torch.empty(count, *self.slice_shape, dtype=self.dtype)
-        raw = memoryview(cast(Any, states.reshape(-1).view(torch.uint8).numpy()))
-        offset = start * self._nbytes()
-        while raw:
-            got = os.preadv(self.descriptor, [raw], offset)
-            if got == 0:
-                raise OSError(f"{self.file} is shorter than the hidden states written to it")
-            raw, offset = raw[got:], offset + got
-        return states
-
-    def fetch(self, start: int, count: int, device: torch.device, side: int = QUANTIZED) -> Tensor:
-        """Return what `read` does, on a device; a GPU then gets the samples behind them, too, while it works on these.
-
-        That is so where the states are in memory: a file is read when they are asked for.
-        """
-        if device.type != "cuda" or self.tensor is None:
-            return self.read(start, count, side).to(device)
-        held = self.tensor
-        self.pager = self.pager or paging.Pager(device, lambda first, end: held[first:end])
-        first = side * self.samples
-        states = self.pager.take(first + start, first + start + count)
-        behind = min(count, self.samples - start - count)
-        if behind > 0:
-            self.pager.send(first + start + count, first + start + count + behind)
-        return states
-
-    def close(self) -> None:
-        """Free the memory or the file."""
-        for store in self.beside.values():
-            store.close()
-        self.tensor = self.pager = None
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
-        if self.file is not None:
-            self.file.unlink(missing_ok=True)
-
-    def _nbytes(self) -> int:
-        return int(torch.Size(self.slice_shape).numel()) * self.dtype.itemsize
 
 
 def computing_in(skeleton: Skeleton, dtype: torch.dtype) -> Callable[[], None]:
@@ -179,6 +96,7 @@ class ModelArgs:
         self.fixed: list[dict[int, BlockArgs]] = [{} for _ in range(blocks)]
         self.layout, self.stream, self.device = layout, stream, device
         self.kept: dict[Any, dict[int, Any]] = {}  # what is kept -> block that left it so -> its tree
+        self.same: dict[Any, Tensor] = {}  # what is kept once, being the same for all samples
 
     def __len__(self) -> int:
         return len(self.fixed)
@@ -188,7 +106,7 @@ class ModelArgs:
 
     def __getitem__(self, index: int) -> dict[int, BlockArgs]:
         """Return the calls of a block by batch size. Raise UnsupportedModelError where they differ between samples."""
-        if self.layout.varying or self.layout.passed:
+        if self.layout.varying or self.layout.passed or self.layout.crossing is not None:
             raise UnsupportedModelError(DIFFERING)
         empty = {path: AloneDict() for block, path in self.layout.shared if block == index}
         return {size: call.changed(empty) for size, call in self.fixed[index].items()} if empty else self.fixed[index]
@@ -197,8 +115,22 @@ class ModelArgs:
         """Return the call of a block with one sample, without anything of other blocks: UnsupportedModelError."""
         return self[index][1] if self.layout.passed or self.layout.shared else self.at(index, sample, 1)
 
+    def states(self, index: int) -> HiddenStates:
+        """Return the hidden states that a block takes, and that take its output: those of its stack."""
+        crossing = self.layout.crossing
+        return self._store(DECODER) if crossing is not None and index >= crossing.first else self.stream
+
+    @property
+    def stacks(self) -> list[HiddenStates]:
+        """The hidden states of all stacks."""
+        return [self.stream] if self.layout.crossing is None else [self.stream, self._store(DECODER)]
+
     def add(self, start: int, batch: Recorded) -> None:
-        """Keep the calls of a batch that begins at sample `start`."""
+        """Keep the hidden states and the calls of a batch that begins at sample `start`."""
+        if self.layout.crossing is not None:
+            self._store(DECODER, self.stream.sides)
+        for states, hidden in zip(self.stacks, batch.hidden, strict=True):
+            states.write(start, hidden.movedim(self.layout.batch_dim, 0))
         for index, call in enumerate(batch.calls):
             values = dict(leaves(call.tree))
             removed: dict[Place, Any] = {}
@@ -207,9 +139,9 @@ class ModelArgs:
                     removed[path] = None
                     if name == (block, path):
                         self._store(name).write(start, values[path].movedim(self.layout.dims[name], 0))
-            removed |= {path: None for block, path in self.layout.passed if block == index}
+            removed |= {path: None for block, path in (*self.layout.passed, *self._encoder_places()) if block == index}
             call = call._replace(batch_dim=self.layout.batch_dim).changed(removed)
-            size = batch.hidden.shape[self.layout.batch_dim]
+            size = batch.hidden[0].shape[self.layout.batch_dim]
             if not equal_trees(self.fixed[index].setdefault(size, call), call):
                 raise UnsupportedModelError(
                     "the decoder blocks take arguments that differ between samples; such a model cannot be "
@@ -225,6 +157,10 @@ class ModelArgs:
         for (block, path), number in layout.passed.items():
             if block == index and (index - 1, number) in self.kept:
                 values[path] = self._tree((index - 1, number), index, start, size, side)
+        for path in [path for block, path in self._encoder_places() if block == index]:
+            assert layout.crossing is not None, "there are places of it"
+            read = self.stream.fetch(start, size, self.device, side)
+            values[path] = layout.crossing.give(read.movedim(0, layout.batch_dim))
         for block, path in layout.shared:
             if block == index:
                 held = self.fixed[index][size].tree
@@ -250,13 +186,16 @@ class ModelArgs:
     def stores(self, index: int) -> list[HiddenStates]:
         """Return where all that a block has left for later ones is kept: hidden states, and what goes beside them."""
         left = [(name, path) for name, kept in self.kept.items() if index in kept for path in kept[index][1]]
-        return [self.stream, *(self._store(name) for name in left)]
+        return [self.states(index), *(self._store(name) for name in left if name in self.stream.beside)]
 
     def split(self) -> None:
         """Give the full-precision side what the quantized one has."""
-        for store in self.stream.beside.values():
+        for store in (self.stream, *self.stream.beside.values()):
             if store.sides > 1:
                 store.write(0, store.read(0, store.samples), FULL)
+
+    def _encoder_places(self) -> list[tuple[int, Place]]:
+        return [] if self.layout.crossing is None else self.layout.crossing.places
 
     def _store(self, name: Any, sides: int = 1) -> HiddenStates:
         beside, file = self.stream.beside, self.stream.file
@@ -273,7 +212,8 @@ class ModelArgs:
         values = dict(leaves(tree))
         stores = {path: (name, path) for path, value in values.items() if isinstance(value, Tensor)}
         for path, store in stores.items():
-            self._store(store, self.stream.sides).write(start, values[path], side)
+            if not self._is_same(store, values[path], side):
+                self._store(store, self.stream.sides).write(start, values[path], side)
         self.kept.setdefault(name, {})[index] = replace_in_tree(tree, stores), tuple(stores)
 
     def _tree(self, name: Any, index: int, start: int, size: int, side: int) -> Any:
@@ -282,31 +222,51 @@ class ModelArgs:
         if not before:
             return {}
         tree, places = self.kept[name][max(before)]
-        return replace_in_tree(tree, {path: self._read((name, path), start, size, side) for path in places})
+        same = {path: self.same.get(((name, path), side)) for path in places}
+        read = {
+            path: self._read((name, path), start, size, side) if same[path] is None else same[path] for path in places
+        }
+        return replace_in_tree(tree, read)
+
+    def _is_same(self, name: Any, value: Tensor, side: int) -> bool:
+        """Keep a value of two stacks once that is the same for all samples, as relative positions; False for others.
+
+        It has one entry where others have one for each sample. One that was kept and differs now is stored for each.
+        """
+        key, known = (name, side), self.same.get((name, side))
+        if self.layout.crossing is None or value.shape[0] > 1 or name in self.stream.beside:
+            return False
+        if known is not None and not torch.equal(known, value):
+            self._store(name, self.stream.sides).write(0, known.expand(self.stream.samples, *known.shape[1:]), side)
+            del self.same[key]
+            return False
+        self.same[key] = value
+        return True
 
 
 @torch.no_grad()
 def record_inputs(
     skeleton: Skeleton,
-    tokens: Tensor,
+    tokens: Samples,
     batch: int,
     stream: HiddenStates,
     device: torch.device,
     change: Callable[[], None] = lambda: None,
 ) -> ModelArgs:
-    """Run all before the first block on tokens [samples, seq_len]; fill `stream`, return all blocks' arguments.
+    """Run all before the first block on tokens [samples, seq_len] or pairs; fill `stream`, return blocks' arguments.
 
     change: called once all before the first block is loaded, to give it other weights in place.
     """
     skeleton.load_rest(device)
-    model, blocks = skeleton.model.base_model, skeleton.blocks
+    model, blocks, second = skeleton.read, skeleton.blocks, skeleton.second
+    count = inputs.count(tokens)
     try:
         change()
-        calls = ModelArgs(len(blocks), block_calls.layout(model, blocks, tokens[:2].to(device)), stream, device)
-        for start in range(0, tokens.shape[0], batch):
-            recorded = block_calls.record(model, blocks, tokens[start : start + batch].to(device))
-            stream.write(start, recorded.hidden.movedim(calls.layout.batch_dim, 0))
-            calls.add(start, recorded)
+        layout = block_calls.layout(model, blocks, inputs.part(tokens, slice(0, 2), device), second)
+        calls = ModelArgs(len(blocks), layout, stream, device)
+        for start in range(0, count, batch):
+            samples = inputs.part(tokens, slice(start, start + batch), device)
+            calls.add(start, block_calls.record(model, blocks, samples, second))
     finally:
         skeleton.free()
     return calls
@@ -378,6 +338,7 @@ def propagate(
 ) -> None:
     """Load a block, run it on one side of the stream, write what comes out to the other, and free the block."""
     block, name = skeleton.load_block(index, device), skeleton.block_prefix(index).rstrip(".")
+    stream = calls.states(index)
     for start in range(0, stream.samples, batch):
         hidden = stream.fetch(start, min(batch, stream.samples - start), device, sides[0])
         call = calls.at(index, start, len(hidden), sides[0])

@@ -106,7 +106,7 @@ def _check_forward(model: PreTrainedModel) -> None:
             model.set_submodule(name, Unread(name, module))
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedLinear):
-            model.set_submodule(name, Unread(name, module))
+            model.set_submodule(name, Unread(name, module, "weight" in vars(module)))
         if isinstance(module, PackedEmbedding):
             columns, dtype = module.shape[1], module.like.dtype
             model.set_submodule(name, UnreadTable(name, columns, dtype, module.padding_idx))

@@ -6,8 +6,11 @@ file here, or the file is refused.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import re
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +24,14 @@ from compress.importers import gguf_blocks, gguf_header
 from compress.importers.gguf import MAP, check_metadata, check_sizes, values
 from compress.importers.gguf_header import FACTOR, FREQUENCIES, HEAD, KIND, ORIGINAL_LENGTH, SETTINGS, Bands, GgufHeader
 from compress.model.load import FAILURES, empty_model, gguf_tokenizer, open_config, without_weights
+from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import CONFIG, write_text
 
 LEFT_OUT = (  # keys whose settings transformers would leave at their defaults
     *("attention.key_length", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
 )
 PATH_KEYS = ("_name_or_path", "_model_name_or_path")  # another process has the directory under another name
+LENGTH, LIST_HEAD = struct.Struct("<Q"), struct.Struct("<IQ")  # in front of a text, of a list
 STRETCHED = "full_attention"  # the layers whose positions are stretched, where others see a window
 
 
@@ -38,7 +43,7 @@ def write_directory(file: Path, directory: Path) -> None:
     """
     header = gguf_header.read_all(file)
     check_metadata(header, file)
-    with _one_line(file, header):
+    with _one_line(file, header), _quick_reader():
         config = open_config(directory, gguf_file=file.name)
         for key, name in ((key, SETTINGS[key]) for key in LEFT_OUT):
             if (width := header.metadata.get(f"{header.architecture}.{key}")) is not None and hasattr(config, name):
@@ -60,6 +65,21 @@ def write_directory(file: Path, directory: Path) -> None:
     write_text(directory / CONFIG, json.dumps(facts, indent=2) + "\n")
     made_of = {"file": file.name, "settings": settings, "weights": weights, "unused": unused}
     write_text(directory / MAP, json.dumps(made_of))
+
+
+def place_of(skeleton: Skeleton, linear: str) -> tuple[str, int] | None:
+    """Return the tensor of a GGUF file that holds a linear of a model, and the number of its expert there, or 0.
+
+    Names are those of the package gguf; None for a linear that has none.
+    """
+    import gguf
+
+    kind = str(skeleton.config.model_type).replace("_", "")
+    known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(known.get(kind, gguf.MODEL_ARCH.LLAMA), len(skeleton.blocks))
+    numbers = re.findall(r"\.experts\.(\d+)\.", linear)
+    found = names.get_name(re.sub(r"\.experts\.\d+\.", ".experts.", linear))
+    return None if found is None else (f"{found}.weight", int(numbers[0]) if numbers else 0)
 
 
 def dtype(header: GgufHeader) -> torch.dtype:
@@ -145,3 +165,49 @@ def _one_line(file: Path, header: GgufHeader) -> Iterator[None]:
             f"{file}: GGUF files of architecture {shown(header.architecture)} with these settings are not read "
             f"({first_line(error)}); give the checkpoint that it was made of"
         ) from error
+
+
+@contextmanager
+def _quick_reader() -> Iterator[None]:
+    """Let the package gguf read lists, such as a vocabulary, in one pass over their bytes, and each file once.
+
+    It makes several numpy arrays for each of several hundred thousand tokens else, and transformers asks twice.
+    """
+    import gguf
+
+    plain: Any = gguf.GGUFReader
+
+    class QuickReader(plain):
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            kinds = gguf.GGUFValueType
+            head = memoryview(self.data)[orig_offs : orig_offs + LIST_HEAD.size]
+            if raw_type != kinds.ARRAY or self.byte_order != "I" or len(head) < LIST_HEAD.size:
+                return super()._get_field_parts(orig_offs, raw_type)
+            kind, count = LIST_HEAD.unpack(head)
+            if kind == kinds.STRING:
+                entries, end = _texts(memoryview(self.data), orig_offs + LIST_HEAD.size, count)
+            elif kind in self.gguf_scalar_to_np:
+                numbers = self._get(orig_offs + LIST_HEAD.size, self.gguf_scalar_to_np[kind], count)
+                entries, end = list(numbers[:, None]), orig_offs + LIST_HEAD.size + numbers.nbytes
+            else:
+                return super()._get_field_parts(orig_offs, raw_type)
+            types = [kinds.ARRAY, *([kinds(kind)] if count else [])]
+            return end - orig_offs, entries, list(range(len(entries))), types
+
+    setattr(gguf, plain.__name__, functools.cache(QuickReader))
+    try:
+        yield
+    finally:
+        setattr(gguf, plain.__name__, plain)
+
+
+def _texts(raw: memoryview, start: int, count: int) -> tuple[list[bytes], int]:
+    """Return a list of texts, each behind its length, and where it ends; ValueError where the bytes end first."""
+    texts, at, size = list[bytes](), start, len(raw)
+    for _ in range(count):
+        (length,) = LENGTH.unpack_from(raw, at)
+        at += LENGTH.size + length
+        if at > size:
+            raise ValueError(f"a text of {length} bytes, behind which the file ends")
+        texts.append(bytes(raw[at - length : at]))
+    return texts, at

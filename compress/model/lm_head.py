@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
+from compress.model import architectures
 from compress.model.block_calls import UNFIT_ERRORS, WIDTHS, standing_in
 from compress.model.blockwise import attached
+from compress.model.inputs import arguments
 from compress.model.skeleton import Edits, Skeleton
 
 ROWS_PER_EDIT = 4096  # so many rows of the output head are edited at a time
@@ -60,7 +62,19 @@ def logits(skeleton: Skeleton, hidden: Tensor) -> Tensor:
 
     All outside the blocks must be loaded.
     """
-    return _behind(skeleton, hidden, lambda tokens: skeleton.model(input_ids=tokens, use_cache=False).logits).float()
+    return _behind(
+        skeleton, hidden, lambda tokens: skeleton.model(**arguments(skeleton.model, tokens), use_cache=False).logits
+    ).float()
+
+
+def outputs(skeleton: Skeleton, hidden: Tensor) -> Tensor:
+    """Return what `logits` does; where its states are what is used, those: float32 [batch, tokens, hidden].
+
+    All outside the blocks must be loaded.
+    """
+    if not architectures.gives_states(skeleton.config):
+        return logits(skeleton, hidden)
+    return _behind(skeleton, hidden, lambda tokens: skeleton.read(tokens, use_cache=False)[0]).float()
 
 
 class _HeadReachedError(Exception):
@@ -81,7 +95,7 @@ def inputs(skeleton: Skeleton, head: nn.Linear, hidden: Tensor) -> Tensor:
             raise _HeadReachedError
 
         with attached([head.register_forward_pre_hook(note)]), suppress(_HeadReachedError):
-            skeleton.model(input_ids=tokens, use_cache=False)
+            skeleton.model(**arguments(skeleton.model, tokens), use_cache=False)
         return seen[0]
 
     return _behind(skeleton, hidden, read)

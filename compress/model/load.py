@@ -8,7 +8,7 @@ self-generated calibration text need the whole model in memory.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -19,14 +19,14 @@ from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoFeatureExtractor, AutoTokenizer, GenerationConfig
 from transformers.integrations import accelerate as placing
 from transformers.utils import logging
 
 from compress.errors import CheckpointError, first_line, shown
 from compress.importers import open_checkpoint
-from compress.model import architectures, stored_weights
-from compress.model.architectures import opener
+from compress.model import architectures, pairs, stored_weights
+from compress.model.architectures import LANGUAGE, Task, opener
 from compress.runtime import hf
 from compress.storage import manifest
 from compress.storage.checkpoint import MANIFEST, Checkpoint, Readable, read_config
@@ -84,20 +84,36 @@ def without_weights() -> Iterator[None]:
 
 def load_config(directory: Path) -> transformers.PretrainedConfig:
     """Return the configuration of the text model; its vocab_size is the number of token ids that the model knows."""
+    return whole_config(directory).get_text_config()
+
+
+def whole_config(directory: Path) -> transformers.PretrainedConfig:
+    """Return the configuration of the whole model."""
     open_checkpoint(directory)  # sizes are compared with what is stored before anything is built by them
     try:
-        return open_config(directory).get_text_config()
+        return open_config(directory)
     except FAILURES as error:
         raise CheckpointError(
             f"{directory}: transformers cannot read its configuration ({first_line(error)})"
         ) from error
 
 
+def separator(directory: Path, config: transformers.PretrainedConfig) -> int | None:
+    """Return the token that ends the first text of a pair, for a model that tells the two apart; None for any other."""
+    if getattr(config, "type_vocab_size", 0) < 2 or not architectures.scores_pairs(config):
+        return None
+    try:
+        between = pairs.around_pair(load_tokenizer(directory)).between
+    except CheckpointError:
+        return None
+    return between[0] if between else None
+
+
 def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:
     """Return the tokenizer in a checkpoint directory."""
     read_config(directory)
     try:
-        with _quiet(), _bare_errors():
+        with quiet(), _bare_errors():
             tokenizer = AutoTokenizer.from_pretrained(directory, **_LOCAL)
     except FAILURES as error:
         raise CheckpointError(f"{directory} has no readable tokenizer ({first_line(error)})") from error
@@ -109,9 +125,18 @@ def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerBase:
     return tokenizer
 
 
+def load_feature_extractor(directory: Path) -> Any:
+    """Return what makes features of sound for the model in a checkpoint directory."""
+    try:
+        with quiet():
+            return AutoFeatureExtractor.from_pretrained(directory, **_LOCAL)
+    except FAILURES as error:
+        raise CheckpointError(f"{directory} has no readable feature extractor ({first_line(error)})") from error
+
+
 def gguf_tokenizer(directory: Path, file: str) -> transformers.PreTrainedTokenizerBase:
     """Return the tokenizer that the metadata of a GGUF file in the directory describes; errors as transformers has."""
-    with _quiet(), _bare_errors():
+    with quiet(), _bare_errors():
         tokenizer: transformers.PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, gguf_file=file, **_LOCAL
         )
@@ -124,8 +149,11 @@ def load_model(
     device: str = "cpu",
     device_map: str | dict[str, Any] | None = None,
     verify: bool = False,
+    tasks: Collection[Task] | None = LANGUAGE,
 ) -> transformers.PreTrainedModel:
     """Return the model, packed or plain, in eval mode; dtype "auto" is that of the checkpoint.
+
+    tasks: what it may be for, None for anything; UnsupportedModelError for a model of another purpose.
 
     device_map, if any, takes the place of device, as in `from_pretrained`. verify: compare the hash of every file with
     the manifest. What another tool has quantized is decoded. Raise CheckpointError for a checkpoint that does not hold
@@ -137,7 +165,9 @@ def load_model(
     checkpoint = open_checkpoint(directory)  # files, index and headers are whole, or one clear line
     _check_files(checkpoint, verify)
     try:
-        with _quiet():
+        with quiet():
+            if tasks is not None:
+                architectures.check_task(open_config(directory), tasks)
             options: dict[str, Any] = {"dtype": dtype, "device_map": device_map, "ignore_mismatched_sizes": True}
             if checkpoint.base:
                 loaded = _load_decoded(checkpoint, options)
@@ -211,7 +241,7 @@ def load_empty(
     Return the model and what transformers says of the loading; errors are those of transformers. Without a directory
     the options are `config` and `state_dict`.
     """
-    with _quiet(), _without_accelerate():
+    with quiet(), _without_accelerate():
         return _load(kind, directory, {"device_map": "meta", **options})
 
 
@@ -265,7 +295,7 @@ def _bare_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence progress bars and load reports of transformers, and leave its settings as they were."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()

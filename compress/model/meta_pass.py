@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
+from compress.model.inputs import arguments, has_two_stacks
 from compress.model.load import empty_model
 from compress.runtime import expert_layouts, linears
 from compress.runtime.expert_layouts import ExpertLayout
@@ -46,12 +47,17 @@ class WeightReadError(AttributeError):
 
 
 class Unread(nn.Module):
-    """The place of a packed linear or of experts in a forward pass without data; it has no weight to be read."""
+    """The place of a packed linear or of experts in a forward pass without data; it has no weight to be read.
 
-    def __init__(self, name: str, real: nn.Module) -> None:
+    takes_none: who asks goes on without one.
+    """
+
+    def __init__(self, name: str, real: nn.Module, takes_none: bool = False) -> None:
         super().__init__()
         self.name, self.bias = name, getattr(real, "bias", None)
         self.in_features, self.out_features = getattr(real, "in_features", None), getattr(real, "out_features", None)
+        if takes_none:
+            vars(self)["weight"] = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
@@ -163,7 +169,9 @@ def _read_weights(asked: _Asked, names: Sequence[str]) -> frozenset[str]:
         if isinstance(module, nn.Embedding):
             model.set_submodule(name, UnreadTable(name, module.embedding_dim, dtype, module.padding_idx))
         else:
-            model.set_submodule(name, Unread(name, module))
+            path, _, own = name.rpartition(".")
+            takes_none = linears.takes_no_weight(model.get_submodule(path), own)
+            model.set_submodule(name, Unread(name, module, takes_none))
     while isinstance(error := run_without_data(model), WeightReadError):
         kind = _without_numbers(str(error))
         for name in [name for name in replaced if _without_numbers(name) == kind]:
@@ -179,15 +187,28 @@ def _without_numbers(name: str) -> str:
 def run_without_data(model: PreTrainedModel) -> Exception | None:
     """Run the forward pass of a model on the meta device; return what stopped it, None if nothing did."""
     # with a cache, transformers does not look into the (absent) position values for packed sequences
+    if has_two_stacks(model):
+        return _run_two_stacks(model)
     error = _run(model, use_cache=True)
     if error is None or (text := model.config.get_text_config()) is model.config:
         return error
     return _run(model, past_key_values=DynamicCache(config=text))  # which some wrappers need for themselves
 
 
+def _run_two_stacks(model: PreTrainedModel) -> Exception | None:
+    """Run an encoder-decoder without a cache; of all attention only the plain one never looks into its masks."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = "eager"
+    try:
+        return _run(model, use_cache=False)
+    finally:
+        model.config._attn_implementation = before
+
+
 def _run(model: PreTrainedModel, **options: Any) -> Exception | None:
     try:
-        model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), **options)
+        tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta")
+        model(**arguments(model, tokens), **options)
     except NEEDS_DATA as error:
         return error
     return None

@@ -21,11 +21,12 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from compress.errors import CheckpointError, UnsupportedModelError, first_line
-from compress.model import expert_linears, paging, stored_weights, text_path
+from compress.model import expert_linears, inputs, paging, stored_weights, text_path
 from compress.model.edits import Edits
-from compress.model.load import FAILURES, empty_model, no_bars, plain_config, without_weights
+from compress.model.inputs import Samples
+from compress.model.load import FAILURES, empty_model, no_bars, plain_config, separator, without_weights
 from compress.model.meta_pass import READ, flow, read_weights
-from compress.model.text_path import find_blocks
+from compress.model.text_path import find_stacks
 from compress.runtime import hf, linears
 from compress.runtime.experts import Experts, is_supported
 from compress.runtime.linear import PackedModule
@@ -47,6 +48,7 @@ class Skeleton:
         self.checkpoint = checkpoint
         self.config = _config(checkpoint)
         self.dtype = _dtype(self.config, checkpoint)
+        self._separator = separator(checkpoint.directory, self.config)
         self.reshaped: dict[str, Any] = {}  # what `rebuild` has changed in the configuration of the text model
         self._unfusing = expert_linears.Unfusing()
         self._ahead = paging.ReadAhead()
@@ -65,9 +67,12 @@ class Skeleton:
             packed_as = hf.CompressConfig.read(packed)
             hf.swap(self.model, packed_as)
             self._keeping_types = hf.keeping_types(self.model, packed_as)
-        self.blocks_name, blocks = find_blocks(self.model)
+        lists = find_stacks(self.model)
+        self.blocks_name, *others = lists  # of the first stack
+        self.second = len(lists[self.blocks_name]) if others else None  # number of the block that begins another one
         self.text_path = text_path.find_text_path(self.model, self.config, self.dtype, self.blocks_name)
-        self.blocks = text_path.Blocks(blocks, self.text_path.skipped) if self.text_path.skipped else blocks
+        self.blocks = text_path.Blocks(lists, self.text_path.skipped)
+        self.in_blocks = tuple(f"{name}." for name in lists)  # what names of all that is in lists of blocks begin with
         self.edits: Edits | None = None
         self.is_untied = False  # the output head has been given a weight of its own
         self.tied_configs = (self.model.config, self.config)  # of the model, and of the whole, before that
@@ -124,9 +129,19 @@ class Skeleton:
         """The number of token ids that the model knows."""
         return cast(int, self.config.get_text_config().vocab_size)
 
+    def read(self, samples: Samples, **options: Any) -> Any:
+        """Run the body of the model on int64 tokens [batch, tokens], the second text of a pair marked where it can be.
+
+        All that it runs must be loaded, or have something in its place.
+        """
+        given = inputs.arguments(self.model, samples)
+        if self._separator is not None:
+            parts = given["input_ids"] == self._separator
+            options["token_type_ids"] = (parts.cumsum(1) - parts.long()).clamp(max=1)
+        return self.model.base_model(**given, **options)
+
     def block_prefix(self, index: int) -> str:
-        number = self.blocks.numbers[index] if isinstance(self.blocks, text_path.Blocks) else index
-        return f"{self.blocks_name}.{number}."
+        return "{}.{}.".format(*self.blocks.places[index])
 
     def is_off_text_path(self, name: str) -> bool:
         """Return whether a module or parameter is in a part of the model that text does not need."""
@@ -191,14 +206,15 @@ class Skeleton:
 
     def _within(self, name: str) -> str:
         """Return the path within its block of a full name."""
-        return name.removeprefix(self.blocks_name + ".").partition(".")[2]
+        prefix = next((prefix for prefix in self.in_blocks if name.startswith(prefix)), "")
+        return name.removeprefix(prefix).partition(".")[2]
 
     def load_rest(self, device: torch.device, with_head: bool = False) -> None:
         """Fill everything outside the blocks that text needs (embeddings, final norm), the head only if asked to."""
         head = {id(p) for p in _parameters(None if with_head else self.model.get_output_embeddings())}
         head -= {id(p) for p in _parameters(self.model.get_input_embeddings())}
         named = dict(self.model.named_parameters(remove_duplicate=False))
-        wanted = [n for n, p in named.items() if not n.startswith(self.blocks_name + ".") and id(p) not in head]
+        wanted = [n for n, p in named.items() if not n.startswith(self.in_blocks) and id(p) not in head]
         first = next(iter(named))  # transformers takes its device for that of the model
         wanted = [name for name in wanted if name == first or not self.is_off_text_path(name)]
         self._load((name for name in wanted if name in self.sources), device)
@@ -209,6 +225,8 @@ class Skeleton:
                 module, _, key = name.rpartition(".")
                 self.model.get_submodule(module).register_parameter(key, loaded[0])
         for name in wanted:
+            if self.model.get_parameter(name).is_meta and stored_weights.is_computed(self.model, name):
+                stored_weights.compute(self.model, name, device)
             if self.model.get_parameter(name).is_meta:
                 raise CheckpointError(f"the checkpoint has no weights for {name}; download it again")
         owners = {name.rpartition(".")[0] for name in wanted}
@@ -283,13 +301,15 @@ class Skeleton:
         kept: dict[str, str] = {}
         for index, block in enumerate(self.blocks):
             prefix = self.block_prefix(index)
+            own: dict[str, str] = {}  # first linear anywhere that reads a tensor -> the first one of the block
             for name, module in block.named_modules():
                 full = prefix + name
                 shape = linears.shape_of(module)
                 if (first := again.get(f"{full}.weight")) is not None:
                     kept[full] = f"it is one weight with {first.removesuffix('.weight')}"
                 elif shape is not None:
-                    self.add(LinearSpec(full, shape, self.dtype, index, keys.get(full, full)), specs, kept)
+                    key = own.setdefault(keys.get(full, full), full)  # what an encoder gives is read in all blocks
+                    self.add(LinearSpec(full, shape, self.dtype, index, key), specs, kept)
                 elif isinstance(module, nn.Linear):
                     kept[full] = "a linear with a forward pass of its own"
                 elif isinstance(experts := expert_linears.specs(full, module, self.dtype, index), str):
@@ -358,9 +378,11 @@ def _one_line(checkpoint: Checkpoint) -> Iterator[None]:
             warnings.simplefilter("ignore")  # of layers of no size
             yield
     except FAILURES as error:
-        reason = first_line(error)
+        reason, advice = first_line(error), ""
+        if checkpoint.config.get("model_type") not in transformers.CONFIG_MAPPING:
+            advice = "; `compress quantize MODEL --model-free int4` rounds the weights of a model that it does not know"
         raise UnsupportedModelError(
-            f"{checkpoint.directory / CONFIG} does not give a language model ({type(error).__name__}: {reason})"
+            f"{checkpoint.directory / CONFIG} does not give a language model ({type(error).__name__}: {reason}){advice}"
         ) from error
 
 

@@ -159,6 +159,28 @@ def _is_copy(first: Readable, other: Readable) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first.parts(), other.parts(), strict=True))
 
 
+def is_computed(model: PreTrainedModel, name: str) -> bool:
+    """Return whether the class of a model says that a parameter need not be stored, as positions that it computes."""
+    patterns = model._keys_to_ignore_on_load_missing or ()
+    return not architectures.is_head(model, name) and any(re.search(pattern, name) for pattern in patterns)
+
+
+@torch.no_grad()
+def compute(model: PreTrainedModel, name: str, device: torch.device) -> None:
+    """Give a parameter that is not stored the values that its class begins it with. CheckpointError for random ones."""
+    path, _, key = name.rpartition(".")
+    module, values = model.get_submodule(path), list[torch.Tensor]()
+    for seed in (0, 1):
+        empty = torch.empty_like(module.get_parameter(key), device=device)
+        module.register_parameter(key, torch.nn.Parameter(empty, requires_grad=False))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model._init_weights(module)
+        values.append(module.get_parameter(key))
+    if not torch.equal(*values):
+        raise CheckpointError(f"the checkpoint has no tensor for {name}; download it again")
+
+
 def check_parameters(
     model: PreTrainedModel,
     config: PretrainedConfig,
@@ -179,6 +201,8 @@ def check_parameters(
     }
     for name, parameter in model.named_parameters():
         stored_as = [alias for alias in others.get(name, [name]) if alias in sources]
+        if not stored_as and is_computed(model, name):
+            continue
         if not stored_as and architectures.is_head(model, name):
             why = architectures.without_head(config, name)
             raise CheckpointError(f"{checkpoint.directory} {why}")

@@ -15,9 +15,12 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.errors import UnsupportedModelError
+from compress.model.inputs import has_two_stacks
 from compress.model.meta_pass import run_without_data, without_experts
 from compress.runtime import linears
 from compress.runtime.linear import PackedLinear
+
+Lists = dict[str, nn.ModuleList]
 
 
 class TextPath(NamedTuple):
@@ -28,18 +31,20 @@ class TextPath(NamedTuple):
 
 
 class Blocks(nn.ModuleList):
-    """The decoder blocks that text runs through, of a list that has others too; what is set is set in that list."""
+    """The blocks that text runs through, of lists that have others too; what is set is set in the list of the block."""
 
-    def __init__(self, whole: nn.ModuleList, skipped: Iterable[int]) -> None:
+    def __init__(self, lists: Lists, skipped: Iterable[int] = ()) -> None:
         gone = set(skipped)
-        self.numbers = [number for number in range(len(whole)) if number not in gone]
-        super().__init__(whole[number] for number in self.numbers)
-        self.__dict__["whole"] = whole  # not registered as a child
+        self.places = [(name, number) for name, each in lists.items() for number in range(len(each))]
+        self.places = [place for place in self.places if place[1] not in gone]
+        super().__init__(lists[name][number] for name, number in self.places)
+        self.__dict__["lists"] = lists  # not registered as children
 
     def __setitem__(self, index: int, module: nn.Module) -> None:
         super().__setitem__(index, module)
-        if "whole" in self.__dict__:
-            self.__dict__["whole"][self.numbers[index]] = module
+        if "lists" in self.__dict__:
+            name, number = self.places[index]
+            self.__dict__["lists"][name][number] = module
 
 
 def find_text_path(model: PreTrainedModel, config: PretrainedConfig, dtype: torch.dtype, blocks_name: str) -> TextPath:
@@ -48,6 +53,8 @@ def find_text_path(model: PreTrainedModel, config: PretrainedConfig, dtype: torc
     Nothing is left out of a model for text alone, nor of one that cannot be run without data.
     """
     blocks = model.get_submodule(blocks_name)
+    if has_two_stacks(model):
+        return TextPath((), ())
     outside = _modules_outside_decoder(model) if model.config.get_text_config() is not model.config else []
     if not outside and len({type(block) for block in blocks.children()}) < 2:
         return TextPath((), ())
@@ -76,11 +83,19 @@ def _modules_outside_decoder(model: PreTrainedModel) -> list[str]:
     return names
 
 
-Lists = dict[str, nn.ModuleList]
+def find_stacks(model: PreTrainedModel) -> Lists:
+    """Return names and lists of the blocks in the order in which they are run: of an encoder before those of a decoder.
+
+    Raises UnsupportedModelError as `find_blocks`.
+    """
+    parts = (model.get_encoder(), model.get_decoder()) if has_two_stacks(model) else (model.get_decoder(),)
+    return dict(find_blocks(model, part) for part in parts)
 
 
-def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Return name and list of the decoder blocks: the longest list with linears that is not inside another one.
+def find_blocks(model: PreTrainedModel, part: nn.Module | None = None) -> tuple[str, nn.ModuleList]:
+    """Return name and list of a part's blocks: the longest list with linears that is not inside another one.
+
+    The part is the decoder by default.
 
     Where there are several such lists, a forward pass on the meta device shows which are part of reading a text. Raise
     UnsupportedModelError if there is no list, or if the parts of each block are in lists of their own.
@@ -89,8 +104,8 @@ def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     outer = {name: m for name, m in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
     if not outer:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder blocks")
-    decoder = set(model.get_decoder().modules())  # of a model with a vision tower, the text part
-    inside = {name: module for name, module in outer.items() if module in decoder} or outer
+    within = set((part or model.get_decoder()).modules())  # of a model with a vision tower, the text part
+    inside = {name: module for name, module in outer.items() if module in within} or outer
     layered = {name: module for name, module in inside.items() if _has_linears(module)} or inside
     if len(layered) > 1:
         layered = _keep_called(layered, without_experts(model.config, model.dtype))

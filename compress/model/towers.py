@@ -42,7 +42,7 @@ def tower_linears(skeleton: Skeleton) -> tuple[list[LinearSpec], dict[str, str]]
 
 def is_tower(skeleton: Skeleton, name: str) -> bool:
     """Return whether a linear of `tower_linears` is in a tower, not in a decoder block."""
-    return not name.startswith(f"{skeleton.blocks_name}.")
+    return not name.startswith(skeleton.in_blocks)
 
 
 def _reads_weight(parent: nn.Module, child: str) -> bool:
@@ -110,7 +110,8 @@ def _why_refused(
 ) -> str | None:
     """Return why a table cannot be packed, None if it can."""
     shape = model.get_parameter(f"{names[0]}.weight").shape
-    if len(names) != len(roles):
+    held = [model.get_submodule(name) for name in names]
+    if sum(not isinstance(module, nn.Embedding) for module in held) != ("head" in roles):
         return f"shared by {', '.join(names)}"
     if any(source.shape != tuple(shape) for source in sources) or not sources:
         return "its weight is not stored as it is"
@@ -119,6 +120,7 @@ def _why_refused(
     head, embeddings = modules["head"], modules["embeddings"]
     if "head" in roles and not (head is not None and is_plain_linear(head)):
         return "a head with a forward pass of its own"
-    if "embeddings" in roles and (embeddings is None or embedding.constants(embeddings, model) is None):
+    tables = [module for module in held if isinstance(module, nn.Embedding)]
+    if "embeddings" in roles and (embeddings is None or None in [embedding.constants(each, model) for each in tables]):
         return "an embedding with a forward pass of its own"
     return None

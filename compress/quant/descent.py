@@ -166,21 +166,33 @@ class Descent(ABC):
         block = self.hessian[part, part].clone()
         block.diagonal().add_(self.damping)
         pull = self.pull[part].clone()
-        units = self.codes[part].float().sub_(zero)
+        units = self.units(self.codes[part], zero)
         scale = self.rescale(index, units, block, pull)
         grid = scale, 1 / scale, -zero, self.top - zero
         for start in range(0, len(units), GRID_COLUMNS):
             chunk = slice(start, min(start + GRID_COLUMNS, len(units)))
             old = units[chunk].clone()
-            step = column_loops.step_columns if self.is_compiled else _step_columns
-            step(units[chunk], pull[chunk], block[chunk, chunk].T.contiguous(), grid)
+            self.step(units[chunk], pull[chunk], block[chunk, chunk].T.contiguous(), grid)
             if chunk.stop < len(units):
                 pull[chunk.stop :].addmm_(block[chunk.stop :, chunk], (old - units[chunk]) * scale)
-        self.codes[part] = (units + zero).to(torch.uint8)
+        self.codes[part] = self.encode(units, zero)
         self.write_values(index, units, values)
         change = before - values
         self.pull.addmm_(self.hessian[:, part], change)
         self.pull[part].add_(change, alpha=self.damping)
+
+    def units(self, codes: Tensor, zero: Tensor) -> Tensor:
+        """Return what codes [columns, rows] stand for in units of their scales."""
+        return codes.float().sub_(zero)
+
+    def encode(self, units: Tensor, zero: Tensor) -> Tensor:
+        """Return the codes uint8 of units, the inverse of `units`."""
+        return (units + zero).to(torch.uint8)
+
+    def step(self, units: Tensor, pull: Tensor, metric: Tensor, grid: Sequence[Tensor]) -> None:
+        """Set one column of units after the other to the best, and keep the pull of those to come up to date."""
+        step = column_loops.step_columns if self.is_compiled else _step_columns
+        step(units, pull, metric, grid)
 
     @abstractmethod
     def storable(self, index: int, scale: Tensor) -> Tensor:

@@ -88,10 +88,16 @@ def codes(target: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     return (target / scale).round_().add_(zero).clamp_(0, 2**bits - 1)
 
 
-def nearest(target: Tensor, config: GridConfig) -> tuple[Tensor, Grid, int_format.Params]:
-    """Round target [columns, rows] float32 to nearest: codes uint8, grids of all groups, the format's parameters."""
+def nearest(
+    target: Tensor, config: GridConfig, scale_dtype: str | None = None
+) -> tuple[Tensor, Grid, int_format.Params]:
+    """Round target [columns, rows] float32 to nearest: codes uint8, grids of all groups, the format's parameters.
+
+    scale_dtype: of the scales; None: that which holds them best.
+    """
     columns, rows = target.shape
-    format_params = params(config, (rows, columns), int_format.scale_dtype(target.abs().amax(0), config.bits))
+    scale_dtype = scale_dtype or int_format.scale_dtype(target.abs().amax(0), config.bits)
+    format_params = params(config, (rows, columns), scale_dtype)
     group = format_params.group(columns)
     fitted = fit_all(target, None, config, getattr(torch, format_params.scale_dtype), group)
     rounded = torch.empty(target.shape, dtype=torch.uint8, device=target.device)

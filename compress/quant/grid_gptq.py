@@ -215,7 +215,9 @@ class _Blocks:
 
     def storable(self, factors: Tensor) -> Tensor:
         """Return factors [rows], each rounded to one near it that can be stored."""
-        part = {"scales": grid_types.near((factors / self.tensor_scale).clamp(min=0), self.params.scale_type)[:, None]}
+        wanted = factors / self.tensor_scale
+        wanted = wanted if self.params.values == grid.IQ4_NL else wanted.clamp(min=0)
+        part = {"scales": grid_types.near(wanted, self.params.scale_type)[:, None]}
         beside = {grid.TENSOR_SCALE: self.tensor_scale}
         return grid_types.factors({**part, **beside}, self.params)[:, 0]
 

@@ -5,7 +5,8 @@ largest point: that with the least squared error, each column weighed if its imp
 - e4m3 (NVFP4): the numbers of the type from 2 steps below to 6 above. That includes "four over six" (arXiv 2512.02010),
   by which the largest weight of a block is at 6 or at 4, whichever errs less;
 - e8m0 (MX): the power of two by which nothing is clipped, half and twice of it;
-- others: shares of the range, above 1, too, where points are floating-point numbers.
+- others: shares of the range, above 1, too, where points are floating-point numbers; of both signs where the points
+  on either side of 0 differ (iq4_nl).
 
 A tensor scale is a power of two. Products with it are exact, and so is its inverse, which some engines store. It comes
 from the largest weight, or from the largest of all weights that read one input, so that linears which engines fuse have
@@ -33,14 +34,17 @@ TYPES = {  # data type -> how the format stores it
     "nf4": grid.Params(grid.NF4, 64, grid.NESTED),
     "fp4": grid.Params(grid.FP4, 64, grid.NESTED),
     "dynamic8": grid.Params(grid.DYNAMIC8, 256, "float32"),
+    "iq4_nl": grid.Params(grid.IQ4_NL, 32, "float16"),
 }
 # The scale of the block of the largest weight, at 6; at 4 it is 448, the largest number of e4m3.
 LARGEST_SCALE = 448.0 / 1.5
+LEAST_HALF, MOST_HALF = 2.0**-24, 65504.0  # positive numbers of float16
 LARGEST_CODE, ONE_IN_E4M3 = 0x7E, 0x38  # codes in e4m3 of the largest number, and of 1
 STEPS = range(-2, 7)  # numbers of e4m3 from the nearest scale that are tried
 EXPONENTS = (0, -1, 1)  # powers of two, from the scale that clips nothing
 SHARES = (1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.87, 0.84)  # shares of the range that are tried, for tables
 FLOATING_SHARES = (1.0, 0.95, 1.06, 1.12, 1.19, 1.26, 1.34, 1.42, 1.5, 1.59, 1.68, 1.78, 1.89)  # the same for e4m3
+SIGNED_SHARES = tuple(sign * (1.14 - 0.04 * i) for i in range(10) for sign in (1, -1))  # the same for iq4_nl
 FITTED_WEIGHTS = 1 << 20  # weights whose scales are fitted at a time: bounds the temporaries to some MB
 
 
@@ -48,7 +52,7 @@ FITTED_WEIGHTS = 1 << 20  # weights whose scales are fitted at a time: bounds th
 class TypeConfig:
     """Settings of every method that writes the grid format."""
 
-    type: str = "nvfp4"  # data type: nvfp4, mxfp4, mxfp8, fp8, fp8-channel, fp8-block, nf4, fp4 or dynamic8
+    type: str = "nvfp4"  # data type: nvfp4, mxfp4, mxfp8, fp8, fp8-channel, fp8-block, nf4, fp4, dynamic8 or iq4_nl
     scale_search: bool = True  # search the scales with the least errors; false: take the range of the weights
 
     def __post_init__(self) -> None:
@@ -187,8 +191,8 @@ class BlockScales:
 
 
 def factors(stored: Mapping[str, Tensor], params: grid.Params) -> Tensor:
-    """Return what points are multiplied with, of each block, float32 [R, C]; 1 where that is 0."""
-    return _nonzero(grid.factors(stored, params))
+    """Return what points are multiplied with, of each block, float32 [R, C]; where that is 0, 1 or nearly 0."""
+    return _nonzero(grid.factors(stored, params), LEAST_HALF if params.scale_type == "float16" else 1.0)
 
 
 def tensor_scale(largest: Tensor, values: str) -> Tensor:
@@ -201,7 +205,7 @@ def tensor_scale(largest: Tensor, values: str) -> Tensor:
 def storable(wanted: Tensor, scale_type: str) -> Tensor:
     """Return what is stored for scales of any shape, float32, at least 0: the nearest ones; of e8m0 none is smaller.
 
-    0, of a block of zeros, becomes 1.
+    0, of a block of zeros, becomes 1. It stays 0 in float16, whose scales may be negative: iq4_nl has no other 0.
     """
     if scale_type == grid.E8M0:
         mantissa, exponent = torch.frexp(wanted)
@@ -211,6 +215,9 @@ def storable(wanted: Tensor, scale_type: str) -> Tensor:
     if scale_type == grid.E4M3:
         codes = nearest(wanted, grid.E4M3).clamp_(1)  # the least number, of blocks that are tiny beside others
         return torch.where(wanted == 0, ONE_IN_E4M3, codes).view(torch.float8_e4m3fn)
+    if scale_type == "float16":
+        halves = wanted.clamp(-MOST_HALF, MOST_HALF).half()
+        return torch.where(halves.abs() <= LEAST_HALF, 0.0, halves)
     return _nonzero(wanted.to(grid.SCALE_DTYPES[scale_type]))
 
 
@@ -228,9 +235,11 @@ def _candidates(wanted: Tensor, params: grid.Params) -> Iterator[Tensor]:
             yield torch.where(wanted == 0, wanted, moved)
         return
     shares = tuple(2.0**x for x in EXPONENTS) if params.scale_type == grid.E8M0 else SHARES
+    if params.values == grid.IQ4_NL:
+        shares = (1.0, *SIGNED_SHARES)
     for share in FLOATING_SHARES if params.values == grid.E4M3 and params.scale_type != grid.E8M0 else shares:
         yield wanted * share
 
 
-def _nonzero(scales: Tensor) -> Tensor:
-    return torch.where(scales.float() == 0, 1.0, scales.float()).to(scales.dtype)
+def _nonzero(scales: Tensor, other: float = 1.0) -> Tensor:
+    return torch.where(scales.float() == 0, other, scales.float()).to(scales.dtype)

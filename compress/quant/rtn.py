@@ -39,8 +39,13 @@ def work(config: Config, shape: tuple[int, int]) -> Work:
     return Work(0, grid.WEIGHT_STEPS * shape[0] * shape[1])
 
 
-def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0) -> Quantized:
-    """Quantize weight [out, in], any float dtype, finite. `stats` and `seed` are unused."""
+def quantize(
+    weight: Tensor, stats: Stats | None, config: Config, seed: int = 0, scale_dtype: str | None = None
+) -> Quantized:
+    """Quantize weight [out, in], any float dtype, finite. `stats` and `seed` are unused.
+
+    scale_dtype: of the scales, for readers that turn all numbers into one type; None: that which holds them best.
+    """
     shape = (weight.shape[0], weight.shape[1])
-    codes, fitted, params = grid.nearest(weight.T.float().contiguous(), config)
+    codes, fitted, params = grid.nearest(weight.T.float().contiguous(), config, scale_dtype)
     return Quantized(grid.pack(codes, fitted, params, shape))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -15,7 +16,7 @@ from yaml import Node, ScalarNode, SequenceNode
 from compress import plugins
 from compress.errors import RecipeError
 from compress.kv.settings import CacheSettings, cache_settings
-from compress.recipe.schema import OUTPUT_DEFAULTS, Step
+from compress.recipe.schema import OUTPUT_DEFAULTS, Acceptance, Step
 from compress.recipe.yaml import Entries, check_keys, describe_node, error_at, mapping, plain, sequence, value
 
 if TYPE_CHECKING:
@@ -238,3 +239,24 @@ def tuning(entries: Entries) -> tuple[Step, ...]:
         rest = {key: entry for key, entry in block.items() if key != "method"}
         steps[scope] = Step(name, build(rest, part, f"tune ({name})", module.Config(), ("method",)))
     return tuple(steps.values())
+
+
+def acceptance(entries: Entries) -> Acceptance | None:
+    """Return the section `accept` of a recipe, None without one; RecipeError."""
+    if "accept" not in entries:
+        return None
+    at, node = entries["accept"]
+    block = mapping(node, "accept")
+    check_keys(block, [field.name for field in dataclasses.fields(Acceptance)], "accept")
+    tasks = mapping(block["task"][1], "accept.task") if "task" in block else {}
+    kl, text = value(block, "kl", float | None), value(block, "text", str | None)
+    least = {name: value(tasks, name, float) for name in tasks}
+    if kl is None and not least:
+        raise error_at(at, "accept needs kl, such as 0.1 nats a token, or task, such as {recall: -0.02}")
+    if kl is not None and not 0 < kl < math.inf:
+        raise error_at(block["kl"][0], f"accept: kl {kl} is not positive; give nats a token, such as 0.1")
+    for name, bound in least.items():
+        if not -1 <= bound <= 0:
+            reason = "is no share of answers that may be lost; give one from -1 to 0, such as -0.02"
+            raise error_at(tasks[name][0], f"accept: {bound} of the task {name} {reason}")
+    return Acceptance(kl, least, text)

@@ -12,12 +12,11 @@ import re
 from collections.abc import Set
 from typing import Any, Literal, NamedTuple
 
-import yaml
-
 from compress import plugins
 from compress.recipe import facts
 from compress.recipe.facts import About, Measurement
-from compress.recipe.read import is_paper, load, names, text
+from compress.recipe.read import load
+from compress.recipe.sources import data, is_paper, names, text
 from compress.recipe.yaml import compose, mapping
 
 # Methods that store fewer numbers instead of fewer bits.
@@ -124,7 +123,7 @@ def entries() -> list[ListedRecipe]:
 def entry(name: str) -> ListedRecipe:
     """One built-in recipe."""
     sections = mapping(compose(text(name), f"{name}.yaml"), "the recipe")
-    return ListedRecipe(name, yaml.safe_load(text(name)), facts.about(sections), facts.measurements(sections))
+    return ListedRecipe(name, data(name), facts.about(sections), facts.measurements(sections))
 
 
 def by_purpose() -> dict[str, list[ListedRecipe]]:

@@ -51,9 +51,14 @@
       - match: "*.visual.*"    # by default 8 bits by rtn: only methods without data can be used here
         bits: 8
     export: gptq               # refuse what `compress export --to gptq` could not write without loss
+    accept:                    # what the result must reach beside the original (compress/evaluate/acceptance.py)
+      kl: 0.1                  # nats a token at most, on `text`
+      task: {recall: -0.02}    # share of right answers, less the original's, at least
+      text: held_out.txt
 
 Only `quantize.method` or `kv_cache.method` is required; without `quantize` all weights stay as they are. Keys and types
-come from the dataclasses; anything else is an error with its line.
+come from the dataclasses; anything else is an error with its line. `extends: int4` puts a recipe under this one, and
+`A+B` puts recipes side by side (compress/recipe/sources.py).
 
 An override `key=value` ("quantize.bits=3", "rules.0.bits=2", "ignore=[]") replaces one value of the tree, which is then
 read like a file that says so. A key without dots that is not a top-level key is a setting of `quantize`. A new method
@@ -63,23 +68,21 @@ whatever their order.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from importlib.resources import files
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from yaml import MappingNode, Node, ScalarNode, SequenceNode
+from yaml import MappingNode, Node, SequenceNode
 
 from compress import plugins
 from compress.errors import RecipeError, cut, shown
 from compress.kv.settings import POLICY_KEYS, SECTION_KEYS
-from compress.recipe import facts
+from compress.recipe import facts, sources
 from compress.recipe.allocation import allocation
 from compress.recipe.blocks import (
     RULE_KEYS,
     SCHEME_KEYS,
+    acceptance,
     build,
     cache,
     fields,
@@ -100,99 +103,48 @@ from compress.recipe.yaml import (
     error_at,
     is_override,
     mapping,
-    rename,
     replace_at,
     say_renamed,
     sequence,
     value,
 )
-from compress.storage.files import open_regular
 
 if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
-
     from compress.types import ExpertPruning, Scheme
 
 # What quantizes linears beside the text model where a rule of `towers` names nothing else.
 TOWER_METHOD = "rtn"
-MAX_FILE_NBYTES = 16 << 20
-PACKAGE, PAPERS = "compress.recipes", "papers"
-
-
-def names() -> list[str]:
-    """Return the names of the built-in recipes, sorted, those of papers behind the others."""
-    return [*_names_in(files(PACKAGE)), *_names_in(files(PACKAGE) / PAPERS)]
-
-
-def is_paper(name: str) -> bool:
-    """Return whether a built-in recipe lies in recipes/papers, which holds what is not on the frontier."""
-    return name in _names_in(files(PACKAGE) / PAPERS)
-
-
-def text(name: str) -> str:
-    """Return the YAML of a built-in recipe, comments included."""
-    if name not in names():
-        raise RecipeError(_unknown(name))
-    folder = files(PACKAGE) / PAPERS if is_paper(name) else files(PACKAGE)
-    return (folder / f"{name}.yaml").read_text(encoding="utf-8")
-
-
-def _names_in(folder: Traversable) -> list[str]:
-    """Return the names of the recipes in a folder, sorted; none where there is no such folder."""
-    entries = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    return sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml"))
-
-
-def _unknown(name: str) -> str:
-    """Return the error for a recipe that does not exist, with the names that are close to it."""
-    close = plugins.close_words(name, names(), 3)
-    guess = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"unknown recipe {shown(name)}; {guess}`compress recipes --all` lists them"
 
 
 def load(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the built-in recipe of that name, or else that of a file, with `key=value` overrides.
+    """Return the built-in recipe of that name, that of a file, or several side by side as `A+B`, with overrides.
 
-    A file with the name of a built-in recipe is meant by its path: ./int4. RecipeError says what is wrong and where:
-    file and line, or the override.
+    overrides: `key=value`, and files (.yaml), which lie over the recipe in their order, below all `key=value`. A file
+    with the name of a built-in recipe is meant by its path: ./int4. RecipeError says what is wrong and where: file and
+    line, or the override.
     """
-    path = Path(name_or_file)
-    if name_or_file in names():
-        name, root = name_or_file, compose(text(name_or_file), f"{name_or_file}.yaml")
-    elif os.path.isfile(name_or_file):  # False for what no file can be called, too
-        name, root = path.stem, _from_file(path)
-    elif os.path.isdir(name_or_file):
-        raise RecipeError(f"{name_or_file} is a directory; give a YAML file, or a built-in recipe (`compress recipes`)")
-    else:
-        raise RecipeError(f"there is no such file, and {_unknown(name_or_file)}")
-    rename(root, RENAMED)
+    name, root = sources.tree(name_or_file)
     recipe = _recipe(root, name)
-    return _recipe(apply_overrides(root, overrides), name) if overrides else recipe
+    files, values = list[str](), list[str]()
+    for override in overrides:
+        (files if sources.is_file_of_set(override) else values).append(override)
+    for file in files:
+        root = sources.lay_over(root, file)
+        recipe = _recipe(root, name)
+    return _recipe(apply_overrides(root, values), name) if values else recipe
 
 
-def ambiguous(name: str) -> str | None:
-    """Return a note that a built-in recipe is taken where a file here has its name, too; None without such a file."""
-    if name not in names() or not Path(name).is_file():
-        return None
-    return f"{name} is the built-in recipe; the file of this name is ./{name}"
+DATA_FREE = {  # scheme -> a recipe, and what of it needs data put otherwise
+    **{"int8": ("int8",), "int4": ("int4", "quantize.method=rtn"), "fp8": ("fp8",), "fp8-block": ("fp8-block",)},
+    "nvfp4": ("nvfp4-w4a16", "quantize.method=grid_rtn"),
+    "mxfp4": ("mxfp4", "quantize.method=grid_rtn", "quantize.incoherence=false"),
+}
 
 
-def _from_file(path: Path) -> Node:
-    """Return the tree of a file; one that is no recipe but text is refused without a word of it in the error."""
-    try:
-        with open_regular(path) as stream:
-            raw = stream.read(MAX_FILE_NBYTES + 1)
-        content = raw.decode("utf-8")
-    except OSError as error:
-        raise RecipeError(f"cannot read the recipe {path}: {error.strerror}; give a YAML file") from error
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"cannot read the recipe {path}: it is not utf-8 text; give a YAML file") from error
-    if len(raw) > MAX_FILE_NBYTES:
-        raise RecipeError(f"{path} is not a recipe: it has more than {MAX_FILE_NBYTES >> 20} MiB; give a YAML file")
-    root = compose(content, str(path))
-    if isinstance(root, ScalarNode) and root.value:
-        raise error_at(root, "a recipe must be keys with values, found text; give a YAML file")
-    return root
+def data_free(scheme: str) -> tuple[str, list[str]]:
+    """Return the recipe, and the overrides, of a scheme that rounds each weight by itself; a recipe as it is."""
+    name, *overrides = DATA_FREE.get(scheme, (scheme,))
+    return name, overrides
 
 
 def _recipe(root: Node, default_name: str) -> Recipe:
@@ -220,6 +172,7 @@ def _recipe(root: Node, default_name: str) -> Recipe:
         embeddings=table(entries, "embeddings"),
         head=table(entries, "head"),
         export=_target(entries),
+        accept=acceptance(entries),
     )
 
 

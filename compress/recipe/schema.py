@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 OUTPUT_DEFAULTS = {"two_sided": False, "out_scales": "none", "in_vector": False, "vector_bits": 16}
 KEEP = "keep"  # the option, and the method of a scheme, that leaves a weight as it is
 TABLES = ("embeddings", "head")  # sections for what lies outside of the blocks
-OTHER_KEYS = ("allocate", "tune", "experts", "kv_cache", "towers", "export")
+OTHER_KEYS = ("allocate", "tune", "experts", "kv_cache", "towers", "export", "accept")
 SETTING_KEYS = ("calibration", "transform", "quantize", "rules", "ignore", *TABLES, *OTHER_KEYS)
 TOP_KEYS = ("name", "description", *SETTING_KEYS, *facts.SECTIONS)
 CACHE_KEYS = ("context", "cache_bits", "cache_options", "cache_estimator")
+EXTENDS, TEXT_OF_ACCEPTANCE = "extends", ("accept", "text")  # keys that name other files
 ALLOCATE_KEYS = (
     "method",
     "target",
@@ -120,6 +121,17 @@ class Rule:
         return tuple(pattern for pattern in self.match if any(sign in pattern for sign in "*?["))
 
 
+@dataclass(frozen=True)
+class Acceptance:
+    """What a checkpoint must reach beside its original; a run whose checkpoint falls short ends with exit code 3."""
+
+    kl: float | None = None  # [nats a token] of divergence at most, on `text`
+    task: Mapping[str, float] = field(default_factory=dict)  # name of a task -> the least share of right answers, less
+    # the original's: {recall: -0.02}
+    text: str | None = None  # file that is scored, as seen from the recipe's folder; default: the text that compress
+    # comes with, where the run was calibrated on another one
+
+
 Units = Literal["fused", "linear", "expert", "block"]
 CacheEstimator = Literal["kl_one_at_a_time", "output_error", "rule"]
 
@@ -146,6 +158,11 @@ class Target:
         """bpw, kl, or a unit of size."""
         unit = self.text.lstrip("0123456789. ").lower()
         return "bpw" if unit in ("bit", "bits") else unit
+
+    @property
+    def is_size(self) -> bool:
+        """Whether it is a size, in bytes."""
+        return self.unit not in ("bpw", "kl")
 
     @property
     def nbytes(self) -> int:
@@ -241,6 +258,7 @@ class Recipe:
     embeddings: Scheme | None = None  # of the token embeddings; None: they stay as they are
     head: Scheme | None = None  # of the output head; None: it stays as it is
     export: str | None = None  # the format of another tool that the result must fit (compress/export/targets)
+    accept: Acceptance | None = None  # what the result must reach; None: nothing is scored
 
     @property
     def packs(self) -> bool:
@@ -282,14 +300,15 @@ def dump(recipe: Recipe) -> str:
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Return the sha256 (hex) of everything that decides numbers: all but the name and the description.
+    """Return the sha256 (hex) of everything that decides numbers: all but name, description and what is accepted.
 
     Recipes keep the fingerprint that they had in earlier versions. calibration.bos is left out where it is auto: what
     samples begin with is then the tokenizer's matter. Keys that a method had once count with the value that it works
     with now, and a method that was split off from another counts under the name of that one.
     """
     content = _plain(recipe, _with_former_keys)
-    del content["name"], content["description"]
+    for key in ("name", "description", "accept"):
+        content.pop(key, None)
     if recipe.calibration.bos == "auto":
         del content["calibration"]["bos"]
     for step in content["transform"]:
@@ -320,6 +339,7 @@ def _plain(recipe: Recipe, plain: ToPlain = dataclasses.asdict) -> dict[str, Any
         **({"kv_cache": recipe.kv_cache.plain()} if recipe.kv_cache is not None else {}),
         **({"towers": [_plain_rule(rule, plain) for rule in recipe.towers]} if recipe.towers else {}),
         **({"export": recipe.export} if recipe.export is not None else {}),
+        **({"accept": dataclasses.asdict(recipe.accept)} if recipe.accept is not None else {}),
     }
 
 

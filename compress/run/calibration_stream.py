@@ -25,9 +25,10 @@ from compress.calib.routed_sums import RoutedSum
 from compress.calib.stats import HessianSum
 from compress.calib.weighed_pass import WEIGHED, WeighedPass
 from compress.model import blockwise, graph
-from compress.model.blockwise import FULL, QUANTIZED, BlockPass
+from compress.model.blockwise import FULL, QUANTIZED, BlockPass, Samples
 from compress.progress import Meter
 from compress.run import sizes
+from compress.run.importance_matrix import MatrixStatistics
 from compress.run.job import Job, Prepared
 from compress.run.quantize_linear import NO_STATISTICS, InputStatistics, finish_statistics
 from compress.types import LayerPlan
@@ -36,22 +37,24 @@ from compress.types import LayerPlan
 class CalibrationStream:
     """The hidden states of the calibration text in front of one block.
 
-    `tokens` [samples, seq_len]; None: there is no text. `file`: where hidden states are kept that do not fit into
-    memory. `every`: statistics are collected of all inputs, not only of those that a method needs.
+    `tokens` [samples, seq_len], or pairs; None: there is no text. `file`: where hidden states are kept that do not fit
+    into memory. `every`: statistics are collected of all inputs, not only of those that a method needs.
     """
 
     def __init__(
         self,
         job: Job,
         prepared: Prepared,
-        tokens: Tensor | None,
+        tokens: Samples | None,
         meter: Meter,
         file: Path | None = None,
         every: bool = False,
     ) -> None:
-        self.job, self.prepared, self.tokens, self.meter, self.every = job, prepared, tokens, meter, every
+        self.job, self.prepared, self.given, self.meter, self.every = job, prepared, tokens, meter, every
+        self.tokens = tokens if tokens is None or isinstance(tokens, Tensor) else tokens.decoder
         self.skeleton, self.device = prepared.skeleton, torch.device(job.device)
         self.paired = job.is_paired and tokens is not None
+        self.matrix = None if job.imatrix is None else MatrixStatistics(job.imatrix, prepared.skeleton)
         self.states = blockwise.HiddenStates(prepared.samples, file, 2 if self.paired else 1)
         size, samples = prepared.arrangement.batch, prepared.samples if tokens is not None else 0
         self.slices = [slice(start, min(start + size, samples)) for start in range(0, samples, size)]  # batches
@@ -71,15 +74,14 @@ class CalibrationStream:
         """Fill the stream with what reaches the first block, unless nothing will read it."""
         if self.skeleton.edits is not None:
             self.skeleton.edits.begin(self.device)
-        if self.tokens is not None and is_read:
+        if self.given is not None and is_read:
             self.meter.say("embedding the calibration text")
             batch = self.prepared.arrangement.batch
-            self.calls = blockwise.record_inputs(self.skeleton, self.tokens, batch, self.states, self.device)
+            self.calls = blockwise.record_inputs(self.skeleton, self.given, batch, self.states, self.device)
 
     def part(self) -> None:
         """Fill the full-precision side with a copy of the quantized one."""
         if self.paired:
-            self.states.write(0, self.states.read(0, self.states.samples), FULL)
             self.calls.split()
             self.parted = True
 
@@ -88,7 +90,7 @@ class CalibrationStream:
     ) -> Iterator[tuple[Tensor, blockwise.BlockArgs]]:
         """Yield what reaches a block behind the quantized prefix, in these batches, all by default."""
         for samples in self.slices if slices is None else slices:
-            hidden = self.states.fetch(samples.start, samples.stop - samples.start, self.device)
+            hidden = self.calls.states(index).fetch(samples.start, samples.stop - samples.start, self.device)
             yield hidden, self.calls.at(index, samples.start, hidden.shape[0])
 
     def matched(self, index: int, block: nn.Module) -> Iterator[tuple[Tensor, blockwise.BlockArgs, Tensor]]:
@@ -101,7 +103,7 @@ class CalibrationStream:
         for samples, (hidden, call) in zip(self.slices, self.batches(index), strict=True):
             full, full_call = hidden, call
             if self.parted:
-                full = self.states.fetch(samples.start, samples.stop - samples.start, self.device, FULL)
+                full = self.calls.states(index).fetch(samples.start, hidden.shape[0], self.device, FULL)
                 full_call = self.calls.at(index, samples.start, full.shape[0], FULL)
             is_output = self.parted and has_gone_on
             yield hidden, call, full if is_output else blockwise.run_block(block, full_call, full, name)
@@ -145,14 +147,14 @@ class CalibrationStream:
         self.seconds += time.monotonic() - started
 
     def _forward_batch(self, index: int, block: nn.Module, samples: slice, legs: Iterable[BlockPass]) -> None:
-        name = self.skeleton.block_prefix(index).rstrip(".")
+        name, states = self.skeleton.block_prefix(index).rstrip("."), self.calls.states(index)
         for leg in legs:
-            hidden = self.states.fetch(samples.start, samples.stop - samples.start, self.device, leg.source)
+            hidden = states.fetch(samples.start, samples.stop - samples.start, self.device, leg.source)
             call = self.calls.at(index, samples.start, hidden.shape[0], leg.source)
             with suppress(calib_stats.InputsSeenError), leg.watch(samples):
                 out, beside = blockwise.run_block_fully(block, call, hidden, name)
                 if leg.target is not None:
-                    self.states.write(samples.start, out, leg.target)
+                    states.write(samples.start, out, leg.target)
                     self.calls.keep(index, samples.start, call, beside, leg.target)
 
     def _exchange(self, index: int, block: nn.Module, side: int, legs: Iterable[BlockPass]) -> None:
@@ -176,6 +178,8 @@ class CalibrationStream:
 
     def passes(self, layers: list[LayerPlan]) -> list[list[str]]:
         """Return the shared inputs of a block whose statistics are collected, those of each pass together."""
+        if self.matrix is not None:
+            return []
         hessians = sizes.hessian_nbytes(layers, self.paired, self.every)
         return sizes.split_passes(hessians, self.prepared.arrangement.statistics_nbytes)
 
@@ -189,7 +193,7 @@ class CalibrationStream:
         of `_collect`.
         """
         settings = self.job.recipe.calibration
-        if self.tokens is None or settings.importance == "none":
+        if self.tokens is None or settings.importance == "none" or self.skeleton.second is not None:
             return None, None
         by_attention = settings.importance in (token_importance.AUTO_SCORE, "attention")
         if by_attention and not (self.paired or self.weighs_before):
@@ -245,6 +249,8 @@ class CalibrationStream:
         stream goes on.
         """
         readers, passes = sizes.readers(layers, self.every), self.passes(layers)
+        if self.matrix is not None:
+            yield from self.matrix.of(layer for layer in layers if layer.spec.name in own)
         settings, tokens = self.job.recipe.calibration, self.states.samples * self.prepared.seq_len
         for number, keys in enumerate(passes):
             sums, self.weighed = self.weighed, {}

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from functools import partial
 from pathlib import Path
 
 from compress import process_memory
 from compress.calib import data as calib_data
+from compress.calib import pairs
 from compress.calib.data import Calibration
 from compress.calib.documents import documents
-from compress.errors import NotMeasuredError
-from compress.model import fingerprint, load
+from compress.errors import BudgetError, CalibrationError, NotMeasuredError
+from compress.model import fingerprint, inputs, load
 from compress.progress import Progress, note
 from compress.recipe.schema import AUTO
 from compress.run.job import Job, Prepared
+
+WRITING = "writing what the decoder reads"
 
 
 def check(job: Job) -> None:
@@ -22,6 +26,24 @@ def check(job: Job) -> None:
     source = job.calib
     if source is not None and os.path.isfile(source) and Path(source).suffix.lower() != ".parquet":
         next(documents(source, chat=lambda messages, where: where), None)
+
+
+def check_stacks(job: Job, prepared: Prepared) -> None:
+    """Raise CalibrationError where an encoder is to read what is not there, BudgetError for too little memory."""
+    if not prepared.samples or prepared.skeleton.second is None:
+        return
+    directory, room = prepared.skeleton.checkpoint.directory, job.max_memory
+    if room is not None and (need := process_memory.resident() + prepared.skeleton.checkpoint.nbytes) > room:
+        raise BudgetError(
+            f"what the decoder reads is written by the whole model: at least {process_memory.show(need)}, more "
+            f"than --max-memory {process_memory.show(room)}; raise it, or use a recipe without data, such as int8"
+        )
+    if inputs.reads_sound(prepared.skeleton.config):
+        pairs.check_sound(job.calib, directory)
+    elif job.calib is None:
+        raise CalibrationError(
+            f"{directory} has an encoder, which reads a text before anything is written; give --calib a file"
+        )
 
 
 def calibration(job: Job, prepared: Prepared, progress: Progress, cache: Path | None = None) -> Calibration | None:
@@ -34,15 +56,21 @@ def calibration(job: Job, prepared: Prepared, progress: Progress, cache: Path | 
         return None
     copies, checkpoint = job.recipe.calibration.rolled, prepared.skeleton.checkpoint
     samples, seq_len = prepared.samples // copies, prepared.seq_len
-    if job.calib is not None:
+    has_two_stacks = prepared.skeleton.second is not None
+    if has_two_stacks and inputs.reads_sound(prepared.skeleton.config):
+        folder = pairs.check_sound(job.calib, checkpoint.directory)
+        text = pairs.of_sound(folder, checkpoint.directory, samples, job.seed, partial(progress, WRITING))
+        if (heard := len(text.tokens)) < samples:
+            say_fewer(heard, samples, text.tokens_available)
+    elif job.calib is not None:
         progress("reading calibration text", 0, 0)
         vocabulary = prepared.skeleton.config.get_text_config().vocab_size
         tokenizer = load.load_tokenizer(checkpoint.directory)
-        text = calib_data.calibration(
-            job.calib, tokenizer, samples, seq_len, job.seed, vocabulary, job.recipe.calibration.bos
-        )
+        text = calib_data.calibration(job.calib, tokenizer, samples, seq_len, job.seed, vocabulary, prepared.prefix)
         if len(text.tokens) < samples:
             say_fewer(len(text.tokens), samples, text.tokens_available)
+        if has_two_stacks:
+            text = pairs.of_text(text, checkpoint.directory, partial(progress, WRITING))
     else:
         text = _self_generated(job, dataclasses.replace(prepared, samples=samples), progress, cache)
     return calib_data.expand_copies(text, copies) if copies > 1 else text

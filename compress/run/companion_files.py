@@ -73,11 +73,14 @@ def copy_files(source: Path, directory: Path) -> None:
     Weights and code that are left out are named where a model is opened (`companions.notes`).
     """
     left_out: dict[str, list[str]] = {}
+    inner_files = manifest.inner_files(source)
     for path in sorted(model_files(source)):
-        name = path.name
-        if manifest.is_of_source(name) or companions.reason(name) is not None:
+        inner = f"{path.parent.name}/{path.name}"
+        name = inner if inner in inner_files else path.name
+        (directory / name).parent.mkdir(exist_ok=True)
+        if name != inner and (manifest.is_of_source(name) or companions.reason(name) is not None):
             continue
-        if (why := _why_left_out(path)) is not None:
+        if (why := _why_left_out(path, name)) is not None:
             left_out.setdefault(why, []).append(name)
         elif name.endswith("_config.json") and any(code_references(values := read_json(path))):
             write_text(directory / name, json.dumps(without_code(values), indent=2, ensure_ascii=False) + "\n")
@@ -87,9 +90,9 @@ def copy_files(source: Path, directory: Path) -> None:
         note(line)
 
 
-def _why_left_out(path: Path) -> str | None:
+def _why_left_out(path: Path, name: str) -> str | None:
     """Return why a file beside a model is not copied, None for one that is."""
-    if not manifest.is_copied(path.name):
+    if not manifest.is_copied(name):
         return "no part of a model"
     if not manifest.is_inside(path):
         return "links out of the folder; put the files there to have them copied"

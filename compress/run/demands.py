@@ -43,6 +43,11 @@ def arrange(job: Job, skeleton: Skeleton, plans: Sequence[Plan], tables: Sequenc
 
     tables: all that one of an allocation's options makes of a table. every: statistics of all inputs are taken.
     """
+    step = job.recipe.tuning("model") if job.pack else None
+    if step is not None and architectures.gives_states(skeleton.config):
+        raise RecipeError(
+            f"tune: {step.method} trains by the divergence of predictions, and this model makes none; leave it out"
+        )
     text = choose_text(job, skeleton, plans, every)
     samples, seq_len = text.samples * job.recipe.calibration.rolled, text.seq_len
     demands = _memory_demands(job, skeleton, plans, samples, seq_len)
@@ -58,15 +63,22 @@ def choose_text(job: Job, skeleton: Skeleton, plans: Sequence[Plan], every: bool
     every: statistics of all inputs are taken, whether a method needs them or not.
     """
     settings = job.recipe.calibration
-    layers = [layer for each in plans for layer in each.packed if every or sizes.needs_text(layer)]
+    layers = [layer for each in plans for layer in each.packed if every or _needs_text(job, layer)]
     is_for_weights = bool(layers) or every or any(_scope(step) == "block" for step in job.recipe.transform)
     is_for_weights = is_for_weights or (job.pack and bool(job.recipe.tune or job.recipe.pruning))
     edited = skeleton.edits.samples if skeleton.edits is not None else 0
     if not (is_for_weights or edited or _calibrates_cache(job)):
         return TextSize(0, 0)
+    if job.imatrix is not None:
+        raise RecipeError(
+            f"recipe {job.recipe.name!r} needs calibration text for more than the sizes of inputs (allocation, tuning, "
+            "transforms, gradients, low-rank parts, scales of inputs or a cache); leave out --imatrix"
+        )
     default = enough.SEQ_LEN if job.recipe.kv_cache is None else enough.CACHE_SEQ_LEN
     asked = default if settings.seq_len == "auto" else settings.seq_len
-    seq_len = min(asked, architectures.most_tokens(skeleton.model) or asked)
+    seq_len = architectures.sound_states(skeleton.model) or min(
+        asked, architectures.most_tokens(skeleton.model) or asked
+    )
     few = max(edited, kv_cache.samples(seq_len) if _calibrates_cache(job) else 0)
     if settings.num_samples != "auto":
         return TextSize(settings.num_samples if is_for_weights else min(few, settings.num_samples), seq_len)
@@ -79,6 +91,13 @@ def choose_text(job: Job, skeleton: Skeleton, plans: Sequence[Plan], every: bool
     samples = max(few, -(-chosen.tokens // seq_len))
     counted = f"{samples * seq_len:,} tokens ({samples:,} x {seq_len:,})"
     return TextSize(samples, seq_len, f"calibration takes {counted}, enough for {chosen.reason}")
+
+
+def _needs_text(job: Job, layer: LayerPlan) -> bool:
+    """Return whether a linear needs text: of one that goes by an importance matrix, for more than its Hessian."""
+    if job.imatrix is None or layer.scheme.lowrank is not None:
+        return sizes.needs_text(layer)
+    return sizes.needs_in_scale(layer) or sizes.needs_output_gradients(layer)
 
 
 def _scope(step: Any) -> str:
@@ -157,7 +176,7 @@ def _tuning_workspace(job: Job, scope: Literal["block", "model"]) -> Callable[..
 def _prefix(job: Job, directory: Path, samples: int) -> Prefix:
     """Return what each calibration sample will begin with."""
     bos = job.recipe.calibration.bos
-    if not samples:
+    if not samples or job.calib is not None and os.path.isdir(job.calib):
         return prefix.NONE
     return prefix.of_directory(directory, bos) if job.calib is not None else calib_data.self_prefix(directory, bos)
 

@@ -23,7 +23,7 @@ from compress.run.memory_plan import Arrangement
 from compress.run.sizes import GradientSizes
 from compress.run.verify import ProbeStart
 from compress.storage import manifest, paths
-from compress.storage.checkpoint import MANIFEST, Checkpoint, write_text
+from compress.storage.checkpoint import MANIFEST, Checkpoint, sha256, write_text
 from compress.types import LayerReport, Plan, Pruning
 
 
@@ -38,6 +38,7 @@ class Job:
     adapter: Path | None = None  # directory of a LoRA that is merged into the model
     base_model: str | None = None  # hub id of the original, for the model card; None: the one that `model` is, if it is
     calib: str | None = None  # None: text that the model generates itself
+    imatrix: Path | None = None  # importance matrix of llama.cpp, in the place of text; None: text
     max_memory: int | None = None  # bytes
     device: str = "cpu"
     dtype: str | None = None  # that the model is loaded, and so calibrated, in: a name of torch; None: its own
@@ -119,6 +120,7 @@ def identity(job: Job, checkpoint: Checkpoint, calibration: Calibration | None) 
         "adapter": checkpoint.base_settings.get("adapter"),
         "recipe": recipe_fingerprint(job.recipe),
         "calibration text": calibration.sha256 if calibration is not None else None,
+        **({} if job.imatrix is None else {"importance matrix": sha256(job.imatrix)}),
         "seed": job.seed,
         "command": "quantize" if job.pack else "transform",
         "device": torch.device(job.device).type,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from compress import process_memory, ranks
 from compress.calib import stats as calib_stats
 from compress.calib.gradient_store import GradientStore
-from compress.model.blockwise import QUANTIZED, BlockPass
+from compress.model.blockwise import QUANTIZED, BlockPass, Samples
 from compress.model.edits import EditContext
 from compress.progress import Meter, Progress, note
 from compress.ranks import Portion, Ranks
@@ -71,9 +71,9 @@ class BlockConsumer(Protocol):
 class BlockLoop:
     """The loop over the blocks of a prepared model.
 
-    tokens [samples, seq_len]; None: no calibration text. folder: for hidden states and gradients that spill to disk,
-    and for what a transform of the whole model keeps. every: statistics are taken for all linears, whether their
-    methods need them or not.
+    tokens [samples, seq_len], or pairs; None: no calibration text. folder: for hidden states and gradients that spill
+    to disk, and for what a transform of the whole model keeps. every: statistics are taken for all linears, whether
+    their methods need them or not.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class BlockLoop:
         job: Job,
         prepared: Prepared,
         options: LinearOptions,
-        tokens: Tensor | None,
+        tokens: Samples | None,
         folder: Path,
         progress: Progress,
         every: bool = False,
@@ -124,7 +124,9 @@ class BlockLoop:
                         consumer.add(task, result, time.monotonic() - begun)
                         del task, result  # and with them statistics, before the next ones are made
                 if self.reads_head is not None:
-                    self.head = tables.statistics(self.stream, self.reads_head)
+                    matrix = self.stream.matrix
+                    known = None if matrix is None else matrix.of_head(self.reads_head.spec.shape[1])
+                    self.head = known or tables.statistics(self.stream, self.reads_head)
             finally:
                 self.stream.states.close()
 

@@ -182,7 +182,8 @@ class _MemoryModel:
         self.edited_rest = 2 * self.embedding + self.converted if skeleton.edits is not None else 0  # and as it was
         self.reading, self.kept = self._text(skeleton) if samples else (0, 0)
         self.hidden = skeleton.config.get_text_config().hidden_size * item  # of one token's state
-        self.stream = samples * seq_len * self.hidden * (2 if paired else 1)
+        stacks = 1 if skeleton.second is None else 2
+        self.stream = samples * seq_len * self.hidden * (2 if paired else 1) * stacks
         self.work = [sizes.linears_workspace(layers, paired) for layers in self.by_block]
         self.token = [sizes.token_nbytes([x.spec for x in layers], item) + 12 * self.hidden for layers in self.by_block]
         self.alive = [self._alive([x.spec for x in layers]) for layers in self.by_block]

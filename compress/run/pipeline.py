@@ -50,8 +50,8 @@ def open_run(
 
         with memory_plan.keep_arrangement(prepared.arrangement, begin, job.max_memory) as arrangement:
             prepared = dataclasses.replace(prepared, arrangement=arrangement)
-            tokens = calibration.tokens if calibration is not None else None
-            loop = BlockLoop(job, prepared, predict.one_option_each(prepared), tokens, output.work, progress)
+            samples = calibration.samples if calibration is not None else None
+            loop = BlockLoop(job, prepared, predict.one_option_each(prepared), samples, output.work, progress)
             loop.meter.before, loop.meter.expected = predict.predict_by_counts(job, prepared) or (0.0, 0.0)
             records = ranks.by_main(lambda: shards.intact_blocks(output, len(prepared.skeleton.blocks)))
             loop.reads_head = ranks.by_main(lambda: outside_shards.head_to_read(output, prepared.plan))

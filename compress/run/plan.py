@@ -27,7 +27,7 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     """
     specs, kept = skeleton.linears(is_needed=pack)
     asked = {spec.name: recipe.scheme_for(spec.name) for spec in specs}
-    schemes, one_sided = _without_gradients(asked, recipe) if pack else (asked, "")
+    schemes, one_sided = _without_gradients(asked, recipe, skeleton) if pack else (asked, "")
     _check_patterns(recipe, skeleton, specs, kept)
     decided = {name: scheme for name, scheme in schemes.items() if scheme is not None}
     if not pack:
@@ -59,6 +59,26 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     return _with_estimates(outside_plan.add_tables(with_towers, recipe, skeleton, _outside))
 
 
+def check_stacks(recipe: Recipe, skeleton: Skeleton, is_allocated: bool) -> None:
+    """Raise RecipeError for what a model of two stacks cannot have."""
+    if skeleton.second is None:
+        return
+    asked = {
+        "kv_cache": recipe.kv_cache is not None,
+        "transform of the whole model": any(
+            plugins.load("transform", s.method).SCOPE == "model" for s in recipe.transform
+        ),
+        "tune": bool(recipe.tune),
+        "pruning": recipe.pruning is not None,
+        "allocation": is_allocated,
+    }
+    if refused := [name for name, is_asked in asked.items() if is_asked]:
+        raise RecipeError(
+            f"{', '.join(refused)}: not for a model of an encoder and a decoder, whose blocks read two streams; use a "
+            "recipe that only quantizes, such as int8, int4 or trellis4bit"
+        )
+
+
 def _with_estimates(plan: Plan) -> Plan:
     """Return the plan with a message if the bytes of some weights are known only when they are packed."""
     guesses = [layer for layer in plan.packed if formats.is_estimated(layer.stored)]
@@ -69,15 +89,24 @@ def _with_estimates(plan: Plan) -> Plan:
     return dataclasses.replace(plan, messages=(*plan.messages, line))
 
 
-def _without_gradients(schemes: dict[str, Scheme | None], recipe: Recipe) -> tuple[dict[str, Scheme | None], str]:
-    """Return the schemes, without all that goes by gradients at outputs where transforms of blocks are; and why.
+def _without_gradients(
+    schemes: dict[str, Scheme | None], recipe: Recipe, skeleton: Skeleton
+) -> tuple[dict[str, Scheme | None], str]:
+    """Return the schemes, without all that goes by gradients at outputs where these cannot be taken; and why.
 
-    Those gradients are of the model before any block is transformed.
+    They are of the model before any block is transformed, and of one stack.
     """
     steps = [step.method for step in recipe.transform if plugins.load("transform", step.method).SCOPE == "block"]
+    parts = [scheme.lowrank for scheme in schemes.values() if scheme is not None and scheme.lowrank is not None]
+    if skeleton.second is not None and any(part.metric == "fisher" or part.train for part in parts):
+        raise RecipeError(
+            "lowrank: metric fisher and train are not for a model of an encoder and a decoder; leave them out"
+        )
     changed = {name: scheme and _one_sided(scheme) for name, scheme in schemes.items()}
-    if not steps or changed == schemes:
+    if changed == schemes or not (steps or skeleton.second is not None):
         return schemes, ""
+    if skeleton.second is not None:
+        return changed, "the loss's gradients are not taken through two stacks: rounding is one-sided"
     by = ", ".join(dict.fromkeys(steps))
     return changed, f"{by} changes what linears give after gradients are taken there: rounding is one-sided"
 
@@ -102,6 +131,7 @@ def _source_tensors(skeleton: Skeleton) -> dict[str, Readable]:
 
 def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: WeightTransforms) -> LayerPlan:
     """Plan one linear. online: operations that a transform leaves to run time; a random rotated basis replaces them."""
+    scheme, method = _fitting(scheme, method, spec.shape)
     scheme = incoherence.with_chosen_scales(scheme, spec.shape)
     around = incoherence.operations(scheme) if scheme.incoherence else online
     lowrank = scheme.lowrank.stored if scheme.lowrank is not None else None
@@ -117,6 +147,16 @@ def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: WeightT
             f"{spec.name} ({shape}): {error}; change the setting, or give this linear a rule of its own"
         ) from error
     return LayerPlan(spec, scheme, stored, nbytes)
+
+
+def _fitting(scheme: Scheme, method: ModuleType, shape: tuple[int, int]) -> tuple[Scheme, ModuleType]:
+    """Return the scheme and its method, or those that the method names for a shape that its blocks do not fit."""
+    other = method.instead(scheme.config, shape) if hasattr(method, "instead") else None
+    if other is None:
+        return scheme, method
+    name, settings = other
+    method = plugins.load("quant", name)
+    return dataclasses.replace(scheme, method=name, config=method.Config(**settings)), method
 
 
 def _outside(spec: LinearSpec, scheme: Scheme) -> LayerPlan:

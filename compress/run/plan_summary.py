@@ -103,7 +103,7 @@ def add_reasons(plan: Plan, skeleton: Skeleton, matrices: Mapping[str, int]) -> 
     experts = {name.rsplit(".", 2)[0] for name in (*names, *kept)}  # whose linears are listed one by one
     for name in matrices:
         if name not in names | experts | kept.keys():
-            is_inside = name.startswith(f"{skeleton.blocks_name}.")
+            is_inside = name.startswith(skeleton.in_blocks)
             kept[name] = NO_LINEAR if is_inside else OUTSIDE
     return dataclasses.replace(plan, kept_reasons=kept)
 
@@ -142,7 +142,7 @@ def matrix_sizes(skeleton: Skeleton) -> dict[str, int]:
     skipped = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in _parameters(m)}
     text = flow(skeleton.config, skeleton.dtype).called
     decoder = {f"{name}." for name, module in model.named_modules() if module is model.get_decoder()}
-    prefixes = (f"{skeleton.blocks_name}.", *(decoder if not text else ()))
+    prefixes = (*skeleton.in_blocks, *(decoder if not text else ()))
     numels: dict[str, int] = {}
     for name, module in model.named_modules():
         if name not in text and not name.startswith(prefixes):

@@ -28,6 +28,7 @@ def prepare_all(
     """
     calibration_text.check(job)
     skeleton = source.open_model(job)
+    plan.check_stacks(job.recipe, skeleton, len(recipes) > 1 or every)
     for step in job.recipe.transform:
         if plugins.load("transform", step.method).SCOPE == "model":
             skeleton.edits = plugins.load("transform", step.method).apply(skeleton, step.config, job.seed)
@@ -35,7 +36,9 @@ def prepare_all(
         kv_cache.check(skeleton.config, job.recipe.kv_cache)
     plans, options = _make_plans(job, skeleton, recipes, tables)
     layers = tuple(layer for table in options for layer in table.layers.values())
-    return demands.arrange(job, skeleton, plans, layers, every), plans
+    prepared = demands.arrange(job, skeleton, plans, layers, every)
+    calibration_text.check_stacks(job, prepared)
+    return prepared, plans
 
 
 def _make_plans(

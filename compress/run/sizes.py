@@ -289,8 +289,8 @@ def converted_nbytes(skeleton: Skeleton) -> int:
     """Return the bytes of the largest group of weights that is loaded in another type than it is stored in."""
     groups: dict[str, int] = {}
     for name, sources in skeleton.sources.items():
-        inner = name.removeprefix(f"{skeleton.blocks_name}.")
-        group = inner.partition(".")[0] if inner != name else ""
+        prefix = next((each for each in skeleton.in_blocks if name.startswith(each)), "")
+        group = prefix + name.removeprefix(prefix).partition(".")[0] if prefix else ""
         groups[group] = groups.get(group, 0) + sum(x.nbytes for x in sources if x.dtype != skeleton.dtype)
     return max(groups.values(), default=0)
 

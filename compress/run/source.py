@@ -100,6 +100,9 @@ def _make_directory(
         for each in path.iterdir():
             if each.is_file() and each.name != paths.MANIFEST:  # whose files are not all that is loaded
                 (directory / each.name).symlink_to(each)
+        for name in manifest.inner_files(path):
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).symlink_to(path / name)
     else:
         from compress.model import gguf_names
 
@@ -122,7 +125,7 @@ def _make_directory(
 
 def model_files(directory: Path) -> Iterator[Path]:
     """Yield the files in the directory of a model, each where its user has it if `resolve` has made the directory."""
-    for path in directory.iterdir():
+    for path in [*directory.iterdir(), *(directory / name for name in manifest.inner_files(directory))]:
         if os.path.isfile(path):
             yield Path(os.readlink(path)) if directory in _made_directories and path.is_symlink() else path
 

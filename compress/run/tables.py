@@ -57,7 +57,7 @@ def statistics(stream: CalibrationStream, layer: LayerPlan) -> InputStatistics:
         if not stream.ranks.is_main:
             calib_stats.agree({"": total}, stream.ranks)
         for samples in stream.own:
-            hidden = stream.states.read(samples.start, samples.stop - samples.start).to(stream.device)
+            hidden = stream.calls.stacks[-1].read(samples.start, samples.stop - samples.start).to(stream.device)
             read = lm_head.inputs(skeleton, head, hidden)
             total.add(transforms.apply_input(read, ops, around), calib_stats.chunk_tokens(stream.prepared.seq_len))
             if samples.start == 0:

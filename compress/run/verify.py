@@ -42,7 +42,7 @@ CHECKED, NO_MANIFEST, EARLIER_SAVE = "checked", "none", "of an earlier save"  # 
 class ProbeStart(NamedTuple):
     """A probe in front of the first block."""
 
-    states: Tensor  # [1, tokens, hidden]
+    states: list[Tensor]  # [1, tokens, hidden], of each stack
     calls: ModelArgs
 
 
@@ -69,18 +69,20 @@ class Probe:
         self.calls = blockwise.record_inputs(skeleton, tokens[None], 1, self.stream, device, change)
         if start is not None:
             self.calls = start.calls
-            self.stream.write(0, start.states)
+            for stack, states in zip(self.calls.stacks, start.states, strict=True):
+                stack.write(0, states)
 
     def start(self) -> ProbeStart:
         """Return what goes into the blocks, in memory of its own."""
-        return ProbeStart(self.stream.read(0, 1).clone(), self.calls)
+        return ProbeStart([stack.read(0, 1).clone() for stack in self.calls.stacks], self.calls)
 
     def advance(self, index: int, block: nn.Module) -> str:
         """Pass through one block; return the sha256 of its output."""
         name = self.skeleton.block_prefix(index).rstrip(".")
-        call, hidden = self.calls.at(index, 0, 1), self.stream.read(0, 1).to(self.device)
+        states = self.calls.states(index)
+        call, hidden = self.calls.at(index, 0, 1), states.read(0, 1).to(self.device)
         out, beside = blockwise.run_block_fully(block, call, hidden, name, takes_overflow=True)
-        self.stream.write(0, out)
+        states.write(0, out)
         self.calls.keep(index, 0, call, beside)
         return hashlib.sha256(out.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 

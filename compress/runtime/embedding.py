@@ -211,7 +211,9 @@ def _affine(rows: Tensor, factor: float, offset: float) -> Tensor:
 
 
 def swap(model: nn.Module, name: str, stored: Stored) -> bool:
-    """Replace the embedding `name` of a model, and a head that is tied to it, in place; False if it is no embedding.
+    """Replace the embedding `name` of a model, and all that is tied to it, in place; False if it is no embedding.
+
+    That may be the output head, and the embeddings of an encoder and a decoder.
 
     Afterwards transformers ties the stored tensors of the two in the place of their weights. Raises ValueError for a
     format that cannot be looked up in, CheckpointError where something that is no linear is tied to the embedding.
@@ -230,23 +232,33 @@ def swap(model: nn.Module, name: str, stored: Stored) -> bool:
 
 
 def pack_tied(model: nn.Module, name: str, tied: Collection[str], packed: PackedModule) -> None:
-    """Let linears share what a packed module `name` stores, and transformers tie it; tied: names of their weights.
+    """Let linears and embeddings share what a packed module `name` stores, and transformers tie it.
 
-    Raises CheckpointError for what is no linear.
+    tied: names of their weights. Raises CheckpointError for what is neither.
     """
     for other in tied:
         place = other.rpartition(".")[0]
         linear = model.get_submodule(place)
-        if not is_plain_linear(linear):
-            raise CheckpointError(f"{name} is listed as packed, but its weight is tied to {other}, no linear's")
-        weight = linear.get_parameter("weight")
-        shared = PackedLinear(packed.stored, packed.shape, linear.bias is not None, weight.dtype, weight.device)
-        shared.bias = cast(nn.Linear, linear).bias
-        for key in packed.specs:
-            shared.register_parameter(key, packed.get_parameter(key))
-        model.set_submodule(place, shared)
+        model.set_submodule(place, _share(packed, name, linear, other, model))
     if tied:
         _tie_stored(model, {f"{name}.weight", *tied}, list(packed.specs))
+
+
+def _share(packed: PackedModule, name: str, tied: nn.Module, weight: str, model: nn.Module) -> PackedModule:
+    """Return a module with the parameters of a packed one `name`, in the place of one that is tied by its `weight`."""
+    keys = list(packed.specs)
+    if isinstance(packed, PackedEmbedding) and isinstance(tied, nn.Embedding):  # of an encoder and a decoder
+        shared: PackedModule = PackedEmbedding(packed.stored, tied, model)
+        keys = [LIKE, *keys]
+    elif is_plain_linear(tied):
+        own = tied.get_parameter("weight")
+        shared = PackedLinear(packed.stored, packed.shape, tied.bias is not None, own.dtype, own.device)
+        shared.bias = cast(nn.Linear, tied).bias
+    else:
+        raise CheckpointError(f"{name} is listed as packed, but its weight is tied to {weight}, no linear's")
+    for key in keys:
+        shared.register_parameter(key, packed.get_parameter(key))
+    return shared
 
 
 def tied_to(model: nn.Module, own: str) -> list[str]:
@@ -267,16 +279,23 @@ def _tie_stored(model: nn.Module, names: set[str], keys: list[str]) -> None:
             pairs = getattr(module, table, None)
             if isinstance(pairs, dict) and any({start + a, start + b} <= names for a, b in pairs.items()):
                 vars(module).setdefault(BEFORE, vars(module).get("_tied_weights_keys"))
-                setattr(module, table, _replace_pairs(pairs, start, names, keys))
+                setattr(module, table, _replace_pairs(pairs, module, start, names, keys))
 
 
-def _replace_pairs(pairs: dict[str, str], start: str, names: set[str], keys: list[str]) -> dict[str, str]:
-    """Return pairs of tied tensors, target -> source, with those of `names` replaced by one pair for each key."""
+def _replace_pairs(
+    pairs: dict[str, str], module: nn.Module, start: str, names: set[str], keys: list[str]
+) -> dict[str, str]:
+    """Return pairs of tied tensors, target -> source, with those of `names` replaced by one pair for each key.
+
+    The names begin with `start`; those of the pairs are inside `module`.
+    """
     replaced = {}
     for target, source in pairs.items():
         if {start + target, start + source} <= names:
             owners = target.removesuffix("weight"), source.removesuffix("weight")
-            replaced.update({owners[0] + key: owners[1] + key for key in keys})
+            are_looked_up = all(isinstance(module.get_submodule(each[:-1]), PackedEmbedding) for each in owners)
+            own = [LIKE, *keys] if are_looked_up else keys
+            replaced.update({owners[0] + key: owners[1] + key for key in own})
         else:
             replaced[target] = source
     return replaced
@@ -294,12 +313,12 @@ def restore(model: nn.Module, dtype: torch.dtype) -> None:
             part.tie_word_embeddings = False
     for name in packed:
         model.set_submodule(name, cast(PackedEmbedding, model.get_submodule(name)).to_embedding(dtype))
-    for module in model.modules():
-        if BEFORE in vars(module):
-            own = vars(module).pop(BEFORE)  # None: the class says it
-            vars(module).pop("_tied_weights_keys", None)
-            owner = cast(Any, module)
-            if own is not None:
-                owner._tied_weights_keys = own
-            owner.all_tied_weights_keys = owner.get_expanded_tied_weights_keys(all_submodels=True)
-            owner.tie_weights()
+    changed = [cast(Any, module) for module in model.modules() if BEFORE in vars(module)]
+    for owner in changed:
+        own = vars(owner).pop(BEFORE)  # None: the class says it
+        vars(owner).pop("_tied_weights_keys", None)
+        if own is not None:
+            owner._tied_weights_keys = own
+    for owner in changed:  # whose tables ask those of the modules in them
+        owner.all_tied_weights_keys = owner.get_expanded_tied_weights_keys(all_submodels=True)
+        owner.tie_weights()

@@ -154,6 +154,7 @@ def swap(model: nn.Module, config: CompressConfig) -> None:
             if isinstance(module, nn.Linear):
                 raise CheckpointError(f"{part} is not listed as packed, but other experts beside it are")
     _set_pruning(model, config)
+    linears.set_aside_weights(model)
 
 
 def _swap_linear(model: nn.Module, name: str, packed_as: Stored) -> None:
@@ -222,6 +223,7 @@ class CompressQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         for module in _packed_modules(model):
             vars(module).pop("weight", None)
+        linears.set_aside_weights(model)
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
                 _check_loaded(name, module)

@@ -8,6 +8,8 @@ Some models have linear layers of their own: with W stored as [in, out], or with
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -21,6 +23,30 @@ CALL_FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, Typ
 
 class TurnedLinear(nn.Linear):
     """An `nn.Linear` in the place of a module that holds, and a checkpoint that stores, the weight as [in, out]."""
+
+
+def set_aside_weights(model: nn.Module) -> None:
+    """Give None for a weight to packed linears whose owner looks at it only if it is a tensor (T5 asks for its type).
+
+    The owner then goes on as if there were none; every other owner that asks finds no such attribute.
+    """
+    for name, module in model.named_modules():
+        path, _, own = name.rpartition(".")
+        if isinstance(module, PackedLinear) and takes_no_weight(model.get_submodule(path), own):
+            vars(module)["weight"] = None
+
+
+@functools.lru_cache(maxsize=256)
+def _source(kind: Any) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):  # a class that was made while a program ran
+        return ""
+
+
+def takes_no_weight(owner: nn.Module, child: str) -> bool:
+    """Return whether a module's class looks at the weight of a child only where that is a tensor."""
+    return f"isinstance(self.{child}.weight, torch.Tensor)" in _source(type(owner))
 
 
 def shape_of(module: nn.Module) -> tuple[int, int] | None:

@@ -15,6 +15,7 @@ beside a model may be anybody's: keys, logs, data.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import CheckpointError, shown
-from compress.storage.checkpoint import INDEX, MANIFEST, read_json, sha256
+from compress.storage.checkpoint import INDEX, MANIFEST, read_json, sha256, write_text
 from compress.storage.paths import CONFIG, EXPORTED
 
 ASKED = "COMPRESS_VERIFY"
@@ -47,7 +48,9 @@ COPIED = (
     *("spiece.model", "sentencepiece*.model", "spm*.model", "bpe.model", "source.spm", "target.spm"),
     *("*.tiktoken", "tekken.json", "bpe.codes", "dict.txt", "emoji.json", "normalizer.json", "entity_vocab.json"),
     *("target_vocab.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json"),
+    *("modules.json", "sentence_*_config.json", "config_sentence_transformers.json"),
 )
+INNER = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")  # what makes embeddings of a model's outputs, by name
 LEGAL_PATTERNS = (
     "license*",
     "licence*",
@@ -71,7 +74,7 @@ CODE = (".py", ".pkl", ".pickle", ".sh")
 # Files that say how the model was stored, or what was measured of it: a run writes its own, or none.
 OF_SOURCE = {CONFIG, MANIFEST, RECIPE, REPORT, CARD, PAGE, SCORES, EXPORTED}
 OF_SOURCE |= {"quantize_config.json", "quant_config.json", "hf_quant_config.json"}
-HUB_FILE = re.compile(r"(.*/models--[^/]+)/snapshots/[^/]+")  # the folder of a model in the hub's cache
+HUB_FILE = re.compile(r"(.*/models--[^/]+)/snapshots/[^/]+(/\d+_\w+)?")  # the folder of a model in the hub's cache
 
 
 @dataclass(frozen=True)
@@ -146,18 +149,40 @@ class Manifest:
 
 
 def _is_entry(name: object, value: object) -> bool:
-    """Tell whether a manifest's entry is the name of a file in its own directory, and a hash."""
-    is_name = isinstance(name, str) and Path(name).name == name and name not in ("", ".", "..")
+    """Tell whether a manifest's entry is the name of a file in its own directory, or of an inner one, and a hash."""
+    is_flat = isinstance(name, str) and Path(name).name == name and name not in ("", ".", "..")
+    is_name = is_flat or (isinstance(name, str) and INNER.fullmatch(name) is not None)
     return is_name and isinstance(value, str)
 
 
 def entries(directory: Path) -> dict[str, Any]:
     """Return what a manifest says about the files of a finished directory; its page and its scores are not listed."""
-    paths = sorted(path for path in directory.iterdir() if path.name not in (MANIFEST, PAGE, SCORES))
+    names = [path.name for path in directory.iterdir() if path.name not in (MANIFEST, PAGE, SCORES) and path.is_file()]
+    names = sorted([*names, *inner_files(directory)])
     return {
-        "files": {path.name: sha256(path) for path in paths},
-        "sizes": {path.name: path.stat().st_size for path in paths},
+        "files": {name: sha256(directory / name) for name in names},
+        "sizes": {name: (directory / name).stat().st_size for name in names},
     }
+
+
+def replace(directory: Path, name: str, content: str) -> None:
+    """Write a listed file of a directory anew, with its hash and size in the manifest."""
+    write_text(directory / name, content)
+    listed = read_json(directory / MANIFEST)
+    listed["files"][name] = sha256(directory / name)
+    listed.setdefault("sizes", {})[name] = (directory / name).stat().st_size
+    write_text(directory / MANIFEST, json.dumps(listed, indent=1) + "\n")
+
+
+def inner_files(directory: Path) -> list[str]:
+    """Return the files in folders of a directory that make embeddings of its model's outputs: names from there.
+
+    There are none without the list of such layers.
+    """
+    if not (directory / "modules.json").is_file():
+        return []
+    names = sorted(path.relative_to(directory).as_posix() for path in directory.glob("[0-9]*_*/*.*"))
+    return [name for name in names if INNER.fullmatch(name) and (directory / name).is_file()]
 
 
 @contextmanager
@@ -217,6 +242,8 @@ def _check(manifest: Manifest, weights: Collection[str], verify: bool) -> None:
 
 def is_copied(name: str) -> bool:
     """Return whether a file beside a model has the name of one that belongs to it, and holds no weights and no code."""
+    if INNER.fullmatch(name):
+        return True
     if name.lower().endswith((*WEIGHTS, *CODE)):
         return False
     is_legal = any(fnmatchcase(name.lower(), pattern) for pattern in LEGAL_PATTERNS)

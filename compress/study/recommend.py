@@ -141,7 +141,7 @@ def command(wanted: Wanted, choice: RecipeChoice) -> list[str]:
 
 def shortest(name: str) -> dict[str, Any]:
     """Return the kv_cache of a built-in recipe without the keys that say only what is the default."""
-    section: dict[str, Any] = yaml.safe_load(recipe.text(name))["kv_cache"]
+    section: dict[str, Any] = recipe.data(name)["kv_cache"]
     meant = cache_settings(section)
     for key in list(section):
         less = {other: value for other, value in section.items() if other != key}

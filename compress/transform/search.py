@@ -6,8 +6,8 @@ site's vector over all tokens, a `Trial` keeps the first calls of a module, at m
 
 A trial repeats the module that holds all readers of the site, or the reader itself where there is only one, which is
 what that module gives up to what follows. A module that is called with nothing but hidden states is given the first
-tokens of each sequence, which a causal module treats alike without the rest; one that is given more (masks, rotary
-tables) is called as it was, with the whole sequences of the first batches.
+tokens of each sequence, which a causal module treats alike without the rest (one that mixes tokens of an encoder nearly
+so); one that is given more (masks, rotary tables) is called as it was, with the whole sequences of the first batches.
 """
 
 from __future__ import annotations

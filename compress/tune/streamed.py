@@ -244,7 +244,7 @@ class StreamedModel:
             if isinstance(module, PackedLinear) and module is model.get_output_embeddings():
                 model.set_submodule(path, module.to_linear(torch.float32).requires_grad_(False))
         for path, parameter in model.named_parameters():
-            is_outside = not path.startswith(f"{self.outside.blocks_name}.") and not parameter.is_meta
+            is_outside = not path.startswith(self.outside.in_blocks) and not parameter.is_meta
             if is_outside and (name := self._vector(path, parameter)) is not None:
                 self.behind[path], self.stored[name] = name, parameter.detach().clone()
 

@@ -26,9 +26,9 @@ class Wider(RunOptions):
 FIELDS = [field.name for field in dataclasses.fields(RunOptions)]
 WITHOUT = {
     "quantize": (),
-    "plan": ("overwrite", "restart", "base_model", "work"),
+    "plan": ("overwrite", "restart", "base_model", "work", "accept"),
     "transform": (*GOAL, "measurements", "processes", "budget", "allow_partial"),
-    "allocate": OUTPUT,
+    "allocate": (*OUTPUT, "accept"),
 }
 
 

@@ -165,7 +165,7 @@ def _recipe(sample: Sample, table: Table) -> None:
     if Path(block.file).stem in table.new_recipes():
         return
     change = yaml.safe_load(sample.text)
-    whole = _merged(yaml.safe_load(recipe.text(block.base)), change) if block.base else change
+    whole = _merged(recipe.data(block.base), change) if block.base else change
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "block.yaml"
         path.write_text(yaml.safe_dump(whole), encoding="utf-8")

@@ -201,6 +201,32 @@ def test_only_our_own_files_are_replaced(tmp_path: Path) -> None:
         assert other.read_bytes() == content
 
 
+def test_split_files_hold_what_one_file_does(tmp_path: Path) -> None:
+    """Their names and keys are llama.cpp's; the first is given to read them, or their directory."""
+    checkpoint = packed("llama", tmp_path)
+    whole, out = gguf_header.read_all(written(checkpoint)), tmp_path / "split"
+    result = convert.export(checkpoint, "gguf", out, wishes=convert.Wishes(split_size=40_000))
+    files = sorted(out.glob("*.gguf"))
+    assert [file.name for file in files] == [
+        f"packed-{n:05d}-of-{len(files):05d}.gguf" for n in range(1, len(files) + 1)
+    ]
+    assert len(files) > 2 and result.nbytes == sum(file.stat().st_size for file in out.iterdir())
+    parts = [gguf_header.read(file) for file in files]
+    for number, part in enumerate(parts):
+        split = {key: value for key, value in part.metadata.items() if key.startswith("split.")}
+        assert split == {"split.no": number, "split.count": len(files), "split.tensors.count": len(whole.tensors)}
+        assert sum(entry.nbytes for entry in part.tensors.values()) <= 40_000 or len(part.tensors) == 1
+    split = gguf_header.read_all(files[0])
+    assert split.tensors.keys() == whole.tensors.keys() and whole.metadata.items() <= split.metadata.items()
+    for name, entry in whole.tensors.items():
+        assert torch.equal(values(split.tensors[name]), values(entry)), name
+    assert open_checkpoint(source.resolve(str(files[0]))).tensors.keys()
+    convert.export(checkpoint, "gguf", out, overwrite=True, wishes=convert.Wishes(split_size=1 << 30))
+    assert [file.name for file in out.glob("*.gguf")] == ["packed.gguf"]
+    with pytest.raises(ExportError, match="mlx takes no --split-size"):
+        convert.export(checkpoint, "mlx", tmp_path / "mlx", wishes=convert.Wishes(split_size=1))
+
+
 def test_missing_merges_and_unknown_splits_are_refused(tmp_path: Path) -> None:
     checkpoint = packed("llama", tmp_path)
     facts = json.loads((checkpoint / "tokenizer.json").read_text())

@@ -57,14 +57,24 @@ def test_other_targets_refuse_them_and_dense_decodes_them(checkpoint: Path, tmp_
     assert torch.equal(written, weight.dense(torch.float32))
 
 
-def test_rows_that_are_no_whole_super_blocks_are_refused_before_anything_is_quantized(tmp_path: Path) -> None:
-    model = save_pico("llama", tmp_path / "model")
+def test_rows_that_are_no_whole_super_blocks_get_blocks_of_32_or_are_plain(tmp_path: Path) -> None:
+    """As in llama.cpp: IQ4_NL, Q5_0 or Q8_0, or numbers of the model's type, with a note; inputs are 64, 96 and 48."""
+    model = save_pico("llama", tmp_path / "model", changes={"intermediate_size": 96, "head_dim": 12})
     tokenizer().save_pretrained(model)
-    with pytest.raises(ExportError, match="rows of 64 are no whole super-blocks of 256.* give it a rule with another"):
-        api.quantize(job(model, Setup("q4_k", (*SMALL, "export=gguf")), tmp_path / "packed"))
-    assert not (tmp_path / "packed").exists()
-    other = "rules=[{match: '*', method: gptq, bits: 4, group_size: 32}]"
-    assert api.plan(job(model, Setup("q4_k", (*SMALL, "export=gguf", other)), tmp_path / "packed"))
+    rules = "rules=[{match: '*.down_proj', type: q2_k}, {match: '*.up_proj', type: q6_k}]"
+    api.quantize(job(model, Setup("q4_k", (*SMALL, "export=gguf", rules)), tmp_path / "packed"))
+    made = convert.export(tmp_path / "packed", "gguf", tmp_path / "model.gguf")
+    assert any("o_proj is written as plain" in note and "rows of 48 are no whole" in note for note in made.notes)
+    read = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    types = {"attn_q": "Q5_0", "ffn_down": "IQ4_NL", "ffn_up": "Q8_0", "attn_output": "F32"}
+    assert {name: read[f"blk.0.{name}.weight"].tensor_type.name for name in types} == types
+    packed = {weight.name.removeprefix("model.layers.0."): weight for weight in open_source(tmp_path / "packed").packed}
+    for name, place in (("mlp.down_proj", "ffn_down"), ("mlp.up_proj", "ffn_up"), ("self_attn.o_proj", "attn_output")):
+        weight = packed[name]
+        tensor = read[f"blk.0.{place}.weight"]
+        values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        expected = weight.dense(torch.float32)
+        assert torch.equal(values.view(weight.shape), expected)
 
 
 def test_operations_at_run_time_are_refused() -> None:

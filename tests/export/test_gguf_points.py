@@ -85,7 +85,7 @@ def test_the_bytes_of_three_values_are_those_that_the_package_packs(number: int)
 @pytest.mark.parametrize(
     ("quantize", "reason"),
     [
-        ("{method: grid_rtn, type: fp8}", "the type fp8 is none of GGUF files; set type: mxfp4 or nvfp4"),
+        ("{method: grid_rtn, type: fp8}", "the type fp8 is none of GGUF files; set type: mxfp4, nvfp4 or iq4_nl"),
         ("{method: ternary, group_size: 64}", "rows of 64 are no whole blocks of 256"),
     ],
 )

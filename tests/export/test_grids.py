@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from compress import importers
 from compress.errors import ExportError
@@ -20,7 +16,7 @@ from compress.export.weights import StoredWeight
 from compress.quant import grid_types
 from compress.types import Activations, Stored
 from helpers import foreign, without_us
-from helpers.grids import TYPES, packed, set_tensor_scales
+from helpers.grids import TYPES, decompressed, packed, section, set_tensor_scales
 from helpers.runs import stored_tensors
 
 MIXED = ("rules=[{match: '*.1.*down_proj', type: mxfp8}, {match: '*mlp*', type: fp8-channel}]",)
@@ -30,33 +26,6 @@ def exported(directory: Path) -> Path:
     out = directory.with_name("out")
     convert.export(directory, "compressed-tensors", out)
     return out
-
-
-def section(out: Path) -> dict[str, Any]:
-    settings: dict[str, Any] = json.loads((out / "config.json").read_text())["quantization_config"]
-    return settings
-
-
-def decompressed(out: Path) -> dict[str, Tensor]:
-    """Every packed weight as the package of the format decodes it, by the group whose targets name it."""
-    foreign.tool("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    config = QuantizationConfig.model_validate(section(out))
-    tensors, weights = stored_tensors(out), {}
-    for module in [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]:
-        matched = [
-            scheme
-            for scheme in config.config_groups.values()
-            for target in scheme.targets
-            if target == "Linear" or re.match(target.removeprefix("re:"), module)
-        ]
-        assert len(matched) == 1, module  # groups are disjoint
-        own = {name.rpartition(".")[2]: t for name, t in tensors.items() if name.rpartition(".")[0] == module}
-        compressor = BaseCompressor.get_value_from_registry(matched[0].format)
-        weights[module] = compressor.decompress(own, matched[0])["weight"]
-    return weights
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_inputs_are_rounded_when_asked(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(onnx, "PACKAGES", ())
     source = open_source(packed("llama", tmp_path))
     for is_asked, level in ((True, 4), (False, None)):
-        model, _ = nodes.stand_ins(convert.prepare(source, "onnx", int8_inputs=is_asked))
+        model, _ = nodes.stand_ins(convert.prepare(source, "onnx", wishes=convert.Wishes(is_asked)))
         products = [module for module in model.modules() if isinstance(module, nodes.MatMulNBits)]
         assert [product.attributes.get("accuracy_level") for product in products] == [level] * 15
 
@@ -166,7 +166,7 @@ def test_other_targets_refuse_to_round_inputs(tmp_path: Path) -> None:
     source = open_source(checkpoint)
     for name in set(convert.target_names()) - {"onnx"}:
         with pytest.raises(ExportError, match=f"{name} takes no --int8-inputs; leave it out"):
-            convert.prepare(source, name, int8_inputs=True)
+            convert.prepare(source, name, wishes=convert.Wishes(True))
     done = cli("export", str(checkpoint), "--to", "gptq", "--out", str(tmp_path / "out"), "--int8-inputs")
     assert "gptq takes no --int8-inputs" in one_line(done)
     assert not (tmp_path / "out").exists()

@@ -19,6 +19,7 @@ from compress import api
 from compress.export import convert
 from compress.model.load import load_model, load_tokenizer
 from helpers.engines import FOUR_BITS, k_quants, packed, token_ids, tokenizer
+from helpers.gguf_models import MODELS
 from helpers.pico import of_type, save, save_pico
 from helpers.runs import SMALL, Setup, job
 
@@ -60,11 +61,13 @@ def error(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-def in_llama_cpp(checkpoint: Path, ids: torch.Tensor) -> float:
+def in_llama_cpp(checkpoint: Path, ids: torch.Tensor, cache: int | None = None) -> float:
+    """Return the error of llama.cpp; cache: the type in which it stores keys and values, by its number."""
     llama_cpp = reader("llama_cpp")
     file = checkpoint.parent / "model.gguf"
     convert.export(checkpoint, "gguf", file)
-    llm = llama_cpp.Llama(str(file), n_ctx=64, n_threads=1, logits_all=True, verbose=False)
+    types = {} if cache is None else {"type_k": cache, "type_v": cache}
+    llm = llama_cpp.Llama(str(file), n_ctx=64, n_threads=1, logits_all=True, verbose=False, **types)
     llm.eval(ids[0].tolist())
     return error(np.array(llm.scores[: ids.shape[1]]), ours(load_model(checkpoint, "float32"), ids))
 
@@ -85,6 +88,16 @@ def test_llama_cpp_computes_models_in_float32_the_same(name: str, tmp_path: Path
     checkpoint = save_pico(name, tmp_path / "plain")
     tokenizer().save_pretrained(checkpoint)
     found = in_llama_cpp(checkpoint, token_ids())
+    assert found < HALF, found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_computes_other_architectures_the_same(name: str, tmp_path: Path) -> None:
+    """With keys and values in float32; it looks up gelu in a table of float16."""
+    kind, settings = MODELS[name]
+    checkpoint = save(of_type(kind, settings), tmp_path / "plain")
+    tokenizer().save_pretrained(checkpoint)
+    found = in_llama_cpp(checkpoint, token_ids(48), cache=0)
     assert found < HALF, found
 
 
@@ -130,6 +143,17 @@ def test_settings_that_transformers_has_elsewhere(kind: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("settings", [ASYMMETRIC, ("bits=3", "group_size=64"), ("bits=8", "group_size=-1")])
 def test_other_bits_in_mlx(settings: tuple[str, ...], tmp_path: Path) -> None:
     found = in_mlx(packed("llama", tmp_path, settings), token_ids())
+    assert found < SINGLE, found
+
+
+@pytest.mark.parametrize("rules", ["", "rules=[{match: '*down_proj', type: mxfp8}]"])
+def test_mx_types_in_mlx(rules: str, tmp_path: Path) -> None:
+    """One type for all, and a mixture by modules; MLX multiplies them in float32."""
+    model = save_pico("llama", tmp_path / "model")
+    tokenizer().save_pretrained(model)
+    settings = (*SMALL, "activations=null", "incoherence=false", *([rules] if rules else []))
+    api.quantize(job(model, Setup("mxfp4", settings), tmp_path / "packed"))
+    found = in_mlx(tmp_path / "packed", token_ids())
     assert found < SINGLE, found
 
 

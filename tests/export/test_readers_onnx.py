@@ -111,7 +111,7 @@ def levels(model: Any) -> list[int]:
 def exported(checkpoint: Path, dtype: torch.dtype | None = None, int8_inputs: bool = False) -> Session:
     reader("onnxscript")
     out = checkpoint.parent / "onnx"
-    convert.export(checkpoint, "onnx", out, dtype, int8_inputs=int8_inputs)
+    convert.export(checkpoint, "onnx", out, dtype, wishes=convert.Wishes(int8_inputs))
     return Session(out)
 
 

@@ -58,7 +58,7 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("trellis", {**TRELLIS, "bits": 2.5}, "code", ("mul1",), ("1mad", "3inst", "mcg", "hyb")),
     ("trellis", TRELLIS, "state_bits", (4, 16), (3, 17)),
     ("trellis", TRELLIS, "tile_rows", (16, 256), (8, 272)),
-    ("grid", GRID, "values", ("e2m1", "e4m3", "nf4", "fp4", "dynamic8"), ("int4",)),
+    ("grid", GRID, "values", ("e2m1", "e4m3", "nf4", "fp4", "dynamic8", "iq4_nl"), ("int4",)),
     ("grid", GRID, "scale_type", ("e8m0", "e4m3", "nested", "float16", "bfloat16", "float32"), ("int8",)),
     ("grid", GRID, "block_columns", (1, 16, -1), (0,)),
     ("grid", GRID, "block_rows", (1, 128, -1), (0,)),
@@ -113,5 +113,6 @@ def test_formats_that_give_single_rows() -> None:
         "exponents",
         "grid",
         "int",
+        "kquant",
         "ternary",
     ]

@@ -14,7 +14,6 @@ from random import Random
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from fuzz import edits, guards, verdicts
@@ -78,7 +77,7 @@ def _cache(name: str) -> str:
     """Return the override that gives a recipe the cache of another, which takes over after some tokens."""
     from compress import recipe
 
-    section = yaml.safe_load(recipe.text(name))["kv_cache"]
+    section = recipe.data(name)["kv_cache"]
     short = {key: 16 for key in ("residual_length", "flush") if key in section}
     return "kv_cache=" + json.dumps({**section, **short, **({"group_size": 32} if name == "rotatekv2" else {})})
 

@@ -17,7 +17,7 @@ from fuzz import campaign, guards, sandbox, values, verdicts
 from fuzz.verdicts import Verdict
 
 HERE = Path(__file__).parent
-SHORT = 20  # cases
+SHORT = 10  # cases
 KEPT = json.loads((HERE / "regressions.json").read_text())
 
 

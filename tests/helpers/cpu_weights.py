@@ -158,6 +158,7 @@ GRID = [  # shape, fields of Params: blocks of all sizes and types of scales, ro
     ((37, 320), ("e2m1", 32, "e8m0")),  # summed as integers, and others in registers
     ((37, 512), ("e4m3", 128, "float32", 128)),
     ((37, 320), ("e4m3", -1, "float32", -1, True)),
+    ((37, 320), ("iq4_nl", 32, "float16")),
 ]
 
 

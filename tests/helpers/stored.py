@@ -19,8 +19,10 @@ METHODS = plugins.names("quant")
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gptq": [{"symmetric": False, "group_size": 32}],
     "lossless": [{"coding": "ranked"}],
-    "kquant": [{"type": "q2_k"}, {"type": "q3_k"}, {"type": "q6_k", "sweeps": 0}],
-    "grid_rtn": [{"type": name} for name in ("mxfp4", "mxfp8", "fp8", "fp8-channel", "fp8-block", "nf4", "dynamic8")],
+    "kquant": [{"type": "q2_k"}, {"type": "q3_k"}, {"type": "q6_k", "sweeps": 0}, {"type": "iq4_xs"}],
+    "grid_rtn": [
+        {"type": name} for name in ("mxfp4", "mxfp8", "fp8", "fp8-channel", "fp8-block", "nf4", "dynamic8", "iq4_nl")
+    ],
     "e8p": [{"bits": 3}, {"bits": 4, "row_scales": True}],
     "ternary": [{"packing": "planar", "group_size": 16}, {"group_size": -1}],
     "structured": [{"rows": 0.5}, {"columns": 0.3, "dtype": "float16"}, {"rows": 0.5, "columns": 0.5}],

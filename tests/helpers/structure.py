@@ -35,8 +35,13 @@ def modules() -> dict[str, Path]:
 
 
 @cache
+def parse(path: Path) -> ast.Module:
+    """Return the syntax tree of a file, which all tests of a process share."""
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
 def tree(name: str) -> ast.Module:
-    return ast.parse(modules()[name].read_text(encoding="utf-8"))
+    return parse(modules()[name])
 
 
 @cache

@@ -14,7 +14,7 @@ from test_gptq_import import AWQ, awq, gptq, settings
 
 from compress import api
 from compress.errors import CheckpointError
-from compress.importers import companions, open_checkpoint
+from compress.importers import DROPPED, companions, open_checkpoint
 from compress.model.load import load_model
 from helpers import foreign
 from helpers.pico import save_pico
@@ -88,6 +88,20 @@ def test_settings_of_older_checkpoints_are_used(
 def test_settings_beside_plain_weights_are_refused(model: Path) -> None:
     put(model, "quantize_config.json", '{"bits": 4, "group_size": 32}')
     refused(model, "or a file of settings beside it, says that it is quantized .*, but no weight is stored so; remove")
+
+
+def test_a_section_without_a_tool_on_plain_weights_is_left_out(model: Path, tmp_path: Path) -> None:
+    """The weights are what they are, and the result says what was left out; with packed ones it is an error."""
+    shutil.copytree(model, tmp_path / "plain")
+    foreign.configure(model, quantization_config={"bits": 4, "group_size": 32, "some": "training"}, quantization="own")
+    both = foreign.Both(model, tmp_path / "plain")
+    foreign.check(both, tmp_path / "out", DROPPED)
+    assert open_checkpoint(model).config["quantization"] == "own"
+    for name, packed in (("a.qweight", torch.ones(2, 2)), ("a.weight", torch.ones(2, 2, dtype=torch.uint8))):
+        foreign.restore(model, {name: packed})
+        foreign.configure(model, quantization_config={"bits": 4})
+        foreign.refused(model, "quantization_config .'bits': 4. names no quant_method")
+        foreign.restore(model, {name: None})
 
 
 LEFT_OUT = {

@@ -17,6 +17,7 @@ from compress.importers import compressed_tensors, open_checkpoint, options
 
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
 SOUND: dict[str, dict[str, Any]] = {
+    "auto_round": {"bits": 4, "group_size": 32},
     "awq": {"bits": 4, "group_size": 32},
     "bitnet": {},
     "bitsandbytes": {"load_in_4bit": True},
@@ -24,6 +25,12 @@ SOUND: dict[str, dict[str, Any]] = {
     "fbgemm_fp8": {},
     "fp8": {},
     "gptq": {"bits": 4, "group_size": 32},
+    "gemma": {},
+    "mlx": {"bits": 4, "group_size": 32},
+    "aqlm": {},
+    "hqq": {},
+    "vptq": {"config_for_layers": {}},
+    "quark": {},
     "modelopt": {"quant_algo": "NVFP4"},
     "mxfp4": {},
     "torchao": {"quant_type": {}},

@@ -15,6 +15,7 @@ from torch import Tensor
 from compress import importers
 from compress.errors import CompressError
 from compress.importers import open_checkpoint
+from compress.model import architectures
 from compress.model.load import load_model
 from compress.model.skeleton import Skeleton
 from helpers import pico
@@ -47,23 +48,23 @@ def refused(directory: Path, *words: str) -> None:
         line = str(raised.value)
         assert "\n" not in line and str(directory) in line
         assert all(word in line for word in words), line
-        assert "download it again" not in line and "quantized by another tool" not in line
+        assert "quantized by another tool" not in line
 
 
-def test_a_reward_model(tmp_path: Path) -> None:
+def test_a_reward_model_is_opened_with_its_head(tmp_path: Path) -> None:
     model = pico.build("llama")
-    pico.save(model, tmp_path / "reward")
     model.config.num_labels = 1
     transformers.LlamaForSequenceClassification(model.config).save_pretrained(tmp_path / "reward")
-    words = ("is a 'LlamaForSequenceClassification': a classifier, as reward models", "its head would be lost")
-    refused(tmp_path / "reward", *words)
+    Skeleton(open_checkpoint(tmp_path / "reward")).check_tensors()
+    with pytest.raises(CompressError, match="is a 'LlamaForSequenceClassification', a model for classes or scores"):
+        load_model(tmp_path / "reward")  # where a language model is asked for
+    assert load_model(tmp_path / "reward", tasks=None).score.weight.shape == (1, 64)
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("LlamaForTokenClassification", "a classifier"),
-        ("LlamaForQuestionAnswering", "a model that chooses answers"),
+        ("LlamaForMultipleChoice", "a model that chooses answers"),
         ("SomeForRewardModel", "a reward model"),
         ("SomeForProcessRewardModel", "a reward model"),
         ("SomeForEmbedding", "an embedding model"),
@@ -77,25 +78,49 @@ def test_other_purposes_are_known_by_the_class(
     refused(configure(directory, architectures=[name]), f"is a '{name}': {words}")
 
 
+OPENED = {
+    ("llama", "LlamaForCausalLM"): "language",
+    ("llama", "LlamaModel"): "embedding",
+    ("qwen3", "Qwen3ForTokenClassification"): "tags",
+    ("bert", "BertModel"): "embedding",
+    ("bert", "BertForMaskedLM"): "masked",
+    ("bert", "BertLMHeadModel"): "language",
+    ("bert", "BertForPreTraining"): "embedding",
+    ("xlm-roberta", "XLMRobertaForSequenceClassification"): "classes",
+    ("bert", "BertForQuestionAnswering"): "answers",
+    ("t5", "T5EncoderModel"): "embedding",
+    ("t5", "T5ForConditionalGeneration"): "translation",
+    ("bart", "BartForConditionalGeneration"): "translation",
+    ("bart", "BartForCausalLM"): "language",
+    ("whisper", "WhisperForConditionalGeneration"): "speech",
+    ("qwen2_vl", "Qwen2VLForConditionalGeneration"): "language",
+    ("bart", "Unknown"): "language",
+    ("bert", "Unknown"): "language",
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), OPENED)
+def test_what_a_model_is_for(kind: str, name: str) -> None:
+    config = transformers.AutoConfig.for_model(kind, architectures=[name])
+    assert architectures.task(config) == OPENED[kind, name]
+
+
 @pytest.mark.parametrize("head", ["score.weight", "v_head.summary.weight", "classifier.dense.weight"])
 def test_a_head_that_the_configuration_does_not_name(head: str, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
     directory = renamed(pico_dir, tmp_path / "m", lambda tensors: {**tensors, head: torch.ones(1, 64)})
     refused(directory, f"has {head}, the head of a reward model", "give the language model")
 
 
-def test_an_embedding_model(tmp_path: Path) -> None:
-    model = pico.build("llama")
-    pico.save(model, tmp_path / "m")
-    model.model.save_pretrained(tmp_path / "m")
-    refused(tmp_path / "m", "has no lm_head.weight", "is a 'LlamaModel', a model without an output head", "embedding")
-
-
-def test_an_embedding_model_whose_head_is_its_table_is_read(tmp_path: Path) -> None:
-    model = pico.build("llama_tied")
-    pico.save(model, tmp_path / "m")
-    model.model.save_pretrained(tmp_path / "m")
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_an_embedding_model(name: str, tmp_path: Path) -> None:
+    model = pico.build(name)
+    pico.save(model.model, tmp_path / "m")
     Skeleton(open_checkpoint(tmp_path / "m")).check_tensors()
-    assert torch.equal(load_model(tmp_path / "m").lm_head.weight, model.lm_head.weight)
+    assert torch.equal(load_model(tmp_path / "m", tasks=None).norm.weight, model.model.norm.weight)
+    with pytest.raises(CompressError, match="is a 'LlamaModel', a model for embeddings; this needs a language model"):
+        load_model(tmp_path / "m")
+    configure(tmp_path / "m", architectures=["LlamaForCausalLM"], tie_word_embeddings=False)
+    refused(tmp_path / "m", "has no tensor for lm_head.weight", r"under architectures there (LlamaModel)")
 
 
 def test_a_head_that_is_lost_may_be_the_table(pico_dir: Callable[..., Path], tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class Three(nn.Module):
 def test_the_number_of_outputs_is_found(width: int) -> None:
     model = Three(width)
     recorded = block_calls.record(model, model.blocks, TOKENS[:2])
-    assert recorded.hidden.shape == (2, 24, 2) and len(recorded.calls) == 3
+    assert recorded.hidden[0].shape == (2, 24, 2) and len(recorded.calls) == 3
     found = block_calls.layout(model, model.blocks, TOKENS[:2])
     place = ("kwargs", "chosen")
     assert found.batch_dim == 0 and found.passed == ({(1, place): 1, (2, place): 1} if width == 2 else {})

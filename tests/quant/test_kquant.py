@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from compress.formats import kquant as format
-from compress.quant import gptq, kquant
-from compress.quant.kquant import SuperGrid
+from compress.quant import gptq, kquant, super_blocks
+from compress.quant.super_blocks import SuperGrid
 from compress.types import PackedWeight, Stats
 from helpers import problems
 
@@ -33,6 +33,18 @@ def relative_loss(weight: Tensor, packed: PackedWeight, stats: Stats) -> float:
     return problems.loss(weight, problems.decoded(packed), hessian) / problems.loss(weight, 0 * weight, hessian)
 
 
+def units_of(layout: format.Layout) -> Tensor:
+    """What each code stands for, float64."""
+    plain = torch.arange(2**layout.bits).double() - layout.zero
+    return torch.tensor(layout.levels).double() if layout.levels else plain
+
+
+def nearest(units: Tensor, layout: format.Layout) -> Tensor:
+    """The nearest of these, one by one."""
+    known = units_of(layout)
+    return known[(units[..., None] - known).abs().argmin(-1)]
+
+
 def same_but_for_ties(found: Tensor, expected: Tensor) -> None:
     """Equal, except that in one row float32 may break a tie another way."""
     differ = ((found - expected).abs() > 1e-6 * expected.abs().max()).any(1)
@@ -48,7 +60,7 @@ def grids(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     minimum = torch.zeros_like(scale)
     if scales.minima is not None and scales.minimum_steps is not None:
         minimum = scales.minima.double()[:, group] * scales.minimum_steps.double()[:, block]
-    return codes[:, : packed.shape[1]].double() - layout.zero, scale, minimum
+    return units_of(layout)[codes[:, : packed.shape[1]].int()], scale, minimum
 
 
 @pytest.mark.parametrize("type", TYPES)
@@ -57,12 +69,11 @@ def test_weights_are_scale_times_code_less_minimum(type: str) -> None:
     packed = quantize(weight, stats, type=type)
     codes, scale, minimum = grids(packed)
     assert torch.equal(problems.decoded(packed), (scale * codes - minimum).float().double()), "rounded once"
-    layout = packed.params.layout
-    assert codes.min() >= -layout.zero and codes.max() <= 2**layout.bits - 1 - layout.zero
 
 
 @pytest.mark.parametrize(
-    ("type", "bits"), [("q2_k", 2.625), ("q3_k", 3.4375), ("q4_k", 4.5), ("q5_k", 5.5), ("q6_k", 6.5625)]
+    ("type", "bits"),
+    [("q2_k", 2.625), ("q3_k", 3.4375), ("q4_k", 4.5), ("q5_k", 5.5), ("q6_k", 6.5625), ("iq4_xs", 4.25)],
 )
 def test_bits_are_those_of_llama_cpp(type: str, bits: float) -> None:
     weight, stats = layer(rows=16)
@@ -80,7 +91,7 @@ def test_codes_are_those_of_the_paper_on_the_stored_grid(type: str) -> None:
 
     def round_column(target: Tensor, k: int) -> Tensor:
         s, m = scale[:, order[k]], minimum[:, order[k]]
-        units = ((target + m) / s).round().clamp(-layout.zero, 2**layout.bits - 1 - layout.zero)
+        units = nearest((target + m) / s, layout)
         return units * s - m
 
     hessian = problems.damped(stats.hessian, 0.01)[order][:, order]
@@ -93,7 +104,7 @@ def weighted_loss(target: Tensor, importance: Tensor, grid: SuperGrid, layout: f
     """Weighted squared error [rows] of the nearest codes, float64."""
     owner = torch.arange(len(target)) // layout.group_size
     scale, minimum = grid.scale().double()[owner], grid.minimum().double()[owner]
-    codes = ((target + minimum) / scale).round().clamp(-layout.zero, 2**layout.bits - 1 - layout.zero)
+    codes = nearest((target + minimum) / scale, layout)
     return importance.double() @ (codes * scale - minimum - target).square()
 
 
@@ -102,14 +113,14 @@ def test_scales_are_better_than_all_their_neighbours(type: str) -> None:
     """A scale one code further, with this minimum or a neighbour of it, lowers the loss of hardly any row."""
     layout = format.LAYOUTS[type]
     target, importance = problems.random(256, 40, seed=4).double(), 0.1 + problems.random(256, seed=5).abs()
-    grid = kquant.fit_super_block(target.float(), importance, layout)
+    grid = super_blocks.fit_super_block(target.float(), importance, layout)
     least = weighted_loss(target, importance, grid, layout)
     highest = (1 << layout.scale_bits) - 1
     for change in (-1, 1):
         for minimum in (-1, 0, 1) if layout.has_minima else (0,):
             for group in range(0, layout.groups, 3):
                 scales, minima = grid.scales.clone(), grid.minima.clone()
-                scales[group] = kquant.scale_codes(scales[group] + change, layout)
+                scales[group] = super_blocks.scale_codes(scales[group] + change, layout)
                 minima[group] = (minima[group] + minimum).clamp(0, highest) if layout.has_minima else 0
                 loss = weighted_loss(target, importance, grid._replace(scales=scales, minima=minima), layout)
                 assert (loss >= 0.95 * least).all() and loss.sum() > 0.999 * least.sum()
@@ -121,14 +132,14 @@ def test_rounds_lower_the_loss_and_rounding_scales_costs_little(type: str, monke
     target, importance = problems.random(256, 40, seed=6), 0.1 + problems.random(256, seed=7).abs()
     target[3] *= 8  # one group of much larger weights
     for rounds in (0, 1, 2):
-        monkeypatch.setattr(kquant, "FITTING_ROUNDS", rounds)
-        grid = kquant.fit_super_block(target, importance, layout)
+        monkeypatch.setattr(super_blocks, "FITTING_ROUNDS", rounds)
+        grid = super_blocks.fit_super_block(target, importance, layout)
         losses.append(weighted_loss(target.double(), importance, grid, layout))
     assert (losses[1] <= losses[0] * (1 + 1e-5)).all() and (losses[2] <= losses[1] * (1 + 1e-5)).all()
     assert losses[2].sum() < 0.999 * losses[0].sum()
 
 
-@pytest.mark.parametrize("type", [UNSIGNED, SIGNED])
+@pytest.mark.parametrize("type", [UNSIGNED, SIGNED, "iq4_xs"])
 def test_sweeps_never_raise_the_loss(type: str) -> None:
     weight, stats = layer(seed=2)
     losses = [relative_loss(weight, quantize(weight, stats, type=type, sweeps=n), stats) for n in range(4)]
@@ -198,3 +209,22 @@ def test_rows_of_zeros_stay_zeros_and_unused_inputs_are_rounded(type: str) -> No
 def test_impossible_settings_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         kquant.Config(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("type", sorted(format.LAYOUTS))
+def test_rows_are_looked_up_and_joined(type: str) -> None:
+    """Single rows are those of the whole weight; parts of whole multiples of 16 rows are joined to it."""
+    weight, stats = layer(rows=40)
+    packed = quantize(weight, stats, type=type, sweeps=0)
+    whole = format.decode(packed.tensors, packed.params, packed.shape, torch.bfloat16)
+    rows = torch.tensor([39, 0, 7, 7, 22])
+    assert torch.equal(
+        format.decode_rows(packed.tensors, packed.params, packed.shape, rows, torch.bfloat16), whole[rows]
+    )
+    parts = [
+        format.cut(packed.tensors, packed.params, packed.shape, part, range(COLUMNS))[1]
+        for part in (range(0, 16), range(16, 32), range(32, 40))
+    ]
+    joined = format.join_rows(parts)
+    assert joined.keys() == packed.tensors.keys()
+    assert all(torch.equal(joined[name], tensor) for name, tensor in packed.tensors.items())

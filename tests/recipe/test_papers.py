@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from compress import plugins, recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +29,7 @@ def named(data: Any, kind: str) -> Iterator[tuple[str, str]]:
 def test_recipes_that_name_a_plugin_of_papers_lie_in_papers() -> None:
     wrong = []
     for name in recipe.names():
-        data = yaml.safe_load(recipe.text(name))
+        data = recipe.data(name)
         used = {plugin for section, kind in SECTIONS.items() for plugin in named(data.get(section), kind)}
         papers = sorted(f"{kind}/{plugin}" for kind, plugin in used if plugins.is_paper(kind, plugin))
         assert used, name

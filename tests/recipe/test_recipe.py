@@ -15,7 +15,7 @@ import yaml
 
 from compress import plugins, recipe
 from compress.errors import RecipeError
-from compress.recipe import CalibrationConfig, Recipe, Rule, blocks, read
+from compress.recipe import CalibrationConfig, Recipe, Rule, blocks, sources
 from compress.types import Scheme
 from helpers.fake_methods import Make, maker, settings
 
@@ -264,7 +264,7 @@ def built_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "__init__.py").touch()
     (folder / "alpha4.yaml").write_text("# goal\ndescription: four bits\nquantize: {method: alpha}\n")
     (folder / "beta3.yaml").write_text("quantize: {method: beta}\n")
-    monkeypatch.setattr(read, "files", {"compress.recipes": folder}.__getitem__)
+    monkeypatch.setattr(sources, "files", {"compress.recipes": folder}.__getitem__)
     maker(monkeypatch, tmp_path)
     return folder
 

@@ -9,7 +9,7 @@ import pytest
 
 from compress import recipe
 from compress.errors import RecipeError
-from compress.recipe.read import MAX_FILE_NBYTES
+from compress.recipe.sources import MAX_FILE_NBYTES
 from compress.recipe.yaml import MAX_DEPTH, MAX_NODES
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -171,7 +171,7 @@ def test_a_killed_process_ends_the_other_and_one_process_goes_on(
     assert contents(folder / "1" / "gptq") == contents(folder / "expected" / "gptq")
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_process_is_named_where_torchrun_ends_the_other(
     folder: Path, victim: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

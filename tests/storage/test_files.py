@@ -25,7 +25,7 @@ OPENING |= {"memmap", "ParquetFile", "from_file", "mknod", "mkfifo", "NamedTempo
 ALLOWED = {
     "compress.storage.files": "the helper",
     "compress.plugins": "sources of this package",
-    "compress.recipe.read": "recipes of this package",
+    "compress.recipe.sources": "recipes of this package",
     "compress.export.targets.gguf.architecture": "a table of this package",
     "compress.export.targets.mlx": "a table of this package",
     "compress.calib.chats": "what Linux says of this process",

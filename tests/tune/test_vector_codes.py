@@ -108,7 +108,9 @@ def other_codes(packed: PackedWeight) -> PackedWeight:
     return weight.packed
 
 
-@pytest.mark.parametrize(("way", "left"), [("pv", 0.3), ("proximal", 0.5)])  # the latter leaves far entries alone
+@pytest.mark.parametrize(
+    ("way", "left"), [("pv", 0.3), pytest.param("proximal", 0.5, marks=pytest.mark.slow)]
+)  # far entries stay
 def test_codes_that_were_moved_away_come_back(way: str, left: float) -> None:
     """Least squares to what was stored before, by steepest descent; nothing but codes is trained."""
     for packed in weights():

@@ -10,7 +10,10 @@ A target file, or the __init__.py of a target's folder, has
   (compress/export/convert.py), and `export.notes` takes lines for the user;
 - `check(export) -> None`, only where there are conditions on the whole model: ExportError, before anything is written;
 - `nbytes(export, weight) -> int`, only where a weight is not written in about the size of the packed one;
-- `INT8_INPUTS = True`, only where users may ask for products whose inputs are rounded to 8 bits (`export.int8_inputs`).
+- `decodes(weight) -> bool`, only where other refused weights than tables are written as plain numbers, too;
+- `file_nbytes(export) -> int`, only for one file: at most so many bytes it takes, of a plan that nothing was made of;
+- `RECIPE`, only where `compress quantize --export NAME` without --recipe takes another than usual;
+- `TAKES`, only where there is something that users may ask for: names of `convert.Wishes` (`export.wishes`).
 
 Directories of safetensors files are written by compress/export/directory.py. A name such as compressed_tensors is
 written with a hyphen by users. Targets do not import each other.

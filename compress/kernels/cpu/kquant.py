@@ -1,4 +1,4 @@
-"""Multiply with the `kquant` format, the grids of llama.cpp's K-quants, on a CPU: all types, rows decoded near.
+"""Multiply with the `kquant` format, the grids of llama.cpp's K-quants, on a CPU: rows decoded near; not IQ4_XS.
 
 Scales and minima of sixteen rows are made of their codes and steps at once, and wait in the memory of the thread.
 """
@@ -22,8 +22,10 @@ from compress.numerics.packing import plane_widths
 
 
 def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Prepared | None:
-    """Return the product with a weight of any type and width."""
-    return _KquantProduct(tensors, params, shape) if emitter.worthwhile(shape) else None
+    """Return the product with a weight of any width; None for types whose codes stand for levels of a table."""
+    if params.layout.levels or not emitter.worthwhile(shape):
+        return None
+    return _KquantProduct(tensors, params, shape)
 
 
 class _KquantReader(RowReader):

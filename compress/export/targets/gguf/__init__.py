@@ -9,23 +9,29 @@ the grid format is MXFP4 or NVFP4, weights of three values are TQ1_0 or TQ2_0.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from compress.errors import ExportError
+from compress.export import directory as directory_of_files
 from compress.export import grids
 from compress.export.convert import Export
 from compress.export.place import MARK
 from compress.export.targets.gguf import architecture, tensors, vocabulary
-from compress.export.targets.gguf.architecture import TOOL
+from compress.export.targets.gguf.settings import TOOL
 from compress.export.targets.gguf.tensors import BLOCK
 from compress.export.weights import ExportWeight
 from compress.formats.kquant import SUPER_BLOCK
 
 SUFFIX = ".gguf"
+TAKES = ("split_size",)  # OUT is a directory then, with NAME-00001-of-00003.gguf and so on
 TABLE = "token_embd.weight"
+RECIPE = "gguf-mix"
+ALIGNMENT, LONGEST_NAME = 32, 256  # bytes, of the place of each tensor, and of the name of a directory
 
 
 def refuses(weight: ExportWeight) -> str | None:
@@ -45,12 +51,17 @@ def refuses(weight: ExportWeight) -> str | None:
     return None
 
 
+def decodes(weight: ExportWeight) -> bool:
+    """Tell whether a weight that no block type holds is written as plain numbers: tables, and rows of odd widths."""
+    return bool(weight.roles) or weight.shape[1] % BLOCK != 0
+
+
 def _refuses_k(weight: ExportWeight) -> str | None:
     """The same of a weight on the grid of a K type."""
     if weight.shape[1] % SUPER_BLOCK:
         return (
-            f"rows of {weight.shape[1]} are no whole super-blocks of {SUPER_BLOCK}, which K-quants need; give it a "
-            f"rule with another method (gptq, rtn) and group_size {BLOCK}"
+            f"rows of {weight.shape[1]} are no whole super-blocks of {SUPER_BLOCK}, which K-quants need; quantize it "
+            f"again, or give it a rule with another method (gptq, rtn) and group_size {BLOCK}"
         )
     if weight.stored.params.step_dtype != "float16":
         return (
@@ -63,7 +74,7 @@ def _refuses_k(weight: ExportWeight) -> str | None:
 def _refuses_fp4(weight: ExportWeight) -> str | None:
     """The same of a data type."""
     if tensors.type_of(weight) is None:
-        return f"the type {grids.type_of(weight)} is none of GGUF files; set type: mxfp4 or nvfp4"
+        return f"the type {grids.type_of(weight)} is none of GGUF files; set type: mxfp4, nvfp4 or iq4_nl"
     if weight.shape[1] % (size := tensors.block_of(weight)):
         return f"rows of {weight.shape[1]} are no whole blocks of {size}; leave it unquantized"
     return weight.not_alone()
@@ -86,12 +97,33 @@ def check(export: Export) -> None:
     except ImportError as error:
         raise ExportError("to write GGUF files install the package gguf: pip install 'compress-llm[gguf]'") from error
     config = export.source.skeleton.model.config
-    tensors.check_experts([w for w in export.held if w.is_expert], architecture.describe(config))
+    model = architecture.describe(config)
+    held = model.edit({f"{weight.name}.weight": weight for weight in export.held})
+    tensors.check_experts([w for w in held.values() if isinstance(w, ExportWeight) and w.is_expert], model)
     vocabulary.metadata(export.source.directory, config.get_text_config().vocab_size)
+
+
+def file_nbytes(export: Export) -> int:
+    """Return the bytes of the file of what may be planned only, and those of the longest name of its directory."""
+    with tempfile.TemporaryDirectory() as folder:
+        writer, entries = _begin(export, Path(folder) / f"header{SUFFIX}")
+        writer.close()
+        header = os.path.getsize(Path(folder) / f"header{SUFFIX}")
+    aligned = [-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in (header, *(e.nbytes for e in entries.values()))]
+    return sum(aligned) + LONGEST_NAME
 
 
 def write(export: Export, out: Path) -> None:
     """Write the file; ExportError for tensors that llama.cpp does not have."""
+    writer, entries = _begin(export, out)
+    for number, (name, entry) in enumerate(entries.items()):
+        export.progress(f"writing {name}", number, len(entries))
+        writer.write_tensor_data(entry.read().numpy())
+    writer.close()
+
+
+def _begin(export: Export, out: Path) -> tuple[Any, dict[str, tensors.GgufEntry]]:
+    """Write all that comes before the numbers; return the writer, and the tensors to be written."""
     import gguf
 
     directory = export.source.directory
@@ -101,7 +133,11 @@ def write(export: Export, out: Path) -> None:
         export.notes.append(f"inputs of linears are quantized as {TOOL} does it: 8 bits, in blocks")
     entries = tensors.entries(export, model)
     keys = {**MARK, **model.metadata, **vocabulary.metadata(directory, entries[TABLE].shape[0])}
-    writer = gguf.GGUFWriter(out, model.architecture)
+    if export.wishes.split_size:
+        out.mkdir()
+        directory_of_files.write_record(export, out)
+        out = out / f"{directory.resolve().name}{SUFFIX}"
+    writer = gguf.GGUFWriter(out, model.architecture, split_max_size=export.wishes.split_size)
     writer.add_name(directory.resolve().name)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for name, entry in entries.items():
@@ -113,10 +149,7 @@ def write(export: Export, out: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for number, (name, entry) in enumerate(entries.items()):
-        export.progress(f"writing {name}", number, len(entries))
-        writer.write_tensor_data(entry.read().numpy())
-    writer.close()
+    return writer, entries
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

@@ -2,8 +2,8 @@
 
 A block of the types that hold signed codes is a float16 scale and 32 codes: w = scale * code. Scales of larger groups
 are repeated. Experts of a layer are one tensor, of the widest type that one of them needs. Weights in the format
-`kquant` are blocks of the K type whose grid they have, which holds no others. FP4 and ternary weights are blocks of the
-types that hold their codes; the tensor scale of NVFP4 is a tensor of its own, NAME.scale.
+`kquant` are blocks of the K type whose grid they have, which holds no others. FP4, IQ4_NL and ternary weights are
+blocks of the types that hold their codes; the tensor scale of NVFP4 is a tensor of its own, NAME.scale.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from compress.storage.checkpoint import Readable
 
 BLOCK = 32  # weights of a block
 K_QUANT, TERNARY = "kquant", "ternary"  # formats: that with the grids of K types, and that of three values
-FP4 = {"nvfp4": gguf_points.NVFP4, "mxfp4": gguf_points.MXFP4}
+POINTS = {"nvfp4": gguf_points.NVFP4, "mxfp4": gguf_points.MXFP4, "iq4_nl": gguf_points.IQ4_NL}
 TRITS = {ternary.BASE3: gguf_points.TQ1_0, ternary.BINARY: gguf_points.TQ1_0, ternary.PLANAR: gguf_points.TQ2_0}
 CHUNK = 1 << 24  # codes that are packed at a time
 PLAIN = {dtype: number for number, dtype in gguf_blocks.PLAIN.items()}
-FLOAT32_ENDINGS = ("_norm.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias")
+FLOAT32_ENDINGS = (
+    *("_norm.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias"),
+    *("conv1d.weight", "conv.weight"),  # kernels of convolutions
+)
 
 
 @dataclass
@@ -65,7 +68,7 @@ def type_of(weight: ExportWeight) -> int | None:
     if weight.stored.format == TERNARY:
         return TRITS[weight.stored.params.packing]
     if weight.stored.format == grids.FORMAT:
-        return FP4.get(grids.type_of(weight) or "")
+        return POINTS.get(grids.type_of(weight) or "")
     return next((number for number, bits in gguf_blocks.SIGNED.items() if bits >= signed_bits(weight)), None)
 
 
@@ -79,14 +82,11 @@ def block_of(weight: ExportWeight) -> int:
 def entries(export: Export, model: Model) -> dict[str, GgufEntry]:
     """Return the tensors of the file by name; ExportError for one that the model has in no such file."""
     sources: dict[str, dict[int | None, Readable | StoredWeight]] = {}
-    named: dict[str, Readable | StoredWeight] = {
-        **export.plain(),
-        **{f"{weight.name}.weight": weight for weight in export.held},
-    }
-    for name, tensor in named.items():
+    packed = {f"{weight.name}.weight": weight for weight in export.held}
+    for name, tensor in model.edit({**export.plain(), **packed}).items():
         place, expert = model.place(name)
         sources.setdefault(place, {})[expert] = tensor
-    made = {name: _entry(export, model, name, parts) for name, parts in sources.items()}
+    made = {name: _entry(export, name, parts) for name, parts in sources.items()}
     for name, parts in sources.items():
         if made[name].type == gguf_points.NVFP4:
             made[f"{name.removesuffix('.weight')}.scale"] = _tensor_scales(parts)
@@ -97,14 +97,14 @@ def entries(export: Export, model: Model) -> dict[str, GgufEntry]:
     return made
 
 
-def _entry(export: Export, model: Model, name: str, parts: dict[int | None, Readable | StoredWeight]) -> GgufEntry:
+def _entry(export: Export, name: str, parts: dict[int | None, Readable | StoredWeight]) -> GgufEntry:
     """Return the tensor that is made of a weight, or of those of all experts of a layer."""
     ordered = [parts[expert] for expert in sorted(parts, key=lambda expert: expert or 0)]
     packed = [part for part in ordered if isinstance(part, StoredWeight)]
     if not packed:
-        made = _plain_entry(export, model, name, [part for part in ordered if not isinstance(part, StoredWeight)])
+        made = _plain_entry(export, name, [part for part in ordered if not isinstance(part, StoredWeight)])
     elif len(packed) == len(ordered):
-        made = _packed_entry(model, name, packed)
+        made = _packed_entry(packed)
     else:
         raise ExportError(
             f"{name} is one tensor of all experts of a layer, and {len(ordered) - len(packed)} of them are not "
@@ -117,7 +117,7 @@ def _tensor_scales(parts: dict[int | None, Readable | StoredWeight]) -> GgufEntr
     """Return the tensor scale of a weight, or of each expert of a layer."""
     ordered = [parts[expert] for expert in sorted(parts, key=lambda expert: expert or 0)]
     stored = [part.tensors["tensor_scale"] for part in ordered if isinstance(part, StoredWeight) and part.tensors]
-    return GgufEntry(PLAIN[torch.float32], (len(stored),), [scale.read for scale in stored])
+    return GgufEntry(PLAIN[torch.float32], (len(ordered),), [scale.read for scale in stored])
 
 
 def check_experts(weights: Iterable[ExportWeight], model: Model) -> None:
@@ -133,33 +133,30 @@ def check_experts(weights: Iterable[ExportWeight], model: Model) -> None:
             )
 
 
-def _packed_entry(model: Model, name: str, weights: list[StoredWeight]) -> GgufEntry:
+def _packed_entry(weights: list[StoredWeight]) -> GgufEntry:
     kind = max(number for weight in weights if (number := type_of(weight)) is not None)
-    order = model.rows(name, weights[0].shape[0])
-    return GgufEntry(kind, weights[0].shape, [partial(_blocks, weight, kind, order) for weight in weights])
+    order = getattr(weights[0], "order", None)
+    shape = weights[0].shape if order is None else (len(order), weights[0].shape[1])
+    return GgufEntry(kind, shape, [partial(_blocks, weight, kind, order) for weight in weights])
 
 
-def _plain_entry(export: Export, model: Model, name: str, tensors: list[Readable]) -> GgufEntry:
+def _plain_entry(export: Export, name: str, tensors: list[Readable]) -> GgufEntry:
     shape = tensors[0].shape if len(tensors[0].shape) == 1 or tensors[0].shape[0] > 1 else tensors[0].shape[1:]
     dtype = export.dtype if export.is_chosen else tensors[0].dtype
     if len(shape) == 1 or name.endswith(FLOAT32_ENDINGS):
         dtype = torch.float32
     if dtype not in PLAIN:
         raise ExportError(f"{tensors[0].name} is stored as {dtype}, which GGUF files do not have; set --dtype bfloat16")
-    offset = model.norm_offset if name.endswith("_norm.weight") else 0.0
-    order = model.rows(name, shape[0])
 
     def read(stored: Readable) -> Tensor:
-        values = cast(stored.name, stored.read(), dtype)
-        values = values if order is None else values[order]
-        return values + offset if offset else values
+        return cast(stored.name, stored.read(), dtype)
 
     return GgufEntry(PLAIN[dtype], shape, [partial(read, stored) for stored in tensors])
 
 
 def _blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tensor:
     """Return a weight as blocks, uint8 [rows, bytes of a row], rows in the given order."""
-    others = {K_QUANT: _k_blocks, TERNARY: _trit_blocks, grids.FORMAT: _fp4_blocks}
+    others = {K_QUANT: _k_blocks, TERNARY: _trit_blocks, grids.FORMAT: _point_blocks}
     if weight.stored.format in others:
         return others[weight.stored.format](weight, kind, order)
     integers = weight.integers()
@@ -180,13 +177,13 @@ def _k_blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tensor:
     return torch.cat([gguf_blocks.pack_k(codes[part], of(part), kind) for part in parts])
 
 
-def _fp4_blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tensor:
+def _point_blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tensor:
     tensors, columns = weight.read().tensors, weight.shape[1]
     rows = torch.arange(weight.shape[0]) if order is None else order
     scales = tensors["scales"].view(torch.uint8)
     parts = rows.split(max(1, CHUNK // columns))
     codes = (grid.unpack_codes(tensors["codes"][part], weight.stored.params, columns) for part in parts)
-    return torch.cat([gguf_points.pack_e2m1(own, scales[part], kind) for own, part in zip(codes, parts, strict=True)])
+    return torch.cat([gguf_points.pack_points(own, scales[part], kind) for own, part in zip(codes, parts, strict=True)])
 
 
 def _trit_blocks(weight: StoredWeight, kind: int, order: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import transformers
 
 from compress.errors import ExportError
-from compress.export.targets.gguf.architecture import DATA, TOOL
+from compress.export.targets.gguf.settings import DATA, TOOL
 from compress.model.load import load_tokenizer
 from compress.storage.checkpoint import read_json
 

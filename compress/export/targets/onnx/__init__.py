@@ -21,7 +21,7 @@ from compress.export.weights import ExportWeight, StoredWeight
 
 SUFFIX = ""
 PACKAGES = ("onnx_ir", "onnxscript")
-INT8_INPUTS = True
+TAKES = ("int8_inputs",)
 DTYPES = (torch.float32, torch.float16)
 
 
@@ -60,7 +60,7 @@ def nbytes(export: Export, weight: StoredWeight) -> int:
 
 def write(export: Export, out: Path) -> None:
     """Write the directory; ExportError for scales or numbers that the type of the graph does not hold."""
-    if export.int8_inputs or any(weight.stored.activations is not None for weight in export.held):
+    if export.wishes.int8_inputs or any(weight.stored.activations is not None for weight in export.held):
         export.notes.append("inputs of linears are quantized as ONNX Runtime does it on a CPU: 8 bits, in blocks")
     elif export.held:
         export.notes.append("products are exact, which is slow on a CPU; --int8-inputs rounds their inputs to 8 bits")

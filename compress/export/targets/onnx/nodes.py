@@ -217,7 +217,7 @@ class _Replaced:
     """What takes the place of packed modules, and the parameters in them."""
 
     def __init__(self, export: Export) -> None:
-        self.dtype, self.int8_inputs = export.dtype, export.int8_inputs
+        self.dtype, self.int8_inputs = export.dtype, export.wishes.int8_inputs
         self.held = {path: weight for weight in export.held for path in (weight.module, weight.tied) if path}
         self.tables = {path: table for table in export.tables for path in (table.module, table.tied) if path}
         self._shared: dict[tuple[str, str], nn.Parameter] = {}  # (module of a weight, tensor) -> stand-in
