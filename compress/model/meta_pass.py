@@ -74,6 +74,7 @@ class UnreadTable(nn.Module):
     def __init__(self, name: str, columns: int, dtype: torch.dtype, padding_idx: int | None) -> None:
         super().__init__()
         self.name, self.columns, self.dtype, self.padding_idx = name, columns, dtype, padding_idx
+        self.like = nn.Parameter(torch.empty(0, dtype=dtype, device="meta"))  # what the type of the model is taken from
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":

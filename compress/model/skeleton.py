@@ -26,6 +26,7 @@ from compress.model.edits import Edits
 from compress.model.inputs import Samples
 from compress.model.load import FAILURES, empty_model, no_bars, plain_config, separator, without_weights
 from compress.model.meta_pass import READ, flow, read_weights
+from compress.model.repeated import RepeatedModules
 from compress.model.text_path import find_stacks
 from compress.runtime import hf, linears
 from compress.runtime.experts import Experts, is_supported
@@ -77,8 +78,7 @@ class Skeleton:
         self.is_untied = False  # the output head has been given a weight of its own
         self.tied_configs = (self.model.config, self.config)  # of the model, and of the whole, before that
         self.aliases = _aliases(self.model)
-        self._repeated = _repeated(self.aliases, f"{self.blocks_name}.")
-        self._as_left: dict[str, nn.Module] = {}  # what later blocks share, as its first block was when it was freed
+        self._repeated = RepeatedModules(self.model, self.aliases, self.blocks_name)
         self.sources = stored_weights.sources(self.model, checkpoint)
         self.split = stored_weights.split(self.sources)
 
@@ -149,14 +149,11 @@ class Skeleton:
         return any(name == part or name.startswith(f"{part}.") for part in (*self.text_path.towers, *skipped))
 
     def load_block(self, index: int, device: torch.device) -> nn.Module:
-        """Fill one block with its weights and unfuse its experts.
-
-        For a GPU the weights of the next one are read meanwhile, into memory of the host.
-        """
+        """Fill one block and unfuse its experts; for a GPU the next one is read meanwhile, into memory of the host."""
         prefix = self.block_prefix(index)
         self._load((name for name in self.sources if name.startswith(prefix)), device)
         block = self.blocks[index]
-        self._take_repeated(prefix, is_first=index == 0)
+        self._repeated.take(prefix, is_first=index == 0)
         if device.type == "cuda" and index + 1 < len(self.blocks):
             behind = self.block_prefix(index + 1)
             self._ahead.begin(x for name, group in self.sources.items() if name.startswith(behind) for x in group)
@@ -176,14 +173,6 @@ class Skeleton:
         if self.edits is not None:
             self.edits.block(index, block)
         return block
-
-    def _take_repeated(self, prefix: str, is_first: bool) -> None:
-        """Give a block the modules that it shares with one before it, as that one has left them."""
-        if is_first:
-            self._as_left.clear()
-        for name, first in self._repeated.items():
-            if name.startswith(prefix) and first in self._as_left:
-                self.model.set_submodule(name, _copy_flat(self._as_left[first]))
 
     def load_linear(self, name: str, device: torch.device) -> nn.Module:
         """Fill one linear outside of the blocks that text runs through."""
@@ -255,10 +244,7 @@ class Skeleton:
 
     def free(self) -> None:
         """Give back all weights, but what later blocks share; buffers stay."""
-        for first in dict.fromkeys(self._repeated.values()):
-            module = self.model.get_submodule(first)
-            if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-                self._as_left[first] = _copy_flat(module)
+        self._repeated.leave()
         for name, module in self._fused.items():
             self.model.set_submodule(name, module)
         self._fused.clear()
@@ -267,11 +253,7 @@ class Skeleton:
                 if not parameter.is_meta:
                     empty = torch.empty_like(parameter, device="meta")
                     module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
-        if not self._repeated:
-            self.model.tie_weights()
-        for name, first in self._repeated.items():  # transformers ties what has the same names in all of these blocks
-            module = self.model.get_submodule(first)
-            self.model.get_submodule(name)._parameters.update(module.named_parameters(recurse=False))
+        self._repeated.tie()
 
     def _load(self, names: Iterable[str], device: torch.device) -> None:
         tensors = {stored.name: self._ahead.take(stored) for name in names for stored in self.sources[name]}
@@ -296,7 +278,6 @@ class Skeleton:
         Raises UnsupportedModelError if there is none and `is_needed`.
         """
         keys = flow(self.config, self.dtype).shared
-        again = {name: names[0] for names in self.aliases for name in names[1:]}
         specs: list[LinearSpec] = []
         kept: dict[str, str] = {}
         for index, block in enumerate(self.blocks):
@@ -305,8 +286,8 @@ class Skeleton:
             for name, module in block.named_modules():
                 full = prefix + name
                 shape = linears.shape_of(module)
-                if (first := again.get(f"{full}.weight")) is not None:
-                    kept[full] = f"it is one weight with {first.removesuffix('.weight')}"
+                if (first := self._repeated.first.get(full)) is not None:
+                    kept[full] = f"it is one module with {first}"
                 elif shape is not None:
                     key = own.setdefault(keys.get(full, full), full)  # what an encoder gives is read in all blocks
                     self.add(LinearSpec(full, shape, self.dtype, index, key), specs, kept)
@@ -405,20 +386,6 @@ def _aliases(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [group for group in names.values() if len(group) > 1]
-
-
-def _repeated(aliases: Iterable[list[str]], blocks: str) -> dict[str, str]:
-    """Return the modules of blocks that share all parameters with one of an earlier block, and the name of that one."""
-    names = (group for group in aliases if all(name.startswith(blocks) for name in group))
-    owners = [[name.rpartition(".")[0] for name in group] for group in names]
-    return {other: first for first, *others in owners for other in others}
-
-
-def _copy_flat(module: nn.Module) -> nn.Module:
-    """Return a module that holds the same parameters, and can be given others."""
-    made = copy.copy(module)
-    made._parameters = dict(module._parameters)
-    return made
 
 
 def _place_buffers(module: nn.Module, device: torch.device) -> None:

@@ -1,6 +1,7 @@
-"""Find what lies outside of the blocks that text runs through: linears of towers and skipped blocks, and two tables.
+"""Find what lies outside of the blocks that text runs through: linears of towers and skipped blocks, and tables.
 
-The tables are token embeddings and output head, which may be one.
+The tables are token embeddings and output head, which may be one, and what else is looked up and large: embeddings of
+each layer, of n-grams, of how a token looks or sounds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from compress.runtime.linear import is_plain_linear
 from compress.storage.checkpoint import Readable
 from compress.types import LinearSpec
 
+LEAST_OTHER = 0.25  # of the numbers of the token embeddings: smaller tables (of positions) stay as they are
 NO_BLOCK = -1  # the number of the block of a weight in none of those that text runs through
 
 
@@ -56,10 +58,11 @@ class Table(NamedTuple):
     names: tuple[str, ...]  # of all modules that hold it
     sources: tuple[Readable, ...]  # its weight, under every name that the checkpoint stores it by
     refused: str | None  # why it cannot be packed
+    is_other: bool = False  # neither of tokens nor the head; it has the role "embeddings"
 
 
 def find_tables(skeleton: Skeleton) -> list[Table]:
-    """Return the tables of a model: one if they are tied, two if not."""
+    """Return the tables of a model: one if embeddings and head are tied, two if not; other large ones behind them."""
     model = skeleton.model
     modules = {"embeddings": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     roles_of: dict[int, tuple[str, ...]] = {}  # identity of a weight -> its roles
@@ -67,7 +70,14 @@ def find_tables(skeleton: Skeleton) -> list[Table]:
         weight = getattr(module, "weight", None)
         if weight is not None and weight.dim() == 2:
             roles_of[id(weight)] = (*roles_of.get(id(weight), ()), role)
-    return [_table(skeleton, roles, modules) for roles in roles_of.values()]
+    tables = [_table(skeleton, roles, modules) for roles in roles_of.values()]
+    for name, module in model.named_modules():
+        is_outside = not name.startswith(f"{skeleton.blocks_name}.") and not skeleton.is_off_text_path(name)
+        is_other = is_outside and isinstance(module, nn.Embedding) and id(module.weight) not in roles_of
+        if is_other and tables and module.weight.numel() >= LEAST_OTHER * tables[0].spec.numel:
+            other = _table(skeleton, ("embeddings",), {"embeddings": module, "head": None})
+            tables.append(other._replace(is_other=True))
+    return tables
 
 
 def join_tables(embeddings: Table, head: Table) -> Table:

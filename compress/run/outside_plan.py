@@ -53,12 +53,15 @@ def add_tables(plan: Plan, recipe: Recipe, skeleton: Skeleton, plan_weight: Plan
     plan = dataclasses.replace(plan, messages=(*plan.messages, *_unused_message(plan)))
     is_wanted = plan.layers and (recipe.embeddings is not None or recipe.head is not None)
     packed_tables = _find_tables(recipe, skeleton) if is_wanted else []
+    ends = [table for table in packed_tables if not table.is_other]
     if head is not None:
-        one = _join_tables(recipe, skeleton, packed_tables, plan_weight) if plan.layers else NO_RUN_TIME_PLACE
-        if not isinstance(one, str):
-            return _with_table(dataclasses.replace(plan, tables_are_shared=True, written_numel=plan.numel), *one)
-        line = _untied_message(one, head.weight.numel() * skeleton.dtype.itemsize)
-        plan = dataclasses.replace(plan, messages=(*plan.messages, line))
+        one = _join_tables(recipe, skeleton, ends, plan_weight) if plan.layers else NO_RUN_TIME_PLACE
+        if isinstance(one, str):
+            line = _untied_message(one, head.weight.numel() * skeleton.dtype.itemsize)
+            plan = dataclasses.replace(plan, messages=(*plan.messages, line))
+        else:
+            plan = _with_table(dataclasses.replace(plan, tables_are_shared=True, written_numel=plan.numel), *one)
+            packed_tables = [table for table in packed_tables if table.is_other]
     for table in packed_tables:
         scheme = _scheme(recipe, table)
         if scheme is None:
@@ -82,7 +85,8 @@ def table_options(
     can have none.
     """
     made = []
-    for table in _find_tables(recipe, skeleton) if any(schemes) else ():
+    found_tables = _find_tables(recipe, skeleton) if any(schemes) else []
+    for table in (table for table in found_tables if not table.is_other):
         planned = {
             n: plan_weight(table.spec, scheme) for n, scheme in enumerate(schemes) if scheme and not table.refused
         }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from compress import api
@@ -181,3 +182,12 @@ def test_what_other_modules_share_stays(pico_dir: Callable[..., Path]) -> None:
     skeleton.model.model.layers[0].mlp.up_proj.weight = skeleton.model.get_input_embeddings().weight
     (table,) = model_tables.find_tables(skeleton)
     assert table.refused is not None and table.refused.startswith("shared by model.embed_tokens, ")
+
+
+def test_other_large_tables_are_found_behind_those_of_tokens(pico_dir: Callable[..., Path]) -> None:
+    skeleton = Skeleton(open_checkpoint(pico_dir("llama")))
+    for name, rows in (("by_layer", 66), ("positions", 65)):  # of 264 tokens: a quarter, and less
+        skeleton.model.model.register_module(name, nn.Embedding(rows, 64, device="meta"))
+    found_tables = model_tables.find_tables(skeleton)
+    assert [table.names[0] for table in found_tables] == ["model.embed_tokens", "lm_head", "model.by_layer"]
+    assert [table.is_other for table in found_tables] == [False, False, True]
