@@ -106,9 +106,10 @@ def plan(job: Job, progress: Progress = silent) -> tuple[Job, Prepared, float] |
     Nothing is measured: a recipe whose allocation needs that gives what is known without.
     """
     from compress.allocate import forecast
+    from compress.export import for_runs
     from compress.run import predict
 
-    decided = forecast.forecast(job, progress)
+    decided = for_runs.fit_target(job, lambda each: forecast.forecast(each, progress))
     if isinstance(decided, forecast.Unmeasured):
         return decided
     return decided, *predict.prepare_and_time(decided, progress, lambda prepared: _check_export(decided, prepared))

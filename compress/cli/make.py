@@ -84,7 +84,7 @@ def plan(options: RunOptions, as_json: AsJson = False) -> None:
 
 
 @takes_run_options(
-    without=(*GOAL, "measurements", "processes", "budget", "allow_partial"),
+    without=(*GOAL, "measurements", "processes", "budget", "allow_partial", "export", "imatrix"),
     recipe=REQUIRED,
 )
 def transform(options: RunOptions, as_json: AsJson = False) -> None:
@@ -105,7 +105,7 @@ def transform(options: RunOptions, as_json: AsJson = False) -> None:
 
 
 @takes_run_options(
-    without=(*GOAL, "measurements", "processes", "budget"),
+    without=(*GOAL, "measurements", "processes", "budget", "export"),
     helps={
         "model": "A packed checkpoint.",
         "recipe": "Built-in recipe or a YAML file. Default: the checkpoint's own.",
@@ -147,7 +147,6 @@ def merge(options: RunOptions, as_json: AsJson = False) -> None:
         "allow_partial",
         "imatrix",
         "export",
-        "adapter",
         "accept",
     ),
     helps={"out": "The file to be written.", "recipe": "Whose calibration settings count."},
@@ -176,7 +175,7 @@ def imatrix(options: RunOptions, as_json: AsJson = False) -> None:
             note(f"{name} has no name in GGUF files, and is left out")
 
 
-@takes_run_options(without=(*OUTPUT, "accept"), recipe=ALLOCATING_RECIPE)
+@takes_run_options(without=(*OUTPUT, "accept", "imatrix"), recipe=ALLOCATING_RECIPE)
 def allocate(
     options: RunOptions,
     text: TextFile = None,
@@ -262,7 +261,7 @@ def _measuring_words(job: Job, options: RunOptions) -> list[str]:
     """Return the options of a command line that measures for this job, into the folder where it is looked for."""
     from compress.allocate import variants
 
-    words = [job.model, "--recipe", options.recipe]
+    words = [job.model, "--recipe", options.named_recipe]
     words += [word for override in options.recipe_overrides for word in ("--set", override)]
     options_given = {
         "--adapter": job.adapter,

@@ -206,6 +206,11 @@ class RunOptions:
             paths.check_out(out, self.overwrite)
             paths.check_writable(out.parent, "--out")
 
+    @property
+    def named_recipe(self) -> str:
+        """The recipe: where none was named, that of the format to export."""
+        return getattr(self._exported_by(), "RECIPE", self.recipe) if self.recipe == DEFAULT_RECIPE else self.recipe
+
     def _exported_by(self) -> ModuleType | None:
         """The target that --export names; unknown ones stop here."""
         return None if self.export is None else plugins.load("export", self.export.lower().replace("-", "_"))
@@ -246,7 +251,7 @@ class RunOptions:
         if target is not None and target.SUFFIX and given is not None and given.suffix == target.SUFFIX:
             given = given.with_suffix("")
         self._check_folders(writes, given)
-        named = self.recipe if self.recipe != DEFAULT_RECIPE else getattr(target, "RECIPE", self.recipe)
+        named = self.named_recipe
         note(recipes.ambiguous(named))
         recipe = recipes.load(named, overrides)
         if self.quick and recipe.quantize.two_sided and not any("two_sided" in each for each in self.overrides or ()):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -33,6 +33,7 @@ from compress.runtime import linears
 from compress.storage.workdir import WorkDirectory, writing
 from compress.types import LayerPlan
 
+Decided = TypeVar("Decided")  # a job, or what is known where nothing has been measured
 MOST_CORRECTIONS = 6  # of the bytes that an allocation may take
 
 
@@ -44,32 +45,30 @@ def check_plan(prepared: Prepared, target: str) -> None:
     _planned_export(prepared, target)
 
 
-def fit_target(job: Job, decide: Callable[[Job], Job]) -> Job:
+def fit_target(job: Job, decide: Callable[[Job], Decided]) -> Decided | Job:
     """Return the job with its bits allocated by `decide` so that the exported file takes at most the job's target.
 
-    A job without such a target, or with an export that does not know its size beforehand, is left to `decide` alone.
-    Raises BudgetError for a target that no choice reaches.
+    Left to `decide` alone are jobs without a target in bytes, or with an export that does not know its size beforehand,
+    and what it gives where nothing is measured. Raises BudgetError for a target that no choice reaches.
     """
-    decided, allocation = decide(job), job.recipe.allocate
+    first, allocation, export = decide(job), job.recipe.allocate, job.recipe.export
     target = None if allocation is None else allocation.target
-    if job.recipe.export is None or allocation is None or target is None or decided is job:
-        return decided
-    if not target.is_size or allocation.context is not None:
-        return decided
-    size = file_nbytes(decided, job.recipe.export)
-    assert decided.allocation is not None
-    room = target.nbytes if size is None else target.nbytes - (size - decided.allocation["nbytes"])
-    for _ in range(MOST_CORRECTIONS) if size is not None else ():
-        inner = dataclasses.replace(allocation, target=Target(f"{max(room, 1)}B"))
-        decided = decide(dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, allocate=inner)))
-        size = file_nbytes(decided, job.recipe.export)
-        assert size is not None and decided.allocation is not None
-        if size <= target.nbytes:
-            line = f"the {job.recipe.export} file takes at most {size:,} of {target.nbytes:,} bytes"
+    if export is None or allocation is None or target is None or not target.is_size or allocation.context is not None:
+        return first
+    decided: Decided | Job = first
+    room = target.nbytes
+    for _ in range(MOST_CORRECTIONS):
+        if not isinstance(decided, Job) or decided.allocation is None or (size := file_nbytes(decided, export)) is None:
+            return decided
+        if decided is not first and size <= target.nbytes:
+            line = f"the {export} file takes at most {size:,} of {target.nbytes:,} bytes"
             facts = {"target": target.text, "notes": [*decided.allocation["notes"], line]}
             return dataclasses.replace(decided, allocation={**decided.allocation, **facts})
-        room -= size - target.nbytes
-    raise BudgetError(f"no choice of types was within {target.text} as {job.recipe.export}; raise the target")
+        beside = size - int(decided.allocation["nbytes"])  # first: what the file has beside what is counted
+        room = target.nbytes - beside if decided is first else room - (size - target.nbytes)
+        inner = dataclasses.replace(allocation, target=Target(f"{max(room, 1)}B"))
+        decided = decide(dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, allocate=inner)))
+    raise BudgetError(f"no choice of types was within {target.text} as {export}; raise the target")
 
 
 def check_place(job: Job, out: Path | None) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from compress import api
-from compress.errors import BudgetError, OutputError
+from compress.cli.run_options import RunOptions
+from compress.errors import BudgetError, OutputError, RecipeError
 from compress.export.source import open_source
 from compress.model.load import load_model
 from helpers.engines import SUPER_BLOCKS, tokenizer
@@ -68,3 +69,18 @@ def test_a_file_in_the_way_is_refused_at_once(model: Path, tmp_path: Path) -> No
     with pytest.raises(OutputError, match="exists already"):
         api.quantize(job(model, MIX, tmp_path / "packed"), exported=tmp_path / "taken.gguf")
     assert not (tmp_path / "packed").exists()
+
+
+def test_words_of_the_command_line(model: Path, tmp_path: Path) -> None:
+    """The checkpoint lies beside the file; without --recipe it is the mix, and --target is that of the file."""
+    options = RunOptions(str(model), out=tmp_path / "mine.gguf", target="4.0GiB", export="gguf")
+    made = options.job(writes=None)
+    assert made.out == tmp_path / "mine" and options.exported(made.out) == tmp_path / "mine.gguf"
+    assert made.recipe.name == "gguf-mix" and made.recipe.export == "gguf"
+    assert made.recipe.allocate is not None and made.recipe.allocate.target is not None
+    assert made.recipe.allocate.target.nbytes == 4 << 30
+    other = RunOptions(str(model), recipe="int4", out=tmp_path / "other", export="mlx")
+    assert other.job(writes=None).recipe.name == "int4"
+    assert other.exported(tmp_path / "other") == tmp_path / "other-mlx"
+    with pytest.raises(RecipeError, match="ggfu"):
+        RunOptions(str(model), export="ggfu").job(writes=None)

@@ -209,3 +209,22 @@ def test_rows_of_zeros_stay_zeros_and_unused_inputs_are_rounded(type: str) -> No
 def test_impossible_settings_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         kquant.Config(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("type", sorted(format.LAYOUTS))
+def test_rows_are_looked_up_and_joined(type: str) -> None:
+    """Single rows are those of the whole weight; parts of whole multiples of 16 rows are joined to it."""
+    weight, stats = layer(rows=40)
+    packed = quantize(weight, stats, type=type, sweeps=0)
+    whole = format.decode(packed.tensors, packed.params, packed.shape, torch.bfloat16)
+    rows = torch.tensor([39, 0, 7, 7, 22])
+    assert torch.equal(
+        format.decode_rows(packed.tensors, packed.params, packed.shape, rows, torch.bfloat16), whole[rows]
+    )
+    parts = [
+        format.cut(packed.tensors, packed.params, packed.shape, part, range(COLUMNS))[1]
+        for part in (range(0, 16), range(16, 32), range(32, 40))
+    ]
+    joined = format.join_rows(parts)
+    assert joined.keys() == packed.tensors.keys()
+    assert all(torch.equal(joined[name], tensor) for name, tensor in packed.tensors.items())
