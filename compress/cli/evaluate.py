@@ -147,17 +147,14 @@ def evaluate(
         check_adapter(adapter)
         from compress import evaluate as evaluation
         from compress.cli import tables
-        from compress.evaluate import cache_scores, encoders, writers
+        from compress.evaluate import cache_scores, writers
         from compress.run.source import resolve
 
         execution = evaluation.Execution(dtype, device_named(device), bos=bos)
         against = None if base is None else resolve(base, adapter)
         directory = resolve(model, adapter if base is None else None)
-        for scores_of, is_one in ((encoders.evaluate, encoders.is_encoder), (writers.evaluate, writers.is_writer)):
-            if is_one(directory):
-                return _run_beside(
-                    scores_of, directory, text, against, caches, (seq_len, max_tokens, execution), as_json
-                )
+        if (scorer := writers.scorer(directory)) is not None:
+            return _run_beside(scorer, directory, text, against, caches, (seq_len, max_tokens, execution), as_json)
         lengths = seq_len or 512, max_tokens or 131_072
         note_prefix(directory, bos)
         with tables.progress_bar() as progress:
@@ -171,7 +168,7 @@ def evaluate(
 
 
 def _run_beside(
-    scores_of: Callable[..., Any],
+    scorer: Callable[..., Any],
     directory: Path,
     text: str,
     base: Path | None,
@@ -187,7 +184,7 @@ def _run_beside(
     from compress.cli import tables
 
     with tables.progress_bar() as progress:
-        scores = scores_of(directory, text, base, how[:2], how[2], progress)
+        scores = scorer(directory, text, base, how[:2], how[2], progress)
     _show_scores(scores.plain(), None, as_json)
 
 

@@ -10,7 +10,7 @@ reference). Of speech that is the usual word error rate between the two transcri
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,13 @@ from compress.calib import pairs
 from compress.calib.data import token_windows
 from compress.calib.documents import source_name
 from compress.errors import CalibrationError, CheckpointError
+from compress.evaluate import encoders
 from compress.evaluate.reader import Execution
 from compress.model import architectures, inputs, load
 from compress.model.inputs import Pairs
 from compress.progress import Progress
 
-SEQ_LEN, MAX_TOKENS = 256, 16_384  # of what encoders read
+SEQ_LEN, MAX_TOKENS = 256, 16_384  # what an encoder reads at a time, and in all
 BATCH = 8  # samples
 PURPOSES: dict[str, str] = {each: architectures.PURPOSES[each] for each in pairs.WRITERS}
 
@@ -54,9 +55,11 @@ class WriterScores:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-def is_writer(directory: Path) -> bool:
-    """Return whether a model makes a text of another, or of speech."""
-    return architectures.task(load.whole_config(directory)) in PURPOSES
+def scorer(directory: Path) -> Callable[..., Any] | None:
+    """Return what compares a model that has an encoder with its original; None for a language model."""
+    if architectures.task(load.whole_config(directory)) in PURPOSES:
+        return evaluate
+    return encoders.evaluate if encoders.is_encoder(directory) else None
 
 
 def evaluate(

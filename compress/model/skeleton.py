@@ -21,11 +21,10 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from compress.errors import CheckpointError, UnsupportedModelError, first_line
-from compress.model import expert_linears, inputs, paging, stored_weights, text_path
+from compress.model import expert_linears, paging, stored_weights, text_path
 from compress.model.edits import Edits
-from compress.model.inputs import Samples
 from compress.model.load import FAILURES, empty_model, no_bars, plain_config, separator, without_weights
-from compress.model.meta_pass import READ, flow, read_weights
+from compress.model.meta_pass import READ, arguments, flow, read_weights
 from compress.model.repeated import RepeatedModules
 from compress.model.text_path import find_stacks
 from compress.runtime import hf, linears
@@ -129,12 +128,13 @@ class Skeleton:
         """The number of token ids that the model knows."""
         return cast(int, self.config.get_text_config().vocab_size)
 
-    def read(self, samples: Samples, **options: Any) -> Any:
-        """Run the body of the model on int64 tokens [batch, tokens], the second text of a pair marked where it can be.
+    def read(self, samples: Any, **options: Any) -> Any:
+        """Run the body of the model on int64 tokens [batch, tokens], or what each of two stacks reads (inputs.py).
 
-        All that it runs must be loaded, or have something in its place.
+        The second text of a pair is marked where it can be. All that it runs must be loaded, or have something in its
+        place.
         """
-        given = inputs.arguments(self.model, samples)
+        given = arguments(self.model, samples)
         if self._separator is not None:
             parts = given["input_ids"] == self._separator
             options["token_type_ids"] = (parts.cumsum(1) - parts.long()).clamp(max=1)
