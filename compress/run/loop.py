@@ -101,6 +101,7 @@ class BlockLoop:
         self.seconds: list[float] = []  # of each block computed in this run
         self.reads_head: LayerPlan | None = None  # the output head, where statistics of what it reads are taken
         self.head = NO_STATISTICS
+        self.quantize = quantize_linear.quantize  # what makes a result of a task
 
     def run(self, consumer: BlockConsumer) -> None:
         """Pass all blocks to the consumer; those that it has finished are only replayed."""
@@ -121,7 +122,7 @@ class BlockLoop:
                 for index in range(count):
                     for task in self._walk_block(index, consumer, index >= last):
                         begun = time.monotonic()
-                        result = quantize_linear.quantize(task, self.job.seed)
+                        result = self.quantize(task, self.job.seed)
                         consumer.add(task, result, time.monotonic() - begun)
                         del task, result  # and with them statistics, before the next ones are made
                 if self.reads_head is not None:
