@@ -85,8 +85,8 @@ class RunOptions:
         Path | None,
         Option(
             metavar="FILE",
-            help="Importance matrix in llama.cpp's GGUF format (of `compress imatrix`, or its own): errors of weights "
-            "count by it, and no text is read.",
+            help="Importance matrix in a GGUF file (`compress imatrix` makes one): errors of weights count "
+            "by it, and no text is read.",
         ),
     ] = None
     adapter: Adapter = None
