@@ -27,8 +27,10 @@ MESSAGE_KEYS = {"role", "content"}  # others (calls of tools) would be lost, or 
 Writer = Callable[[Any, str], str]  # (messages, where they stand) -> text
 
 
-def writer(tokenizer: PreTrainedTokenizerBase) -> Writer:
+def writer(tokenizer: PreTrainedTokenizerBase, is_answered: bool = False) -> Writer:
     """Return what turns messages, a list of {"role": ..., "content": ...}, into one text.
+
+    is_answered: up to where the model answers.
 
     It raises CalibrationError, which begins with where the messages stand, for anything else, and for a tokenizer
     without a template.
@@ -43,7 +45,7 @@ def writer(tokenizer: PreTrainedTokenizerBase) -> Writer:
             )
         try:
             with limit_template():
-                return str(tokenizer.apply_chat_template(messages, tokenize=False))
+                return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_answered))
         except Exception as error:  # noqa: BLE001  (a template is a program, which may raise anything)
             raise CalibrationError(
                 f"{where}: the chat template does not take these messages ({first_line(error)}); correct them"

@@ -26,7 +26,7 @@ from compress.model import inputs, load
 from compress.model.architectures import Task
 
 WRITTEN_SHARE = 4  # a window of text is so many times as long as what the model writes of it, at most
-TRANSCRIPT_TOKENS = 128  # of 30 seconds of speech
+TRANSCRIPT_LENGTH = 128  # tokens that are written of a piece of sound, at most
 BATCH = 16  # samples that the model writes of side by side
 SHORTEST = 0.1  # [s]; a shorter rest of a file is left out
 WRITERS: tuple[Task, ...] = ("translation", "speech")
@@ -47,7 +47,7 @@ def of_sound(folder: Path, directory: Path, samples: int, seed: int, say: Say) -
     features = read_sound(folder, directory)
     chosen = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))[:samples]
     model = load.load_model(directory, tasks=WRITERS)
-    most = min(TRANSCRIPT_TOKENS, model.config.max_target_positions // 2)  # Whisper begins with several tokens
+    most = min(TRANSCRIPT_LENGTH, model.config.max_target_positions // 2)  # Whisper begins with several tokens
     written = write(model, features[chosen], most, say)
     length = min(max(map(len, written)), model.config.max_target_positions)
     rows = [each.repeat(-(-length // len(each)))[:length] for each in written]
@@ -76,8 +76,7 @@ def write(model: Any, read: Tensor, most: int, say: Say = lambda done, total: No
     ends = torch.tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends])
     begin = model.generation_config.decoder_start_token_id
     for start in range(0, len(read), BATCH):
-        batch = read[start : start + BATCH].to(model.device)
-        batch = batch.to(model.dtype) if batch.is_floating_point() else batch
+        batch = inputs.in_type(model, read[start : start + BATCH].to(model.device))
         with load.quiet():
             out = model.generate(batch, max_new_tokens=most, num_beams=1, do_sample=False).cpu()
         for row in out:
@@ -100,10 +99,10 @@ def read_sound(folder: Path, directory: Path) -> Tensor:
     return torch.cat([each["input_features"] for each in made])
 
 
-def check_sound(source: str | None, directory: Path) -> Path:
+def check_sound(source: str | None, directory: Path, option: str = "--calib") -> Path:
     """Return the folder of sound that a source names; CalibrationError for anything else."""
     if source is None or not Path(source).is_dir() or not any(Path(source).glob("*.wav")):
-        raise CalibrationError(f"{directory} reads sound: give --calib a folder with .wav files of speech")
+        raise CalibrationError(f"{directory} reads sound: give {option} a folder with .wav files of speech")
     return Path(source)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -147,13 +147,17 @@ def evaluate(
         check_adapter(adapter)
         from compress import evaluate as evaluation
         from compress.cli import tables
-        from compress.evaluate import cache_scores, encoders
+        from compress.evaluate import cache_scores, encoders, writers
         from compress.run.source import resolve
 
         execution = evaluation.Execution(dtype, device_named(device), bos=bos)
         against = None if base is None else resolve(base, adapter)
-        if encoders.is_encoder(directory := resolve(model, adapter if base is None else None)):
-            return _run_encoder(directory, text, against, caches, (seq_len, max_tokens), execution, as_json)
+        directory = resolve(model, adapter if base is None else None)
+        for scores_of, is_one in ((encoders.evaluate, encoders.is_encoder), (writers.evaluate, writers.is_writer)):
+            if is_one(directory):
+                return _run_beside(
+                    scores_of, directory, text, against, caches, (seq_len, max_tokens, execution), as_json
+                )
         lengths = seq_len or 512, max_tokens or 131_072
         note_prefix(directory, bos)
         with tables.progress_bar() as progress:
@@ -166,25 +170,24 @@ def evaluate(
         _show_scores(dataclasses.asdict(scores), read, as_json)
 
 
-def _run_encoder(
+def _run_beside(
+    scores_of: Callable[..., Any],
     directory: Path,
     text: str,
     base: Path | None,
     caches: Any,
-    lengths: tuple[int | None, int | None],
-    execution: Execution,
+    how: tuple[int | None, int | None, Execution],
     as_json: bool,
 ) -> None:
-    """Compare an encoder with its original, and print the scores. lengths: --seq-len and --max-tokens."""
+    """Compare a model with its original, and print the scores. how: --seq-len, --max-tokens, type and device."""
     if base is None:
-        raise BadParameter("an encoder is compared with its original; name it", param_hint="--base")
+        raise BadParameter("a model with an encoder is compared with its original; name it", param_hint="--base")
     if caches is not None:
-        raise BadParameter("has no effect on an encoder; leave it out", param_hint="--kv")
+        raise BadParameter("has no effect on a model with an encoder; leave it out", param_hint="--kv")
     from compress.cli import tables
-    from compress.evaluate import encoders
 
     with tables.progress_bar() as progress:
-        scores = encoders.evaluate(directory, text, base, lengths, execution, progress)
+        scores = scores_of(directory, text, base, how[:2], how[2], progress)
     _show_scores(scores.plain(), None, as_json)
 
 

@@ -1,4 +1,4 @@
-"""Use models: `compress generate`, and caches of theirs: `compress kv bench`, `kv save`, `kv load` and `kv show`."""
+"""Use caches of models: `compress kv bench`, `kv save`, `kv load` and `kv show`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from compress.cli.options import (
     OWN_CACHE,
     AsJson,
     Bos,
-    Cache,
     CacheCalib,
     CacheSet,
     Device,
@@ -52,39 +51,6 @@ kv = typer.Typer(
 
 Quality = Literal["high", "standard", "small", "lossless"]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A cache that compress kv save wrote.")]
-
-
-def generate(
-    model: Model,
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write, at most.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0: the most likely token each time.")] = 0.0,
-    seed: Seed = 0,
-    device: Device = "auto",
-    kv: Cache = None,
-    overrides: CacheSet = None,
-    calib: CacheCalib = None,
-    as_json: AsJson = False,
-) -> None:
-    """Continue a prompt, with the cache that the checkpoint stores, if any, or with that of --kv."""
-    with errors():
-        check_paths(model, calib)
-        caches = cache_recipes([kv] if kv else [], overrides) if kv or overrides else None
-        from compress.evaluate import generation
-        from compress.run.source import resolve
-
-        directory, device, draw = resolve(model), device_named(device), (temperature, seed)
-        if caches is None:
-            written = generation.write(directory, prompt, max_new_tokens, *draw, "auto", device)
-        else:
-            written = generation.write_through_cache(directory, prompt, max_new_tokens, draw, device, caches, calib)
-        if as_json:
-            cache = {} if written.cache is None else {"cache": dataclasses.asdict(written.cache)}
-            print(json.dumps({"prompt": prompt, "text": written.text, **cache}))
-            return
-        print(written.text)
-        if written.cache is not None:
-            note(f"cache: {written.cache.text}")
 
 
 def _has_cache(directory: Path) -> bool:

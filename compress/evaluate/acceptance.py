@@ -22,7 +22,6 @@ from compress.recipe.schema import Acceptance
 from compress.run import source
 from compress.run.job import Job
 from compress.storage import manifest, paths
-from compress.storage.checkpoint import MANIFEST, read_json, sha256, write_text
 
 SEQ_LEN, MAX_TOKENS = 512, 16_384  # of a window, of the text
 
@@ -118,11 +117,7 @@ def _loss(score: Any) -> dict[str, Any]:
 
 def _keep(directory: Path, report: dict[str, Any], result: SuiteResult) -> None:
     """Write the report anew, with its hash in the manifest, and the scores beside it."""
-    write_text(directory / manifest.REPORT, json.dumps(report, indent=1) + "\n")
-    listed = read_json(directory / MANIFEST)
-    listed["files"][manifest.REPORT] = sha256(directory / manifest.REPORT)
-    listed.get("sizes", {})[manifest.REPORT] = (directory / manifest.REPORT).stat().st_size
-    write_text(directory / MANIFEST, json.dumps(listed, indent=1) + "\n")
+    manifest.replace(directory, manifest.REPORT, json.dumps(report, indent=1) + "\n")
     try:
         record.add(directory, suites=[result.plain()])
     except (CompressError, OSError) as error:

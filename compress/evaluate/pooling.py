@@ -64,7 +64,7 @@ def is_listed(directory: Path) -> bool:
 
 def read(directory: Path, model: nn.Module) -> Pooling:
     """Return how the model of a directory makes embeddings; CheckpointError for settings that cannot be read."""
-    folders = [str(each["path"]) for each in _listed(directory) if str(each.get("type")).endswith("Pooling")]
+    folders = [str(each["path"]) for each in _read_layers(directory) if str(each.get("type")).endswith("Pooling")]
     settings = read_json(directory / folders[0] / "config.json") if folders else {}
     modes = [mode for mode in POOLINGS if settings.get(f"pooling_mode_{mode}")]
     if not modes and (named := settings.get("pooling_mode")):
@@ -78,7 +78,7 @@ def read(directory: Path, model: nn.Module) -> Pooling:
     return Pooling(tuple(modes), prompts.get("prompts") or {}, length.get("max_seq_length"))
 
 
-def _listed(directory: Path) -> list[dict[str, Any]]:
+def _read_layers(directory: Path) -> list[dict[str, Any]]:
     """Return the layers that a directory lists, [] where it lists none."""
     if not is_listed(directory):
         return []

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from compress.errors import UnsupportedModelError
+from compress.errors import ExportError, UnsupportedModelError
 from compress.export import convert, rounded_linears
 from compress.export.rounded_linears import EXPERT, NUMBER, RoundedWeight
 from compress.export.source import PackedSource
@@ -32,7 +32,7 @@ from compress.run.job import Job
 from compress.storage.checkpoint import Checkpoint, read_header
 from compress.types import Scheme, Stored
 
-TARGET = "compressed-tensors"
+TARGETS = ("compressed-tensors", "modelopt")  # the first where the recipe names none
 USUAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 LOST = (
     "without the model's class there is no Hessian (weights are rounded one by one), and no logits have been compared: "
@@ -109,7 +109,11 @@ def quantize(job: Job, dry_run: bool = False, progress: Progress = silent) -> Ro
     hold, NumericalError for weights that cannot be rounded.
     """
     rounded_linears.check(job.recipe)
-    run, target = rounded_linears.Run(job), job.recipe.export or TARGET
+    run, target = rounded_linears.Run(job), job.recipe.export or TARGETS[0]
+    if target not in TARGETS:
+        raise ExportError(
+            f"--model-free writes {' or '.join(TARGETS)}, not {target}; other formats need the model's class"
+        )
     checkpoint = open_checkpoint(source.of(job))
     for remark in companions.notes(checkpoint):
         note(remark)

@@ -35,6 +35,7 @@ NAMELESS = {"mlx": {"group_size", "bits"}, "bitsandbytes": {"load_in_4bit"}}  # 
 PARTS = re.compile(
     r"weight_scale|weight_packed|qweight|absmax|\.scales?$|_quantized$"
 )  # in the names of packed weights
+ALIASES = {"mxfp8": {"weight_block_size": [1, 32], "quant_method": "fp8"}}  # quant_method -> whose it is, its defaults
 DROPPED = "plain weights; a section on quantization that names no tool is left out"
 LEADING_WRAPPERS = re.compile(r"(?:(?:module|_orig_mod|_fsdp_wrapped_module|_forward_module|base_model\.model)\.)+")
 INNER_WRAPPERS = re.compile(
@@ -102,7 +103,8 @@ def _settings(directory: Path, checkpoint: Checkpoint) -> dict[str, Any] | None:
     settings = next(filter(None, given), None)
     settings = companions.settings(directory) if settings is None else settings
     if settings is None or (isinstance(settings, dict) and isinstance(settings.get("quant_method"), str)):
-        return settings
+        alias = ALIASES.get(settings["quant_method"]) if settings else None
+        return settings if alias is None else {**alias, **settings, "quant_method": alias["quant_method"]}
     if isinstance(settings, dict) and "quant_method" not in settings:
         tool = next((tool for tool, keys in NAMELESS.items() if keys <= settings.keys()), None)
         if _is_plain(checkpoint.tensors):

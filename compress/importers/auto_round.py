@@ -83,7 +83,7 @@ def _scheme(source: CheckpointSource, module: str) -> Mapping[str, Any]:
     own = extra.get(module)
     for pattern in extra if own is None else ():
         try:
-            if extra[pattern] and any(options.matches(pattern, module, start) for start in range(len(module))):
+            if extra[pattern] and options.has_match(pattern, module):
                 own = extra[pattern]
                 break
         except ValueError as error:

@@ -4,10 +4,14 @@ A linear has weight_packed (int32: codes of 1 to 8 bits along its rows; uint8: e
 weight_scale. W = (code - zero) * scale. Zero points of packed integers are packed along the rows. weight_g_idx, where
 it is not negative, is the group of each input. The group of the configuration that a linear belongs to says how many
 bits it has and what shares a scale.
+
+Of 2:4 sparse weights, quantized or not, two of four inputs are stored: compressed [out, in / 2] has them in order,
+bitmask uint8 [out, ceil(in / 8)] a bit for each input, the lowest first, and shape [2, 1] the numbers out and in.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +33,7 @@ OPTIONS: options.Options = {
     **{"ignore": options.NAMES, "global_compression_ratio": options.NUMBER, "config_groups": (dict,)},
     **dict.fromkeys(("kv_cache_scheme", "sparsity_config", "transform_config"), (dict, None)),
 }
+SPARSE = "sparse-24-bitmask"
 ARGUMENTS: options.Options = {  # options of the weights of a group
     **{"num_bits": (int,), "type": ("int", "float", None), "symmetric": options.FLAG, "group_size": (int, None)},
     "strategy": ("tensor", "channel", "group", "tensor_group", "block", None),
@@ -46,14 +51,16 @@ def describe(source: CheckpointSource) -> str:
         if name is not None and name not in FORMATS:
             raise source.error(f"{CONFIG}: format {shown(name)} cannot be read; what can be: {', '.join(FORMATS)}")
     sparsity = source.settings.get("sparsity_config") or {}
-    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
-        raise source.error(f"{CONFIG}: sparse weights ({shown(sparsity['format'])}) cannot be read, only dense ones")
+    layout = sparsity.get("format", "dense") if isinstance(sparsity, dict) else "dense"
+    if layout not in ("dense", SPARSE):
+        raise source.error(f"{CONFIG}: sparse weights ({shown(layout)}) cannot be read, only dense ones and {SPARSE}")
     transforms = source.settings.get("transform_config") or {}
     if not isinstance(transforms, dict) or transforms.get("config_groups"):
         raise source.error(f"{CONFIG}: transform_config: weights in a rotated basis cannot be read")
     for group in groups:
         options.check(source, ARGUMENTS, group.get("weights") or {}, "config_groups")
     words = sorted({_words(group["weights"]) for group in groups if group.get("weights")})
+    words += ["2:4 sparse"] if layout == SPARSE else []
     return f"compressed-tensors {' and '.join(words)}"
 
 
@@ -62,6 +69,12 @@ def tensors(source: CheckpointSource) -> dict[str, Readable]:
     weights: dict[str, Readable] = {}
     for module in source.ending(".weight_packed"):
         weights[f"{module}.weight"] = _weight(source, module, _packed_codes(source, module))
+    for module in source.ending(".compressed"):
+        codes, mask = _sparse_codes(source, module)
+        if f"{module}.weight_scale" in source.stored:
+            weights[f"{module}.weight"] = _weight(source, module, codes, (mask,))
+        else:
+            weights[f"{module}.weight"] = scaled.unscaled(f"{module}.weight", codes, (mask,))
     for module in source.ending(".weight_scale"):
         stored = source.take(f"{module}.weight", (torch.int8, *scaled.FLOAT8))
         weights[f"{module}.weight"] = _weight(source, module, scaled.plain(stored))
@@ -78,7 +91,7 @@ def _groups(source: CheckpointSource) -> list[dict[str, Any]]:
             raise source.error(f"{CONFIG}: config_groups has {shown(group)}, which cannot be read")
         if not isinstance(group.get("targets") or [], list):
             raise source.error(f"{CONFIG}: targets {shown(group['targets'])} of config_groups is no list")
-    if not listed:
+    if not listed and not source.ending(".compressed"):
         raise source.error(f"{CONFIG}: quantization_config has no config_groups that can be read")
     return listed
 
@@ -140,6 +153,27 @@ def _packed_codes(source: CheckpointSource, module: str) -> scaled.Codes:
     return scaled.Codes(stored, (rows, sizes[1]), codes)
 
 
+def _sparse_codes(source: CheckpointSource, module: str) -> tuple[scaled.Codes, StoredTensor]:
+    """Take the numbers of a 2:4 sparse linear, and the tensor that tells where they are."""
+    is_scaled = f"{module}.weight_scale" in source.stored
+    stored = source.take(f"{module}.compressed", (torch.int8, *scaled.FLOAT8) if is_scaled else scaled.FLOATS)
+    sizes = source.take(f"{module}.shape", (torch.int64, torch.int32)).read().flatten().tolist()
+    rows, columns = sizes if len(sizes) == 2 and min(sizes) > 0 else (0, 0)
+    if 2 * math.prod(stored.shape) != rows * columns or stored.shape != (rows, columns // 2):
+        raise source.error(f"{module}.shape says {sizes}, but {stored.name} has the shape {list(stored.shape)}")
+    mask = source.take(f"{module}.bitmask", (torch.uint8,), (rows, -(-columns // 8)))
+
+    def codes(start: int, stop: int) -> Tensor:
+        places = unpack_codes(mask.rows(start, stop), 1, columns).bool()
+        if (places.sum(1) != columns // 2).any():
+            raise source.error(f"{mask.name} does not have half of the bits of each row; download it again")
+        values = torch.zeros(places.shape)
+        values[places] = stored.rows(start, stop).float().flatten()
+        return values
+
+    return scaled.Codes(stored, (rows, columns), codes), mask
+
+
 def _bits(source: CheckpointSource, module: str, arguments: Mapping[str, Any]) -> int:
     bits = arguments.get("num_bits")
     if type(bits) is not int or not 1 <= bits <= 8:
@@ -159,7 +193,9 @@ def _block(source: CheckpointSource, module: str, arguments: Mapping[str, Any]) 
     return sizes[0], sizes[1]
 
 
-def _weight(source: CheckpointSource, module: str, codes: scaled.Codes) -> Decoded:
+def _weight(
+    source: CheckpointSource, module: str, codes: scaled.Codes, others: tuple[StoredTensor, ...] = ()
+) -> Decoded:
     arguments = _arguments(source, module)
     scale = source.take(f"{module}.weight_scale", SCALES)
     is_float = codes.stored.dtype in (torch.uint8, *scaled.FLOAT8)
@@ -170,7 +206,6 @@ def _weight(source: CheckpointSource, module: str, codes: scaled.Codes) -> Decod
         )
     block = _block(source, module, arguments)
     divisor = index = zeros = None
-    others: tuple[StoredTensor, ...] = ()
     if f"{module}.weight_global_scale" in source.stored:
         divisor = source.take(f"{module}.weight_global_scale", scaled.FLOATS, (1,))
     if f"{module}.weight_g_idx" in source.stored:
@@ -178,7 +213,7 @@ def _weight(source: CheckpointSource, module: str, codes: scaled.Codes) -> Decod
     if f"{module}.weight_zero_point" in source.stored:
         point = source.take(f"{module}.weight_zero_point")
         if not arguments.get("symmetric", True):
-            zeros, others = _zeros(source, module, codes, point, scale), (point,)
+            zeros, others = _zeros(source, module, codes, point, scale), (*others, point)
     is_coded = scale.dtype.itemsize == 1 or divisor is not None
     dtype = torch.bfloat16 if is_coded else scaled.decoded_dtype(source, scale)
     return scaled.weight(

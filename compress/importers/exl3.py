@@ -62,8 +62,8 @@ def _weight(source: CheckpointSource, module: str) -> Decoded:
         or stored.shape[0] * stored.shape[1] == 0
     ):
         raise source.error(
-            f"{stored.name} of shape {list(stored.shape)}{''.join(f' with {each}' for each in markers)} is no weight that "
-            "can be read; give the original checkpoint"
+            f"{stored.name} of shape {list(stored.shape)}, {' with '.join(markers) or 'of the first codebook'}, is no "
+            "weight that can be read; give the original checkpoint"
         )
     inner, out = TILE * stored.shape[0], TILE * stored.shape[1]
     for size in (inner, out):

@@ -83,6 +83,10 @@ def _as_signed(codes: Bytes, zero: int) -> NDArray[np.int8]:
     return codes.astype(np.int8) - np.int8(zero)
 
 
+def _q1_0(raw: Bytes) -> Values:
+    return _multiply(_half(raw[:, :2]), _as_signed(_fields(raw[:, 2:], 1, 1) << np.uint8(1), 1))
+
+
 def _q4_0(raw: Bytes) -> Values:
     return _multiply(_half(raw[:, :2]), _as_signed(_fields(raw[:, 2:], 4, 16), 8))
 
@@ -192,6 +196,7 @@ BLOCKS = {
     gguf_points.TQ2_0: BlockType("TQ2_0", 256, 66, None),
     gguf_points.MXFP4: BlockType("MXFP4", 32, 17, gguf_points.decode_mxfp4),
     gguf_points.NVFP4: BlockType("NVFP4", 64, 36, gguf_points.decode_nvfp4),
+    41: BlockType("Q1_0", 128, 18, _q1_0),
 }
 SIGNED = {2: 4, 6: 5, 8: 8}  # types whose blocks are a float16 scale and signed codes -> bits of a code
 UNKNOWN = {4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64"}

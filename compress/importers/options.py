@@ -62,3 +62,8 @@ def matches(pattern: str, name: str, start: int = 0) -> bool:
         return re.compile(pattern).match(name, start) is not None
     except re.error as error:
         raise ValueError(f"is no regular expression ({error})") from error
+
+
+def has_match(pattern: str, name: str) -> bool:
+    """Return whether a regular expression matches anywhere in a name. Raises ValueError as `matches` does."""
+    return any(matches(pattern, name, start) for start in range(max(1, len(name))))

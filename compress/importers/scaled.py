@@ -112,6 +112,14 @@ def weight(source: CheckpointSource, name: str, codes: Codes, scales: ScaleGrid,
     return Decoded(name, dtype, shape, (codes.stored, scales.stored, *extra, *scales.others), decode, step(shape))
 
 
+def unscaled(name: str, codes: Codes, others: tuple[StoredTensor, ...] = ()) -> Decoded:
+    """Return a weight whose numbers are not scaled, in the type that they are stored in."""
+    dtype = codes.stored.dtype
+    return Decoded(
+        name, dtype, codes.shape, (codes.stored, *others), lambda a, b: codes.rows(a, b).to(dtype), step(codes.shape)
+    )
+
+
 def _block(shape: tuple[int, ...], scales: ScaleGrid) -> Block:
     """Return the rows and columns that share a scale."""
     *outer, rows, columns = shape

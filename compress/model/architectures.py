@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from compress.errors import UnsupportedModelError, shown
+from compress.model import inputs
 from compress.storage.checkpoint import CONFIG
 
 OTHERS = {  # what the name of a class says of its head -> what such a model is
@@ -69,6 +70,7 @@ PURPOSES: dict[Task, str] = {
 LANGUAGE: tuple[Task, ...] = ("language",)
 ENCODERS: frozenset[Task] = frozenset({"masked", "classes", "tags", "answers", "embedding"})  # they write no text
 UNNAMED = tuple(FAMILIES)[:3]  # those that open a model whose class is not named
+UNNAMED_PAIRS = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)  # the same of two stacks
 NAMES = (  # what configurations call it
     *("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "max_sequence_length"),
     *("context_length", "n_ctx"),
@@ -116,15 +118,15 @@ def opener(config: PretrainedConfig) -> Any:
 
     It is the first that knows the class named by `architectures` of the configuration. Where none does, it is the first
     for language models that knows this type of configuration, the text part alone before the whole model, and of an
-    encoder-decoder its decoder alone. AutoModelForCausalLM for an unknown configuration: its error says so. Raises
-    UnsupportedModelError for a class of another purpose that transformers does not have.
+    encoder-decoder its decoder alone if that has a class. AutoModelForCausalLM for an unknown configuration: its error
+    says so. Raises UnsupportedModelError for a class of another purpose that transformers does not have.
     """
     named = {getattr(transformers, str(name), None) for name in config.architectures or ()}
     for family in FAMILIES:
         if named & _classes(family, config):
             return family
     check(config)
-    unnamed = UNNAMED[:1] if config.is_encoder_decoder else UNNAMED
+    unnamed = UNNAMED_PAIRS if config.is_encoder_decoder else UNNAMED
     return next((family for family in unnamed if _classes(family, config)), AutoModelForCausalLM)
 
 
@@ -174,6 +176,12 @@ def beyond(config: transformers.PretrainedConfig, context: int) -> str | None:
     if longest is None or context <= longest:
         return None
     return f"a context of {context:,} tokens is longer than the {longest:,} positions that the model is made for"
+
+
+def sound_states(model: PreTrainedModel) -> int | None:
+    """Return the states that an encoder of sound makes, however long the sound is; None for any other model."""
+    is_heard = inputs.has_two_stacks(model) and inputs.reads_sound(model.config)
+    return inputs.frames(model.config) // 2 if is_heard else None
 
 
 def most_tokens(model: transformers.PreTrainedModel) -> int | None:

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from compress.errors import NumericalError, UnsupportedModelError
 from compress.model.blockwise import BlockInputs, attached, run_block, states_of
+from compress.model.inputs import arguments
 from compress.model.meta_pass import NEEDS_DATA, PROBE_TOKENS, SkippedExperts, without_experts
 from compress.model.skeleton import Skeleton
 from compress.model.stream import NORM, OTHER, STREAM, WRITER, Part, Parts, Watch, has_matrix, memory_of
@@ -150,7 +151,8 @@ def _watch(
         ):
             module.register_forward_hook(lambda found, inputs, output, name=name: record(name, found, inputs, output))
     with watching(model.config, attend), watch.flow:
-        model(input_ids=torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=False)
+        tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta")
+        model(**arguments(model, tokens), use_cache=False)
     return seen, attentions, watch
 
 

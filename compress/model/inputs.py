@@ -69,6 +69,11 @@ def twice(samples: Samples) -> Samples:
     return Pairs(*(cat((each, each)) for each in samples)) if isinstance(samples, Pairs) else cat((samples, samples))
 
 
+def in_type(model: Any, read: Tensor) -> Tensor:
+    """Return what an encoder reads in the type that the model computes in; token ids as they are."""
+    return read.to(model.dtype) if read.is_floating_point() else read
+
+
 def arguments(model: Any, samples: Samples) -> dict[str, Tensor]:
     """Return the arguments of a call of the model with these samples; a model of two stacks reads tokens with both."""
     if isinstance(samples, Pairs):

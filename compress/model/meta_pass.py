@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
-from compress.model.inputs import arguments
+from compress.model.inputs import arguments, has_two_stacks
 from compress.model.load import empty_model
 from compress.runtime import expert_layouts, linears
 from compress.runtime.expert_layouts import ExpertLayout
@@ -186,10 +186,22 @@ def _without_numbers(name: str) -> str:
 def run_without_data(model: PreTrainedModel) -> Exception | None:
     """Run the forward pass of a model on the meta device; return what stopped it, None if nothing did."""
     # with a cache, transformers does not look into the (absent) position values for packed sequences
+    if has_two_stacks(model):
+        return _run_two_stacks(model)
     error = _run(model, use_cache=True)
     if error is None or (text := model.config.get_text_config()) is model.config:
         return error
     return _run(model, past_key_values=DynamicCache(config=text))  # which some wrappers need for themselves
+
+
+def _run_two_stacks(model: PreTrainedModel) -> Exception | None:
+    """Run an encoder-decoder without a cache; of all attention only the plain one never looks into its masks."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = "eager"
+    try:
+        return _run(model, use_cache=False)
+    finally:
+        model.config._attn_implementation = before
 
 
 def _run(model: PreTrainedModel, **options: Any) -> Exception | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
@@ -16,12 +16,33 @@ from compress.model.architectures import max_positions
 NBYTES_PER_LOGIT = 48  # while a token is drawn: as the model gives it, in float32, and five times in float64
 
 
+class Filter(NamedTuple):
+    """Which tokens may be drawn: those that pass all of these, in this order, each on what is left."""
+
+    top_k: int = 0  # the likeliest ones; 0: all
+    top_p: float = 1.0  # the fewest likeliest ones that have this share of the probability
+    min_p: float = 0.0  # those with at least this fraction of the likeliest one's probability
+
+    def apply(self, probabilities: Tensor) -> Tensor:  # [batch, vocab] float64
+        """Return the probabilities, not normed, with 0 for tokens that may not be drawn; the likeliest one stays."""
+        if 0 < self.top_k < probabilities.shape[1]:
+            least = probabilities.topk(self.top_k).values[:, -1:]
+            probabilities = probabilities.where(probabilities >= least, 0.0)
+        if self.top_p < 1:
+            ordered, order = probabilities.sort(descending=True, stable=True)
+            before = ordered.cumsum(-1) - ordered
+            ordered = ordered.where(before < self.top_p * ordered.sum(-1, keepdim=True), 0.0)
+            ordered[:, 0] = probabilities.amax(-1)
+            probabilities = torch.zeros_like(probabilities).scatter_(1, order, ordered)
+        return probabilities.where(probabilities >= self.min_p * probabilities.amax(-1, keepdim=True), 0.0)
+
+
 class Draw(LogitsProcessor):
     """Choice of each next token: the likeliest at temperature 0, else drawn with the given generator.
 
     generator is one for all sequences, or a list with one for each. `generate` itself draws from torch's global
     generator. So it is told to take the likeliest token, and this leaves it one to take. step, if any, is told the
-    tokens that each sequence has by then.
+    tokens that each sequence has by then. tokens: which may be drawn, by default all.
     """
 
     def __init__(
@@ -30,8 +51,10 @@ class Draw(LogitsProcessor):
         temperature: float,
         generator: torch.Generator | list[torch.Generator],
         step: Callable[[int], None] | None = None,
+        tokens: Filter | None = None,
     ) -> None:
         self.name, self.temperature, self.generator, self.step = name, temperature, generator, step
+        self.tokens = tokens or Filter()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # [batch, seq] int64, [batch, vocab] float32
         if not torch.isfinite(scores).all():
@@ -42,7 +65,7 @@ class Draw(LogitsProcessor):
             self.step(input_ids.shape[1] + 1)
         if self.temperature == 0:
             return scores
-        cumulative = (scores.double() / self.temperature).softmax(-1).cumsum(-1)
+        cumulative = self.tokens.apply((scores.double() / self.temperature).softmax(-1)).cumsum(-1)
         uniform = self._uniform(len(scores)).to(scores.device)
         token = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_(max=scores.shape[1] - 1)
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)

@@ -25,8 +25,7 @@ from compress.calib.routed_sums import RoutedSum
 from compress.calib.stats import HessianSum
 from compress.calib.weighed_pass import WEIGHED, WeighedPass
 from compress.model import blockwise, graph
-from compress.model.blockwise import FULL, QUANTIZED, BlockPass
-from compress.model.inputs import Pairs, Samples
+from compress.model.blockwise import FULL, QUANTIZED, BlockPass, Samples
 from compress.progress import Meter
 from compress.run import sizes
 from compress.run.importance_matrix import MatrixStatistics
@@ -52,7 +51,7 @@ class CalibrationStream:
         every: bool = False,
     ) -> None:
         self.job, self.prepared, self.given, self.meter, self.every = job, prepared, tokens, meter, every
-        self.tokens = tokens.decoder if isinstance(tokens, Pairs) else tokens
+        self.tokens = tokens if tokens is None or isinstance(tokens, Tensor) else tokens.decoder
         self.skeleton, self.device = prepared.skeleton, torch.device(job.device)
         self.paired = job.is_paired and tokens is not None
         self.matrix = None if job.imatrix is None else MatrixStatistics(job.imatrix, prepared.skeleton)

@@ -12,7 +12,7 @@ from compress.calib import data as calib_data
 from compress.calib import pairs
 from compress.calib.data import Calibration
 from compress.calib.documents import documents
-from compress.errors import CalibrationError, NotMeasuredError
+from compress.errors import BudgetError, CalibrationError, NotMeasuredError
 from compress.model import fingerprint, inputs, load
 from compress.progress import Progress, note
 from compress.recipe.schema import AUTO
@@ -29,10 +29,15 @@ def check(job: Job) -> None:
 
 
 def check_stacks(job: Job, prepared: Prepared) -> None:
-    """Raise CalibrationError where an encoder is to read sound and there is none, or nothing at all."""
+    """Raise CalibrationError where an encoder is to read what is not there, BudgetError for too little memory."""
     if not prepared.samples or prepared.skeleton.second is None:
         return
-    directory = prepared.skeleton.checkpoint.directory
+    directory, room = prepared.skeleton.checkpoint.directory, job.max_memory
+    if room is not None and (need := process_memory.resident() + prepared.skeleton.checkpoint.nbytes) > room:
+        raise BudgetError(
+            f"what the decoder reads is written by the whole model: at least {process_memory.show(need)}, more "
+            f"than --max-memory {process_memory.show(room)}; raise it, or use a recipe without data, such as int8"
+        )
     if inputs.reads_sound(prepared.skeleton.config):
         pairs.check_sound(job.calib, directory)
     elif job.calib is None:

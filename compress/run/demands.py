@@ -18,7 +18,7 @@ from compress.calib import enough, gradient_pass, prefix
 from compress.calib.enough import Need
 from compress.calib.prefix import Prefix
 from compress.errors import RecipeError
-from compress.model import architectures, inputs
+from compress.model import architectures
 from compress.model.skeleton import Skeleton
 from compress.run import kv_cache, loss_gradients, memory_plan, sizes
 from compress.run.job import Job, Prepared
@@ -76,9 +76,9 @@ def choose_text(job: Job, skeleton: Skeleton, plans: Sequence[Plan], every: bool
         )
     default = enough.SEQ_LEN if job.recipe.kv_cache is None else enough.CACHE_SEQ_LEN
     asked = default if settings.seq_len == "auto" else settings.seq_len
-    is_heard = skeleton.second is not None and inputs.reads_sound(skeleton.config)
-    longest = inputs.frames(skeleton.config) // 2 if is_heard else architectures.most_tokens(skeleton.model)
-    seq_len = longest if longest is not None and is_heard else min(asked, longest or asked)
+    seq_len = architectures.sound_states(skeleton.model) or min(
+        asked, architectures.most_tokens(skeleton.model) or asked
+    )
     few = max(edited, kv_cache.samples(seq_len) if _calibrates_cache(job) else 0)
     if settings.num_samples != "auto":
         return TextSize(settings.num_samples if is_for_weights else min(few, settings.num_samples), seq_len)

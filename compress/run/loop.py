@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from compress import process_memory, ranks
 from compress.calib import stats as calib_stats
 from compress.calib.gradient_store import GradientStore
-from compress.model.blockwise import QUANTIZED, BlockPass
+from compress.model.blockwise import QUANTIZED, BlockPass, Samples
 from compress.model.edits import EditContext
-from compress.model.inputs import Samples
 from compress.progress import Meter, Progress, note
 from compress.ranks import Portion, Ranks
 from compress.run import loss_gradients, quantize_linear, sizes, tables

@@ -59,6 +59,26 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     return _with_estimates(outside_plan.add_tables(with_towers, recipe, skeleton, _outside))
 
 
+def check_stacks(recipe: Recipe, skeleton: Skeleton, is_allocated: bool) -> None:
+    """Raise RecipeError for what a model of two stacks cannot have."""
+    if skeleton.second is None:
+        return
+    asked = {
+        "kv_cache": recipe.kv_cache is not None,
+        "transform of the whole model": any(
+            plugins.load("transform", s.method).SCOPE == "model" for s in recipe.transform
+        ),
+        "tune": bool(recipe.tune),
+        "pruning": recipe.pruning is not None,
+        "allocation": is_allocated,
+    }
+    if refused := [name for name, is_asked in asked.items() if is_asked]:
+        raise RecipeError(
+            f"{', '.join(refused)}: not for a model of an encoder and a decoder, whose blocks read two streams; use a "
+            "recipe that only quantizes, such as int8, int4 or trellis4bit"
+        )
+
+
 def _with_estimates(plan: Plan) -> Plan:
     """Return the plan with a message if the bytes of some weights are known only when they are packed."""
     guesses = [layer for layer in plan.packed if formats.is_estimated(layer.stored)]
@@ -77,6 +97,11 @@ def _without_gradients(
     They are of the model before any block is transformed, and of one stack.
     """
     steps = [step.method for step in recipe.transform if plugins.load("transform", step.method).SCOPE == "block"]
+    parts = [scheme.lowrank for scheme in schemes.values() if scheme is not None and scheme.lowrank is not None]
+    if skeleton.second is not None and any(part.metric == "fisher" or part.train for part in parts):
+        raise RecipeError(
+            "lowrank: metric fisher and train are not for a model of an encoder and a decoder; leave them out"
+        )
     changed = {name: scheme and _one_sided(scheme) for name, scheme in schemes.items()}
     if changed == schemes or not (steps or skeleton.second is not None):
         return schemes, ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from compress import plugins
-from compress.errors import RecipeError
 from compress.model import dry_load
 from compress.model.skeleton import Skeleton
 from compress.recipe import Recipe
@@ -29,7 +28,7 @@ def prepare_all(
     """
     calibration_text.check(job)
     skeleton = source.open_model(job)
-    _check_stacks(job, skeleton, len(recipes) > 1 or every)
+    plan.check_stacks(job.recipe, skeleton, len(recipes) > 1 or every)
     for step in job.recipe.transform:
         if plugins.load("transform", step.method).SCOPE == "model":
             skeleton.edits = plugins.load("transform", step.method).apply(skeleton, step.config, job.seed)
@@ -40,25 +39,6 @@ def prepare_all(
     prepared = demands.arrange(job, skeleton, plans, layers, every)
     calibration_text.check_stacks(job, prepared)
     return prepared, plans
-
-
-def _check_stacks(job: Job, skeleton: Skeleton, is_allocated: bool) -> None:
-    """Raise RecipeError for what a model of two stacks cannot have."""
-    if skeleton.second is None:
-        return
-    recipe = job.recipe
-    asked = {
-        "kv_cache": recipe.kv_cache is not None,
-        "transform": bool(recipe.transform),
-        "tune": bool(recipe.tune),
-        "pruning": recipe.pruning is not None,
-        "allocation": is_allocated,
-    }
-    if refused := [name for name, is_asked in asked.items() if is_asked]:
-        raise RecipeError(
-            f"{', '.join(refused)}: not for a model of an encoder and a decoder, whose blocks read two streams; use a "
-            "recipe that only quantizes, such as int8, int4 or trellis4bit"
-        )
 
 
 def _make_plans(

@@ -38,6 +38,8 @@ TASKS = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForImageTextToText": "image-text-to-text",
     "AutoModelForMultimodalLM": "any-to-any",
+    "AutoModelForSeq2SeqLM": "text2text-generation",
+    "AutoModelForSpeechSeq2Seq": "automatic-speech-recognition",
 }
 
 

@@ -313,12 +313,12 @@ def restore(model: nn.Module, dtype: torch.dtype) -> None:
             part.tie_word_embeddings = False
     for name in packed:
         model.set_submodule(name, cast(PackedEmbedding, model.get_submodule(name)).to_embedding(dtype))
-    for module in model.modules():
-        if BEFORE in vars(module):
-            own = vars(module).pop(BEFORE)  # None: the class says it
-            vars(module).pop("_tied_weights_keys", None)
-            owner = cast(Any, module)
-            if own is not None:
-                owner._tied_weights_keys = own
-            owner.all_tied_weights_keys = owner.get_expanded_tied_weights_keys(all_submodels=True)
-            owner.tie_weights()
+    changed = [cast(Any, module) for module in model.modules() if BEFORE in vars(module)]
+    for owner in changed:
+        own = vars(owner).pop(BEFORE)  # None: the class says it
+        vars(owner).pop("_tied_weights_keys", None)
+        if own is not None:
+            owner._tied_weights_keys = own
+    for owner in changed:  # whose tables ask those of the modules in them
+        owner.all_tied_weights_keys = owner.get_expanded_tied_weights_keys(all_submodels=True)
+        owner.tie_weights()

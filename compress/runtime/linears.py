@@ -37,7 +37,7 @@ def set_aside_weights(model: nn.Module) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _source(kind: type[nn.Module]) -> str:
+def _source(kind: Any) -> str:
     try:
         return inspect.getsource(kind)
     except (OSError, TypeError):  # a class that was made while a program ran

@@ -15,6 +15,7 @@ beside a model may be anybody's: keys, logs, data.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import CheckpointError, shown
-from compress.storage.checkpoint import INDEX, MANIFEST, read_json, sha256
+from compress.storage.checkpoint import INDEX, MANIFEST, read_json, sha256, write_text
 from compress.storage.paths import CONFIG, EXPORTED
 
 ASKED = "COMPRESS_VERIFY"
@@ -164,8 +165,22 @@ def entries(directory: Path) -> dict[str, Any]:
     }
 
 
+def replace(directory: Path, name: str, content: str) -> None:
+    """Write a listed file of a directory anew, with its hash and size in the manifest."""
+    write_text(directory / name, content)
+    listed = read_json(directory / MANIFEST)
+    listed["files"][name] = sha256(directory / name)
+    listed.setdefault("sizes", {})[name] = (directory / name).stat().st_size
+    write_text(directory / MANIFEST, json.dumps(listed, indent=1) + "\n")
+
+
 def inner_files(directory: Path) -> list[str]:
-    """Return the files in folders of a directory that make embeddings of its model's outputs: names from there."""
+    """Return the files in folders of a directory that make embeddings of its model's outputs: names from there.
+
+    There are none without the list of such layers.
+    """
+    if not (directory / "modules.json").is_file():
+        return []
     names = sorted(path.relative_to(directory).as_posix() for path in directory.glob("[0-9]*_*/*.*"))
     return [name for name in names if INNER.fullmatch(name) and (directory / name).is_file()]
 

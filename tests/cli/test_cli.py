@@ -46,15 +46,16 @@ def succeeded(*words: object, cwd: Path | None = None) -> str:
 
 def test_the_commands() -> None:
     assert (
-        " ".join(COMMANDS) == "allocate bench eval export generate inspect kv merge methods plan push quantize recipes "
-        "recommend sampling study transform verify"
+        " ".join(COMMANDS)
+        == "allocate bench chat eval export generate inspect kv merge methods plan push quantize recipes "
+        "recommend sampling serve study transform verify"
     )
 
 
 def test_help_groups_the_commands_by_what_people_want() -> None:
     shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
     places = [shown.index(f"─ {panel} ─") for panel in PANELS]
-    assert places == sorted(places) and sum(map(len, PANELS.values())) == len(COMMANDS) <= 18
+    assert places == sorted(places) and sum(map(len, PANELS.values())) == len(COMMANDS) <= 20
 
 
 @pytest.mark.parametrize("word", FORMER_WORDS)
@@ -118,7 +119,8 @@ def test_help_is_instant() -> None:
         (["eval", "model", "--text", "text", "--dtype", "float8"], "--dtype"),
         (["eval", "model", "--text", "text", "--seq-len", "1"], "--seq-len"),
         (["eval", "model", "--text", "text", "--max-tokens", "0"], "--max-tokens"),
-        (["generate", "model"], "Missing option '--prompt'"),
+        (["generate", "model"], "give --prompt or --prompts"),
+        (["generate", "model", "--prompt", "x", "--system", "y"], "--system: goes with --chat"),
         (["generate", "model", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["generate", "model", "--prompt", "x", "--temperature", "-1"], "--temperature"),
         (["inspect"], "Missing argument 'DIR'"),

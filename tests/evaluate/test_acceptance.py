@@ -32,7 +32,7 @@ def test_a_result_that_falls_short_is_kept(short: tuple[Path, object]) -> None:
     verdict = json.loads(result.out)["acceptance"]
     assert verdict == report_of(out)["acceptance"]
     assert not verdict["accepted"] and verdict["reasons"][0].endswith("is above 1e-12")
-    assert 0 < verdict["kl"]["mean"] and verdict["kl"]["tokens"] > 100
+    assert verdict["kl"]["mean"] > 0 and verdict["kl"]["tokens"] > 100
     verify.verify(out)  # the manifest has the hash of the report with its verdict
     assert verdict["text"].startswith("falls short: KL ")
     assert "accept:\n  kl: 1.0e-12\n" in (out / "recipe.yaml").read_text()

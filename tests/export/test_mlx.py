@@ -17,9 +17,10 @@ from compress.errors import ExportError
 from compress.export import convert
 from compress.export.source import open_source
 from compress.export.targets import mlx
+from compress.importers import open_checkpoint
 from helpers.engines import FOUR_BITS, packed
 from helpers.pico import of_type, save, save_pico
-from helpers.runs import Setup, job, stored_tensors
+from helpers.runs import SMALL, Setup, job, stored_tensors
 
 LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
 GEMMA3: dict[str, Any] = {
@@ -67,10 +68,13 @@ def test_weights_are_exact(settings: tuple[str, ...], bits: int, group: int, tmp
     convert.export(checkpoint, "mlx", tmp_path / "out")
     tensors = stored_tensors(tmp_path / "out")
     section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
+    again = open_checkpoint(tmp_path / "out")
     for weight in open_source(checkpoint).packed:
         form = section.get(weight.name, section)
         found = decoded(tensors, weight.name, form["bits"], form["group_size"])
         assert torch.equal(found, weight.dense(torch.float32)), weight.name
+        kind = tensors[f"{weight.name}.scales"].dtype
+        assert torch.equal(again.tensors[f"{weight.name}.weight"].read(), weight.dense(torch.float32).to(kind))
     form = section.get("model.layers.0.mlp.up_proj", section)
     assert (form["bits"], form["group_size"]) == (bits, group)
     form = section.get("model.layers.0.mlp.down_proj", section)
@@ -191,3 +195,37 @@ def test_what_does_not_fit_is_refused(settings: tuple[str, ...], reason: str, tm
     with pytest.raises(ExportError, match=reason):
         convert.export(checkpoint, "mlx", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_types_of_blocks_and_mixtures(tmp_path: Path) -> None:
+    """A value is a point of E2M1, or a number of E4M3, times 2 ^ (exponent - 127); config.json names the modes."""
+    model = save_pico("llama", tmp_path / "model", dtype=torch.bfloat16)
+    rules = "rules=[{match: '*down_proj', type: mxfp8}, {match: '*o_proj', method: rtn, bits: 4, group_size: 32}]"
+    api.quantize(job(model, Setup("mxfp4", (*SMALL, "incoherence=false", rules)), tmp_path / "packed"))
+    convert.export(tmp_path / "packed", "mlx", tmp_path / "out")
+    tensors = stored_tensors(tmp_path / "out")
+    points = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    modes = {"q_proj": {"bits": 4, "mode": "mxfp4"}, "down_proj": {"bits": 8, "mode": "mxfp8"}, "o_proj": {"bits": 4}}
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
+    for weight in open_source(tmp_path / "packed").packed:
+        kind = modes.get(weight.name.rpartition(".")[2], {})
+        if "layers" in weight.name and kind:
+            assert {**section, **section.get(weight.name, {})}.items() >= kind.items()
+        if "mode" not in kind:
+            continue
+        octets = tensors[f"{weight.name}.weight"].contiguous().view(torch.uint8)
+        if kind["bits"] == 4:
+            codes = torch.stack((octets & 15, octets >> 4), -1).flatten(1).long()
+            numbers = points[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+        else:
+            numbers = octets.view(torch.float8_e4m3fn).float()
+        exponents = tensors[f"{weight.name}.scales"].float() - 127
+        found = numbers * exponents.exp2().repeat_interleave(32, 1)
+        assert torch.equal(found, weight.dense(torch.float32)), weight.name
+        assert f"{weight.name}.biases" not in tensors
+
+
+def test_types_with_a_scale_of_the_matrix_are_refused(tmp_path: Path) -> None:
+    model = save_pico("llama", tmp_path / "model")
+    with pytest.raises(ExportError, match="it is of the type nvfp4, which no engine multiplies there"):
+        api.plan(job(model, Setup("nvfp4-w4a16", (*SMALL, "incoherence=false", "export=mlx")), tmp_path / "packed"))

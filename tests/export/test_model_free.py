@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from compress import api, formats, importers, recipe
-from compress.errors import NumericalError, RecipeError, UnsupportedModelError
+from compress.errors import ExportError, NumericalError, RecipeError, UnsupportedModelError
 from compress.export import rounded_linears
-from compress.export.model_free import TARGET, RoundedCheckpoint
+from compress.export.model_free import TARGETS, RoundedCheckpoint
 from compress.quant import grid_rtn, rtn
 from compress.run.job import Job
 from compress.types import Stats
@@ -149,12 +149,12 @@ def linears(scheme: str) -> set[str]:
 def test_an_unknown_family(unknown: Path, scheme: str, target: str, tmp_path: Path) -> None:
     rounded = run(unknown, scheme, tmp_path / "out", f"export={target}")
     tensors, read = weights(), importers.open_checkpoint(tmp_path / "out").tensors
-    stored, theirs = stored_tensors(tmp_path / "out"), decompressed(tmp_path / "out") if target == TARGET else {}
+    stored, theirs = stored_tensors(tmp_path / "out"), decompressed(tmp_path / "out") if target == TARGETS[0] else {}
     packed = {name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")}
     assert packed == linears(scheme) and rounded.linears == len(packed)
     for module in sorted(packed):
         assert torch.equal(read[f"{module}.weight"].read(), nearest(scheme, tensors, module)), module
-        if target == TARGET:
+        if target == TARGETS[0]:
             assert torch.equal(theirs[module].bfloat16(), read[f"{module}.weight"].read()), module
     taken = {matrix_name(tensors, module) for module in packed}
     for name in tensors.keys() - taken:
@@ -201,6 +201,8 @@ def test_what_is_asked_for_counts(unknown: Path, tmp_path: Path) -> None:
     assert rounded.nbytes == 0 and not (tmp_path / "out").exists()
     with pytest.raises(UnsupportedModelError, match="in one tensor"):
         run(unknown, "int4", tmp_path / "out", "ignore=['*.1.moe.experts.0.down_proj']")
+    with pytest.raises(ExportError, match="modelopt, not gguf"):
+        run(unknown, "int4", tmp_path / "out", "export=gguf")
     for name in ("int4", "kv4", "w8a8-smooth", "nvfp4"):
         with pytest.raises(RecipeError, match="--model-free"):
             rounded_linears.check(recipe.load(name))

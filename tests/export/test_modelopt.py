@@ -169,7 +169,7 @@ def test_notes_and_unequal_tensor_scales(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "pattern"),
     [
-        ({"quant_algo": "W4A16_AWQ"}, "quant_algo 'W4A16_AWQ' cannot be read; what can be: FP8"),
+        ({"quant_algo": "W3A16"}, "quant_algo 'W3A16' cannot be read; what can be: FP8"),
         ({"quant_algo": "MIXED_PRECISION"}, "has no quantized_layers that can be read"),
     ],
 )

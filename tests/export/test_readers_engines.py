@@ -146,6 +146,17 @@ def test_other_bits_in_mlx(settings: tuple[str, ...], tmp_path: Path) -> None:
     assert found < SINGLE, found
 
 
+@pytest.mark.parametrize("rules", ["", "rules=[{match: '*down_proj', type: mxfp8}]"])
+def test_mx_types_in_mlx(rules: str, tmp_path: Path) -> None:
+    """One type for all, and a mixture by modules; MLX multiplies them in float32."""
+    model = save_pico("llama", tmp_path / "model")
+    tokenizer().save_pretrained(model)
+    settings = (*SMALL, "activations=null", "incoherence=false", *([rules] if rules else []))
+    api.quantize(job(model, Setup("mxfp4", settings), tmp_path / "packed"))
+    found = in_mlx(tmp_path / "packed", token_ids())
+    assert found < SINGLE, found
+
+
 def test_stretched_positions_in_mlx(tmp_path: Path) -> None:
     checkpoint = packed("llama", tmp_path, changes={"rope_parameters": STRETCHED})
     assert in_mlx(checkpoint, token_ids(60)) < SINGLE

@@ -19,7 +19,7 @@ _IDS: dict[str, Any] = {
     "pad_token_id": pico.EOS_ID,
     "eos_token_id": pico.EOS_ID,
     "bos_token_id": pico.EOS_ID,
-    "decoder_start_token_id": pico.EOS_ID,
+    "decoder_start_token_id": 65,  # a tied random model writes it again and again
     "forced_eos_token_id": None,
     "forced_bos_token_id": None,
 }

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from compress.importers import open_checkpoint
 from helpers import foreign
+from helpers.runs import stored_tensors
 
 INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
@@ -156,7 +158,7 @@ def test_several_groups(pico_dir: foreign.Pico, tmp_path: Path) -> None:
     ("changes", "pattern"),
     [
         ({"format": "marlin-24"}, "format 'marlin-24' cannot be read; what can be: pack-quantized, int-"),
-        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights .'sparse-24-bitmask'. cannot be read"),
+        ({"sparsity_config": {"format": "sparse-bitmask"}}, "sparse weights .'sparse-bitmask'. cannot be read"),
         ({"transform_config": {"config_groups": {"u": {}}}}, "weights in a rotated basis cannot be read"),
         ({"format": ["pack-quantized"]}, "format .'pack-quantized'. cannot be read"),
         ({"config_groups": None}, "has no config_groups that can be read"),
@@ -233,3 +235,38 @@ def test_damage_is_named(pattern: str, pico_dir: foreign.Pico, tmp_path: Path) -
     both = foreign.written(pico_dir("llama"), tmp_path, settings("pack-quantized", INT4), packed)
     foreign.restore(both.quantized, DAMAGE[pattern])
     foreign.refused(both.quantized, pattern)
+
+
+def sparse(scale: bool) -> foreign.Pack:
+    """2:4 sparse weights as version 0.12 of the package stores them: bits of a mask, and what it leaves, in order."""
+
+    def pack(name: str, weight: Tensor) -> foreign.Packed:
+        kept = weight.abs().view(len(weight), -1, 4).argsort(-1).argsort(-1).ge(2).view(weight.shape)
+        factors = weight.abs().amax(1, keepdim=True) / 448 if scale else torch.ones(len(weight), 1)
+        values = (weight / factors).to(torch.float8_e4m3fn if scale else torch.bfloat16)
+        bits = np.packbits(kept.numpy(), axis=-1, bitorder="little")
+        stored = {
+            ".compressed": values.float()[kept].view(len(weight), -1).to(values.dtype),
+            ".bitmask": torch.from_numpy(bits),
+            ".shape": torch.tensor(weight.shape)[:, None],
+            **({".weight_scale": factors} if scale else {}),
+        }
+        return stored, (torch.where(kept, values.float(), 0.0) * factors).bfloat16()
+
+    return pack
+
+
+@pytest.mark.parametrize("scale", [False, True])
+def test_sparse(scale: bool, pico_dir: foreign.Pico, tmp_path: Path) -> None:
+    sparsity = {"format": "sparse-24-bitmask", "global_sparsity": 0.5, "sparsity_structure": "2:4", "ignore": []}
+    groups = {"group_0": {"targets": ["Linear"], "weights": FP8}} if scale else {}
+    settings = {"quant_method": "compressed-tensors", "format": "float-quantized" if scale else "dense"}
+    given = {**settings, "config_groups": groups, "sparsity_config": sparsity}
+    both = foreign.written(pico_dir("llama"), tmp_path, given, sparse(scale))
+    foreign.check_tensors(both)
+    base = open_checkpoint(both.quantized).base
+    assert base == "compressed-tensors " + ("fp8 by rows and " if scale else "") + "2:4 sparse"
+    stored = stored_tensors(both.quantized)
+    name = "model.layers.1.mlp.up_proj.bitmask"
+    foreign.restore(both.quantized, {name: stored[name] ^ 1})
+    foreign.refused(both.quantized, "half of the bits")

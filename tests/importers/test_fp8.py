@@ -135,10 +135,11 @@ def test_block_sizes_that_are_none(block: object, pico_dir: foreign.Pico, tmp_pa
 
 
 def test_tools_that_cannot_be_read_are_named(pico_dir: foreign.Pico, tmp_path: Path) -> None:
-    both = foreign.written(pico_dir("llama"), tmp_path, {"quant_method": "hqq"}, pack)
+    both = foreign.written(pico_dir("llama"), tmp_path, {"quant_method": "higgs"}, pack)
     line = one_line(cli(*command(both.quantized, RTN, tmp_path / "out")))
     assert (
-        "already quantized ('hqq'), in a way that cannot be read; what can be: awq, bitnet, bitsandbytes, comp" in line
+        "already quantized ('higgs'), in a way that cannot be read; what can be: aqlm, auto-round, awq, bitnet, bitsan"
+        in line
     )
     foreign.configure(both.quantized, quantization_config={"bits": 4})
     foreign.refused(both.quantized, "names no quant_method")

@@ -14,11 +14,11 @@ from compress.storage import manifest
 
 SECRET = ("id_rsa", "token.txt", "secrets.env", "train.log", "private_eval.jsonl", "optimizer.npz", "deploy.sh")
 SECRET += ("modeling_own.py", "tokenization_own.py", "tokenizer_own.py", "vocab.pkl", "notes.md", ".env", "a.json")
-SECRET += ("vocab.npz", "tokenizer.ckpt")
+SECRET += ("vocab.npz", "tokenizer.ckpt", "1_Pooling/id_rsa", "x/config.json", "1_Pooling/../config.json")
 COPIED = ("LICENSE", "LICENSE.md", "License.txt", "NOTICE", "tokenizer.json", "vocab.txt", "merges.txt", "x.tiktoken")
 COPIED += ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 COPIED += ("chat_template.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
-COPIED += ("USE_POLICY.md", "MODEL_LICENSE")
+COPIED += ("USE_POLICY.md", "MODEL_LICENSE", "modules.json", "1_Pooling/config.json", "2_Dense/model.safetensors")
 
 
 def names_of_transformers() -> Iterator[str]:

@@ -8,6 +8,9 @@ a rounded product. Asymmetric codes are therefore written less their zero points
 6 and 8 bits, and groups of 32, 64 and 128 columns: scales of larger groups are repeated. Where linears differ, the
 configuration says so module by module. Experts of a layer are one tensor, as in the models of mlx-lm.
 
+The types mxfp4 and mxfp8 of the grid format are the modes of these names: weight is a stream of their codes, scales
+uint8 [out, in / 32] are their exponents. MLX's nvfp4 has no scale of the whole matrix, as ours have: it is refused.
+
 All other numbers are written in the type of the scales, so that MLX computes in it; a checkpoint with nothing packed
 keeps its types. mlx-lm reads settings of rotary positions by their former names, and some that transformers leaves out
 where they are its defaults: both are written. What mlx-lm computes otherwise (mlx.yaml beside this file) is
@@ -30,11 +33,12 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from compress.errors import ExportError
-from compress.export import directory
+from compress.export import directory, grids
 from compress.export.convert import TIED, Export
 from compress.export.directory import Named
 from compress.export.integers import repeated_scales, signed_bits, signed_codes
 from compress.export.weights import ExportWeight, StoredWeight
+from compress.formats import grid
 from compress.numerics.packing import pack_stream
 
 DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("mlx.yaml").read_text(encoding="utf-8"))
@@ -46,11 +50,14 @@ BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (128, 64, 32)
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)")
 PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # names of experts -> those of mlx-lm
-Form = tuple[int, int]  # bits, columns of a group
+AFFINE, MODES = "affine", ("mxfp4", "mxfp8")
+Form = tuple[int, int, str]  # bits, columns of a group, mode
 
 
 def refuses(weight: ExportWeight) -> str | None:
-    """Return why the affine format does not hold the weight in every bit, and what would have to be chosen."""
+    """Return why no mode of MLX holds the weight in every bit, and what would have to be chosen."""
+    if weight.stored.format == grids.FORMAT:
+        return grids.refusal(weight, MODES)
     if (reason := weight.not_integers()) is not None:
         return reason
     if weight.is_turned:
@@ -112,15 +119,18 @@ def _group(group_size: int, columns: int) -> int | None:
 
 
 def _form(weight: StoredWeight) -> Form:
+    if (kind := grids.type_of(weight)) is not None:
+        return weight.stored.params.bits, weight.stored.params.block_columns, kind
     group = _group(weight.stored.params.group_size, weight.shape[1])
     assert group is not None
-    return next(bits for bits in BITS if bits >= signed_bits(weight)), group
+    return next(bits for bits in BITS if bits >= signed_bits(weight)), group, AFFINE
 
 
 def _dtype(export: Export) -> torch.dtype:
-    """Return the type of the scales: bfloat16 if all are stored so, else float16."""
-    stored = {weight.stored.params.scale_dtype for weight in export.held}
-    return torch.bfloat16 if stored == {"bfloat16"} else torch.float16
+    """Return the type of affine scales: bfloat16 if all are stored so (without any: if the model is), else float16."""
+    stored = {weight.stored.params.scale_dtype for weight in export.held if grids.type_of(weight) is None}
+    is_wide = stored == {"bfloat16"} or (not stored and export.dtype == torch.bfloat16)
+    return torch.bfloat16 if is_wide else torch.float16
 
 
 def _stacks(export: Export) -> dict[str, list[StoredWeight]]:
@@ -143,8 +153,8 @@ def _quantization(forms: dict[str, Form]) -> dict[str, Any]:
     return {**_section(most), **others}
 
 
-def _section(form: Form) -> dict[str, int]:
-    return {"group_size": form[1], "bits": form[0]}
+def _section(form: Form) -> dict[str, int | str]:
+    return {"group_size": form[1], "bits": form[0], **({} if form[2] == AFFINE else {"mode": form[2]})}
 
 
 def _settings(export: Export) -> dict[str, Any]:
@@ -191,21 +201,30 @@ def _period(kinds: Sequence[str] | None) -> int | None:
 def _tensors(export: Export, stacks: dict[str, list[StoredWeight]], dtype: torch.dtype) -> Iterator[Named]:
     for number, (name, weights) in enumerate(stacks.items()):
         export.progress(f"writing {name}", number, len(stacks))
-        parts = [_affine(weight, dtype) for weight in weights]
+        parts = [_stored_tensors(weight, dtype) for weight in weights]
         for key in parts[0]:
             is_stack = EXPERT.fullmatch(weights[0].name) is not None
             yield f"{name}.{key}", torch.stack([part[key] for part in parts]) if is_stack else parts[0][key]
 
 
-def _affine(weight: StoredWeight, dtype: torch.dtype) -> dict[str, Tensor]:
+def _stored_tensors(weight: StoredWeight, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return what is stored for a weight."""
-    bits, group = _form(weight)
+    bits, group, mode = _form(weight)
+    if mode != AFFINE:
+        stored, params = weight.read().tensors, weight.stored.params
+        codes = grid.unpack_codes(stored["codes"], params, weight.shape[1]) if bits == 4 else stored["codes"]
+        return {"weight": _words(codes.view(torch.uint8), bits), "scales": stored["scales"].view(torch.uint8)}
     integers = weight.integers()
     middle = 1 << (bits - 1)
     codes = (signed_codes(integers).to(torch.int16) + middle).to(torch.uint8)
-    words = torch.cat([pack_stream(rows, bits) for rows in codes.split(max(1, (1 << 22) // codes.shape[1]))])
     scales = repeated_scales(integers, group, dtype)
     biases = scales * -middle
     if not torch.isfinite(biases).all():
         raise ExportError(f"{weight.name} has scales too large for {dtype} biases in MLX; export to dense or gguf")
-    return {"weight": words.view(torch.int32).view(torch.uint32), "scales": scales, "biases": biases}
+    return {"weight": _words(codes, bits), "scales": scales, "biases": biases}
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """Return codes uint8 [out, in] as a stream of bits in each row, uint32 [out, in * bits / 32]."""
+    words = torch.cat([pack_stream(rows, bits) for rows in codes.split(max(1, (1 << 22) // codes.shape[1]))])
+    return words.view(torch.int32).view(torch.uint32)

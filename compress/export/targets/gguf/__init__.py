@@ -98,7 +98,7 @@ def check(export: Export) -> None:
         raise ExportError("to write GGUF files install the package gguf: pip install 'compress-llm[gguf]'") from error
     config = export.source.skeleton.model.config
     model = architecture.describe(config)
-    held = model.edited({f"{weight.name}.weight": weight for weight in export.held})
+    held = model.edit({f"{weight.name}.weight": weight for weight in export.held})
     tensors.check_experts([w for w in held.values() if isinstance(w, ExportWeight) and w.is_expert], model)
     vocabulary.metadata(export.source.directory, config.get_text_config().vocab_size)
 

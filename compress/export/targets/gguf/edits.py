@@ -94,18 +94,18 @@ def _edit(rule: Mapping[str, Any], config: PretrainedConfig, name: str, source: 
         return {**weights}
     axis, value = rule.get("axis", 0), VALUES[rule.get("value", "same")]
 
-    def turned(values: Tensor) -> Tensor:
+    def turn(values: Tensor) -> Tensor:
         values = value(values.transpose(-1, -2) if rule.get("turned") else values)
         (moved,) = columns(config, values.shape[-1]) if "columns" in rule else (None,)
         return values if moved is None else values[..., moved]
 
-    whole = turned(torch.empty(source.shape, dtype=source.dtype, device="meta"))
+    whole = turn(torch.empty(source.shape, dtype=source.dtype, device="meta"))
     orders = rows(config, whole.shape[axis]) if "order" in rule else [None]
-    return {new: _part(source, new, turned, order, axis, whole) for new, order in zip(names, orders, strict=True)}
+    return {new: _part(source, new, turn, order, axis, whole) for new, order in zip(names, orders, strict=True)}
 
 
 def _part(
-    source: Readable, name: str, turned: Callable[[Tensor], Tensor], order: Tensor | None, axis: int, whole: Tensor
+    source: Readable, name: str, turn: Callable[[Tensor], Tensor], order: Tensor | None, axis: int, whole: Tensor
 ) -> Decoded:
     """Return the part of a plain tensor that has these rows, made when it is read."""
 
@@ -114,11 +114,11 @@ def _part(
 
     shape = tuple(make(whole).shape)
     return Decoded(
-        name, whole.dtype, shape, source.sources, lambda a, b: make(turned(source.read()))[a:b], max(1, shape[0])
+        name, whole.dtype, shape, source.sources, lambda a, b: make(turn(source.read()))[a:b], max(1, shape[0])
     )
 
 
-def _kept(config: PretrainedConfig, count: int) -> list[Tensor]:
+def _all_rows(config: PretrainedConfig, count: int) -> list[Tensor]:
     return [torch.arange(count)]
 
 
@@ -164,7 +164,7 @@ def _key_heads(config: PretrainedConfig, count: int) -> list[Tensor]:
 
 
 ORDERS: dict[str, Order] = {
-    **{"kept": _kept, "halves": _halves, "alternating": _alternating, "pairs": _pairs, "thirds": _thirds},
+    **{"kept": _all_rows, "halves": _halves, "alternating": _alternating, "pairs": _pairs, "thirds": _thirds},
     **{"value_heads": _value_heads, "value_heads_last": _value_heads_last, "key_heads": _key_heads},
 }
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {

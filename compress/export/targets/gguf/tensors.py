@@ -83,7 +83,7 @@ def entries(export: Export, model: Model) -> dict[str, GgufEntry]:
     """Return the tensors of the file by name; ExportError for one that the model has in no such file."""
     sources: dict[str, dict[int | None, Readable | StoredWeight]] = {}
     packed = {f"{weight.name}.weight": weight for weight in export.held}
-    for name, tensor in model.edited({**export.plain(), **packed}).items():
+    for name, tensor in model.edit({**export.plain(), **packed}).items():
         place, expert = model.place(name)
         sources.setdefault(place, {})[expert] = tensor
     made = {name: _entry(export, name, parts) for name, parts in sources.items()}

@@ -1,0 +1,271 @@
+"""Let models write: `compress generate`, `chat` and `serve`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer import Argument, Option
+
+from compress.cli.options import (
+    AsJson,
+    Cache,
+    CacheCalib,
+    CacheSet,
+    Device,
+    Model,
+    Seed,
+    cache_recipes,
+    check_model,
+    check_paths,
+    device_named,
+    errors,
+    note,
+)
+from compress.errors import CompressError
+from compress.storage import paths
+
+if TYPE_CHECKING:
+    from compress.evaluate.generation import Continuation, Style, TextWriter
+
+NewTokens = Annotated[int, Option("--max-new-tokens", min=1, help="Tokens to write, at most.")]
+Temperature = Annotated[float, Option(min=0, help="Of sampling; 0: the most likely token each time.")]
+TopK = Annotated[int, Option(min=0, help="Draw from so many of the likeliest tokens; 0: from all.")]
+TopP = Annotated[float, Option(min=0, max=1, help="Draw from the fewest tokens with this share of the probability.")]
+MinP = Annotated[float, Option(min=0, max=1, help="Draw from tokens this likely, next to the likeliest one.")]
+System = Annotated[str | None, Option(metavar="TEXT", help="What a chat begins with, as its template puts it.")]
+Draft = Annotated[
+    str | None, Option(metavar="MODEL", help="A smaller model with the same tokens that writes ahead; checked.")
+]
+Engine = Literal["vllm", "sglang", "transformers", "llama.cpp"]
+HELP = "/stats tokens, rate and memory of the cache; /reset a new conversation; /quit"
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[str | None, Option(help="Text to continue.")] = None,
+    prompts: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help='A prompt a line: text, or JSON of a text, {"prompt": ...} or {"messages": [...]}. Writes JSON lines.',
+        ),
+    ] = None,
+    chat: Annotated[bool, Option("--chat", help="Through the chat template: the prompt is a user's message.")] = False,
+    system: System = None,
+    max_new_tokens: NewTokens = 64,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    draft: Draft = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    kv: Cache = None,
+    overrides: CacheSet = None,
+    calib: CacheCalib = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a prompt, with the cache that the checkpoint stores, if any, or with that of --kv.
+
+    The text is shown as it is written. With --prompts the model continues each by itself, one after the other.
+    """
+    if (prompt is None) == (prompts is None):
+        raise typer.BadParameter("give --prompt or --prompts, one of them", param_hint="--prompt")
+    if system is not None and not (chat or prompts):
+        raise typer.BadParameter("goes with --chat; leave it out", param_hint="--system")
+    with errors():
+        check_paths(model, calib)
+        if draft is not None:
+            check_model(draft)
+        caches = cache_recipes([kv] if kv else [], overrides) if kv or overrides else None
+        from compress.evaluate import generation
+        from compress.run.source import resolve
+
+        directory, style = resolve(model), _style(max_new_tokens, temperature, seed, (top_k, top_p, min_p))
+        asked = [prompt] if prompts is None else generation.read_prompts(prompts)
+        ids = [_prompt_ids(directory, each, chat, system) for each in asked]
+        helper = None if draft is None else resolve(draft)
+        writer = generation.open_writer(directory, style, device_named(device), "auto", caches, calib, helper)
+        _write_all(writer, asked, ids, as_json or prompts is not None)
+
+
+def _write_all(writer: TextWriter, asked: list[Any], ids: list[list[int]], as_json: bool) -> None:
+    """Continue prompts and print what comes, as it comes or as lines of JSON."""
+    written: Continuation | None = None
+    for prompt, tokens in zip(asked, ids, strict=True):
+        written = writer.write(tokens, None if as_json else _tell)
+        if as_json:
+            key = "prompt" if isinstance(prompt, str) else "messages"
+            cache = {} if written.cache is None else {"cache": dataclasses.asdict(written.cache)}
+            print(json.dumps({key: prompt, "text": written.text, **cache}), flush=True)
+    if not as_json:
+        print()
+    if written is not None and written.cache is not None and not as_json:
+        note(f"cache: {written.cache.text}")
+
+
+def chat(
+    model: Model,
+    system: System = None,
+    max_new_tokens: NewTokens = 512,
+    temperature: Temperature = 0.7,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.05,
+    seed: Seed = 0,
+    device: Device = "auto",
+) -> None:
+    """Chat with a model: a message a line, also from a pipe. The cache goes on from turn to turn.
+
+    /stats: tokens, rate and memory of the cache; /reset: a new conversation; /quit.
+    """
+    with errors():
+        check_model(model)
+        from compress.evaluate import generation
+        from compress.run.source import resolve
+
+        directory, style = resolve(model), _style(max_new_tokens, temperature, seed, (top_k, top_p, min_p))
+        writer = generation.open_writer(directory, style, device_named(device))
+        begun = [{"role": "system", "content": system}] if system else []
+        generation.chat_ids(
+            writer.tokenizer, [*begun, {"role": "user", "content": "?"}], directory.name
+        )  # has a template
+        talk = generation.Conversation(writer, system)
+        if sys.stdin.isatty():
+            note(HELP)
+        commands: dict[str, Callable[[], None]] = {"/reset": talk.reset, "/help": lambda: note(HELP)}
+        commands["/stats"] = lambda: print(json.dumps(talk.stats()), flush=True)
+        for line in _lines():
+            if line == "/quit":
+                break
+            if line in commands:
+                commands[line]()
+            elif line.startswith("/") and line[1:].isalpha():
+                note(f"there is no {line}; {HELP}")
+            else:
+                _answer(talk, line)
+
+
+def _answer(talk: Any, message: str) -> None:
+    """Print the answer to a message; an error that leaves the conversation usable is a note."""
+    try:
+        talk.say(message, _tell)
+    except CompressError as error:
+        note(str(error))
+        return
+    print(flush=True)
+
+
+def _lines() -> Any:
+    """Yield lines of the standard input that are not empty; a terminal gets a sign that one is waited for."""
+    is_terminal = sys.stdin.isatty()
+    while True:
+        if is_terminal:
+            print("> ", end="", flush=True)
+        if not (line := sys.stdin.readline()):
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _tell(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _style(new_tokens: int, temperature: float, seed: int, tokens: tuple[int, float, float]) -> Style:
+    """Return how a model writes; tokens: top k, top p and min p."""
+    from compress.evaluate.generation import Style
+    from compress.model.writing import Filter
+
+    return Style(new_tokens, temperature, seed, Filter(*tokens))
+
+
+def _prompt_ids(directory: Path, prompt: Any, is_chat: bool, system: str | None) -> list[int]:
+    """Return the token ids of a prompt: as text, or as messages through the chat template."""
+    from compress.evaluate import generation
+    from compress.model.load import load_tokenizer
+
+    if isinstance(prompt, str) and not is_chat:
+        return generation.prompt_ids(directory, prompt)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    begun = [{"role": "system", "content": system}] if system is not None else []
+    return generation.chat_ids(load_tokenizer(directory), [*begun, *messages], "the prompt")
+
+
+def serve(
+    directory: Annotated[str, Argument(metavar="DIR", help="A checkpoint that compress wrote, or a GGUF file.")],
+    more: Annotated[list[str] | None, Argument(metavar="-- ARGS", help="Passed on to the engine as they are.")] = None,
+    engine: Annotated[
+        Engine | None, Option(help="Which engine. Default: the first that is installed: vllm, sglang, ...")
+    ] = None,
+    only_print: Annotated[bool, Option("--print", help="Print the command line and stop.")] = False,
+) -> None:
+    """Start the best engine that is installed on a checkpoint, an HTTP server with the API of OpenAI.
+
+    vLLM, SGLang, transformers, or llama-server of llama.cpp, which reads a GGUF export: that is written beside the
+    checkpoint where it is missing. The command line is printed first.
+    """
+    with errors():
+        check_model(directory)
+        path = Path(directory)
+        is_file = paths.gguf_file(path) is not None if path.exists() else False
+        chosen = _engine(engine, is_file)
+        export = path if is_file else Path(f"{str(path).rstrip('/')}.gguf")
+        words = [*_engine_words(chosen, path, export), *(more or [])]
+        if chosen == "llama.cpp" and not export.exists():
+            writing = ["export", str(path), "--to", "gguf", "--out", str(export)]
+            print(shlex.join(["compress", *writing]), flush=True)
+            if not only_print:
+                from compress.export import convert
+
+                convert.export(path, "gguf", export)
+        print(shlex.join(words), flush=True)
+        if not only_print:
+            os.execvp(words[0], words)
+
+
+def _engine(asked: Engine | None, is_file: bool) -> Engine:
+    """Return the engine to start; CompressError where it, or any, is not installed."""
+    has: dict[Engine, bool] = {
+        "vllm": not is_file and shutil.which("vllm") is not None,
+        "sglang": not is_file and find_spec("sglang") is not None,
+        "transformers": not is_file and all(find_spec(name) is not None for name in ("fastapi", "uvicorn", "openai")),
+        "llama.cpp": shutil.which("llama-server") is not None,
+    }
+    best = next((name for name, is_installed in has.items() if is_installed and asked in (None, name)), None)
+    if best is not None:
+        return best
+    if is_file:
+        raise CompressError("llama-server of llama.cpp, which serves GGUF files, is not installed")
+    what = "no engine is" if asked is None else f"{asked} is not"
+    advice = "pip install vllm, or sglang, or 'transformers[serving]'; or put llama-server of llama.cpp on the PATH"
+    raise CompressError(f"{what} installed; {advice}")
+
+
+def _engine_words(engine: Engine, path: Path, export: Path) -> list[str]:
+    """Return the command line of an engine for a checkpoint (docs/serving.md)."""
+    from compress.runtime import kv_config
+    from compress.storage.checkpoint import read_config
+
+    config = {} if engine == "llama.cpp" else read_config(path)
+    if config and engine != "transformers" and kv_config.stored_section(config) is not None:
+        note(f"{engine} does not apply the checkpoint's kv_cache; --engine transformers does")
+    words: dict[Engine, list[str]] = {
+        "vllm": ["vllm", "serve", str(path), "--enforce-eager"],  # packed layers decode in every call else
+        "sglang": [sys.executable, "-m", "sglang.launch_server", "--model-path", str(path)],
+        "transformers": ["transformers", "serve", str(path)],
+        "llama.cpp": ["llama-server", "-m", str(export)],
+    }
+    packed = config.get("quantization_config")
+    has_experts = isinstance(packed, dict) and "experts" in json.dumps(packed)
+    return [*words[engine], *(["--disable-cuda-graph"] if engine == "sglang" and has_experts else [])]
