@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compress.cli.options import AsJson, FormerOut, TextFile, device_named, errors, former_out, note
-from compress.cli.run_options import ALLOCATING_RECIPE, GOAL, OUTPUT, REQUIRED, RunOptions, takes_run_options
+from compress.cli.run_options import (
+    ALLOCATING_RECIPE,
+    GOAL,
+    OUTPUT,
+    QUICK_RECIPE,
+    REQUIRED,
+    RunOptions,
+    takes_run_options,
+)
 from compress.storage import paths
 
 if TYPE_CHECKING:
@@ -49,7 +57,7 @@ def quantize(
         from compress.cli import tables
 
         with tables.progress_bar() as progress:
-            report = api.quantize(job, progress, tables.print_plan, options.exported(job.out))
+            report = api.quantize(job, progress, tables.print_plan, options.export_path(job.out))
         _print_report(report, job, as_json)
 
 
@@ -150,12 +158,13 @@ def merge(options: RunOptions, as_json: AsJson = False) -> None:
         "accept",
     ),
     helps={"out": "The file to be written.", "recipe": "Whose calibration settings count."},
+    recipe=QUICK_RECIPE,
     out=REQUIRED,
 )
 def imatrix(options: RunOptions, as_json: AsJson = False) -> None:
-    """Write the importance matrix of a model on calibration text, in the format of llama-imatrix.
+    """Write the importance matrix of a model on calibration text, in the GGUF format of llama.cpp.
 
-    llama-quantize takes it (--imatrix), and so does `compress quantize --imatrix`.
+    Its quantizer takes the file (--imatrix), and so does `compress quantize --imatrix`.
     """
     with errors():
         job = options.job(writes=None)

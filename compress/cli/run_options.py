@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from compress.run.job import Job
 
 DEFAULT_RECIPE = "trellis4bit"
+QUICK_RECIPE = "int8"  # that of a command which only looks at inputs
 ALLOCATING_RECIPE = "mixed3bit"  # the default of the commands that need something to allocate
 GOAL = ("target", "context", "max_kl")
 DATA_FREE = ("out", "adapter", "overrides", "device", "overwrite", "allow_partial")  # options without calibration
@@ -84,8 +85,8 @@ class RunOptions:
         Path | None,
         Option(
             metavar="FILE",
-            help="Importance matrix in llama.cpp's GGUF format (`compress imatrix`, llama-imatrix): errors of weights "
-            "count by it, and no text is read.",
+            help="Importance matrix in a GGUF file (`compress imatrix` makes one): errors of weights count "
+            "by it, and no text is read.",
         ),
     ] = None
     adapter: Adapter = None
@@ -215,7 +216,7 @@ class RunOptions:
         """The target that --export names; unknown ones stop here."""
         return None if self.export is None else plugins.load("export", self.export.lower().replace("-", "_"))
 
-    def exported(self, out: Path) -> Path | None:
+    def export_path(self, out: Path) -> Path | None:
         """Return where the export of a checkpoint at `out` is written, None without one."""
         target = self._exported_by()
         return None if target is None else out.with_name(f"{out.name}{target.SUFFIX or f'-{self.export}'}")

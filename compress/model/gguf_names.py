@@ -6,6 +6,7 @@ file here, or the file is refused.
 
 from __future__ import annotations
 
+import collections
 import functools
 import json
 import math
@@ -70,16 +71,40 @@ def write_directory(file: Path, directory: Path) -> None:
 def place_of(skeleton: Skeleton, linear: str) -> tuple[str, int] | None:
     """Return the tensor of a GGUF file that holds a linear of a model, and the number of its expert there, or 0.
 
-    Names are those of the package gguf; None for a linear that has none.
+    Names are those that the package gguf has for the architecture, or for most others where it has another name there;
+    None for a linear that has none.
     """
+    numbers = re.findall(r"\.experts\.(\d+)\.", linear)
+    block = re.search(r"\.(\d+)\.", linear)
+    plain = re.sub(r"\.experts\.\d+\.", ".experts.", linear)
+    plain = plain if block is None else plain.replace(block[0], ".0.", 1)
+    name = _gguf_name(str(skeleton.config.model_type).replace("_", ""), plain)
+    if name is None:
+        return None
+    name = name if block is None else name.replace(".0.", block[0], 1)
+    return f"{name}.weight", int(numbers[0]) if numbers else 0
+
+
+@functools.cache
+def _gguf_name(kind: str, linear: str) -> str | None:
+    """Return the name of a linear of the first block, by the name of the architecture there."""
+    own = [arch for arch, name in _architectures().items() if name == kind]
+    given = [name for arch in own or _architectures() if (name := _name_map(arch).get_name(linear)) is not None]
+    return collections.Counter(given).most_common(1)[0][0] if given else None
+
+
+def _architectures() -> dict[Any, str]:
+    """Return the architectures of the package gguf, with their names."""
     import gguf
 
-    kind = str(skeleton.config.model_type).replace("_", "")
-    known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(known.get(kind, gguf.MODEL_ARCH.LLAMA), len(skeleton.blocks))
-    numbers = re.findall(r"\.experts\.(\d+)\.", linear)
-    found = names.get_name(re.sub(r"\.experts\.\d+\.", ".experts.", linear))
-    return None if found is None else (f"{found}.weight", int(numbers[0]) if numbers else 0)
+    return dict(gguf.MODEL_ARCH_NAMES)
+
+
+@functools.cache
+def _name_map(arch: Any) -> Any:
+    import gguf
+
+    return gguf.get_tensor_name_map(arch, 1)
 
 
 def dtype(header: GgufHeader) -> torch.dtype:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from compress import plugins, ranks
+from compress import ranks
 from compress.model import gguf_names
 from compress.numerics.linalg import full_float32
 from compress.progress import Progress
@@ -19,14 +19,15 @@ from compress.run.importance_matrix import ImportanceMatrix, InputSquares
 from compress.run.job import Job
 from compress.run.loop import BlockLoop
 from compress.run.quantize_linear import LinearTask
-from compress.types import Quantized, Scheme
+from compress.types import PackedWeight, Quantized, Scheme, Stored
+
+NOTHING = PackedWeight(Stored("dense", None), {}, (0, 0))  # in the place of weights that are not quantized
 
 
 def collect(job: Job, progress: Progress) -> ImportanceMatrix:
     """Return the importance matrix of a model on the job's calibration text; of the recipe only its amount counts."""
-    method = plugins.load("quant", "rtn")  # of which nothing is kept
     calibration = dataclasses.replace(job.recipe.calibration, target_correction=0.0, importance="none")
-    recipe = Recipe(job.recipe.name, "", calibration, Scheme("rtn", method.Config(clip_search=False)))
+    recipe = Recipe(job.recipe.name, "", calibration, Scheme(job.recipe.quantize.method, job.recipe.quantize.config))
     job = dataclasses.replace(job, recipe=recipe, allow_partial=True)
     with full_float32(), ranks.joined(job.device), tempfile.TemporaryDirectory() as folder:
         prepared = prepare.prepare_all(job, [recipe], every=True)[0]
@@ -36,6 +37,7 @@ def collect(job: Job, progress: Progress) -> ImportanceMatrix:
         options = predict.one_option_each(prepared)
         loop = BlockLoop(job, prepared, options, text.tokens, Path(folder), progress, every=True)
         blocks = _Inputs()
+        loop.quantize = lambda task, _: Quantized(NOTHING)
         loop.run(blocks)
     named: dict[str, dict[int, InputSquares]] = {}
     unnamed = []

@@ -46,7 +46,7 @@ class ImportanceMatrix:
 
 
 def write(matrix: ImportanceMatrix, out: Path) -> None:
-    """Write a file as llama.cpp's llama-imatrix does, and llama-quantize reads it."""
+    """Write a file as llama.cpp does, and its quantizer reads it."""
     import gguf
 
     writer = gguf.GGUFWriter(out, "")
@@ -68,10 +68,10 @@ def write(matrix: ImportanceMatrix, out: Path) -> None:
 
 
 def read(file: Path) -> dict[str, dict[int, InputSquares]]:
-    """Return name -> expert -> inputs of a file of llama-imatrix or of ours; CalibrationError for any other."""
+    """Return name -> expert -> inputs of a file of llama.cpp or of ours; CalibrationError for any other."""
     header = gguf_header.read(file)
     if header.metadata.get("general.type") != "imatrix":
-        raise CalibrationError(f"{file} is no importance matrix; make one with compress imatrix, or llama-imatrix")
+        raise CalibrationError(f"{file} is no importance matrix; make one with compress imatrix")
     inputs: dict[str, dict[int, InputSquares]] = {}
     for tensor, entry in header.tensors.items():
         name = tensor.removesuffix(SUMS)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -100,6 +100,7 @@ class BlockLoop:
         self.seconds: list[float] = []  # of each block computed in this run
         self.reads_head: LayerPlan | None = None  # the output head, where statistics of what it reads are taken
         self.head = NO_STATISTICS
+        self.quantize: Callable[[LinearTask, int], Quantized] = quantize_linear.quantize
 
     def run(self, consumer: BlockConsumer) -> None:
         """Pass all blocks to the consumer; those that it has finished are only replayed."""
@@ -120,7 +121,7 @@ class BlockLoop:
                 for index in range(count):
                     for task in self._walk_block(index, consumer, index >= last):
                         begun = time.monotonic()
-                        result = quantize_linear.quantize(task, self.job.seed)
+                        result = self.quantize(task, self.job.seed)
                         consumer.add(task, result, time.monotonic() - begun)
                         del task, result  # and with them statistics, before the next ones are made
                 if self.reads_head is not None:

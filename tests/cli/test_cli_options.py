@@ -27,8 +27,8 @@ FIELDS = [field.name for field in dataclasses.fields(RunOptions)]
 WITHOUT = {
     "quantize": (),
     "plan": ("overwrite", "restart", "base_model", "work", "accept"),
-    "transform": (*GOAL, "measurements", "processes", "budget", "allow_partial"),
-    "allocate": (*OUTPUT, "accept"),
+    "transform": (*GOAL, "measurements", "processes", "budget", "allow_partial", "export", "imatrix"),
+    "allocate": (*OUTPUT, "accept", "imatrix"),
 }
 
 

@@ -75,12 +75,12 @@ def test_words_of_the_command_line(model: Path, tmp_path: Path) -> None:
     """The checkpoint lies beside the file; without --recipe it is the mix, and --target is that of the file."""
     options = RunOptions(str(model), out=tmp_path / "mine.gguf", target="4.0GiB", export="gguf")
     made = options.job(writes=None)
-    assert made.out == tmp_path / "mine" and options.exported(made.out) == tmp_path / "mine.gguf"
+    assert made.out == tmp_path / "mine" and options.export_path(made.out) == tmp_path / "mine.gguf"
     assert made.recipe.name == "gguf-mix" and made.recipe.export == "gguf"
     assert made.recipe.allocate is not None and made.recipe.allocate.target is not None
     assert made.recipe.allocate.target.nbytes == 4 << 30
     other = RunOptions(str(model), recipe="int4", out=tmp_path / "other", export="mlx")
     assert other.job(writes=None).recipe.name == "int4"
-    assert other.exported(tmp_path / "other") == tmp_path / "other-mlx"
+    assert other.export_path(tmp_path / "other") == tmp_path / "other-mlx"
     with pytest.raises(RecipeError, match="ggfu"):
         RunOptions(str(model), export="ggfu").job(writes=None)
