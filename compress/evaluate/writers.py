@@ -29,7 +29,7 @@ from compress.model import architectures, inputs, load
 from compress.model.inputs import Pairs
 from compress.progress import Progress
 
-SEQ_LEN, MAX_TOKENS = 256, 16_384  # what an encoder reads at a time, and in all
+WINDOW_TOKENS, TEXT_TOKENS = 256, 16_384  # an encoder reads so many at a time, and in all
 BATCH = 8  # samples
 PURPOSES: dict[str, str] = {each: architectures.PURPOSES[each] for each in pairs.WRITERS}
 
@@ -117,8 +117,8 @@ def _read(text: str, base: Path, tokenizer: Any, config: Any, lengths: tuple[int
     """Return what the encoders read: token ids [samples, tokens], or features of sound."""
     if inputs.reads_sound(config):
         return pairs.read_sound(pairs.check_sound(text, base, "--text"), base)
-    longest = architectures.max_positions(config) or SEQ_LEN
-    seq_len, most = min(lengths[0] or SEQ_LEN, longest), lengths[1] or MAX_TOKENS
+    longest = architectures.max_positions(config) or WINDOW_TOKENS
+    seq_len, most = min(lengths[0] or WINDOW_TOKENS, longest), lengths[1] or TEXT_TOKENS
     windows, available = token_windows(text, tokenizer, seq_len, config.vocab_size, most)
     if not len(windows):
         raise CalibrationError(f"{text} has only {available} tokens, a window has {seq_len}; give more text")
