@@ -86,12 +86,9 @@ def evaluate(
     models = [
         load.load_model(each, execution.dtype, execution.device, tasks=pairs.WRITERS) for each in (base, directory)
     ]
-    most = max(1, read.shape[1] // pairs.WRITTEN_SHARE)
-    if inputs.reads_sound(configs[0]):
-        most = min(pairs.TRANSCRIPT_LENGTH, configs[0].max_target_positions // 2)
     names = [each.name for each in (base, directory)]
     outputs = [
-        pairs.write(model, read, most, partial(progress, f"writing with {name}"))
+        pairs.write(model, read, say=partial(progress, f"writing with {name}"))
         for model, name in zip(models, names, strict=True)
     ]
     figures = _teacher_forced(models, read, outputs[0], progress)
