@@ -21,6 +21,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel
+
 from compress import process_memory
 from compress.errors import CheckpointError, first_line
 from compress.importers import companions, gguf_header, lora, open_checkpoint
@@ -41,6 +44,11 @@ def locate(job: Job) -> list[str]:
     """Return where a job's model and adapter lie, which is the same in every process."""
     path = paths.local_model(job.model) or _fetch(job.model)
     return [str(each.resolve()) for each in (path, job.adapter) if each is not None]
+
+
+def load_model(name: str, dtype: torch.dtype | str, device_map: Any, verify: bool) -> PreTrainedModel:
+    """Load the model that a user names, by the class it is of; the rest as `load_model` of compress/model/load.py."""
+    return load.load_model(resolve(name), dtype, device_map=device_map, verify=verify, tasks=None)
 
 
 def open_model(job: Job) -> Skeleton:
