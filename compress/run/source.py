@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from compress import process_memory
 from compress.errors import CheckpointError, first_line
 from compress.importers import companions, gguf_header, lora, open_checkpoint
-from compress.model import load
+from compress.model import architectures, load
 from compress.model.skeleton import Skeleton
 from compress.progress import note
 from compress.run.job import Job
@@ -54,7 +54,7 @@ def load_model(name: str, dtype: torch.dtype | str, device_map: Any, verify: boo
 def open_model(job: Job) -> Skeleton:
     """Open the original that a job names, of which only headers are read. Raises CheckpointError for one not usable.
 
-    Notes tell which of the files beside the weights are left out.
+    Notes tell which of the files beside the weights are left out, and what a class without a head is taken for.
     """
     checkpoint = open_checkpoint(of(job))
     paths.check_apart(job.out, *map(Path, locate(job)))
@@ -64,7 +64,7 @@ def open_model(job: Job) -> Skeleton:
     skeleton = Skeleton(checkpoint)
     skeleton.check_tensors()
     check_tokenizer(checkpoint.directory)
-    for remark in companions.notes(checkpoint):
+    for remark in (*companions.notes(checkpoint), *architectures.remarks(skeleton.config)):
         note(remark)
     return skeleton
 
