@@ -136,6 +136,7 @@ def check(recipe: Recipe) -> None:
     """Raise RecipeError for a recipe that does more than to round: that needs data, or the class of the model."""
     parts: dict[str, Any] = {"transform": recipe.transform, "tune": recipe.tune, "allocate": recipe.allocate}
     parts |= {"kv_cache": recipe.kv_cache, "experts": recipe.pruning, "towers": recipe.towers}
+    parts |= {"accept": recipe.accept}
     if wrong := [name for name, part in parts.items() if part]:
         raise RecipeError(f"recipe {recipe.name!r} has {wrong[0]}, which needs the class of the model; {ADVICE}")
     for each in (recipe.quantize, *(rule.scheme for rule in recipe.rules if rule.scheme is not None)):

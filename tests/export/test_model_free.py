@@ -206,6 +206,8 @@ def test_what_is_asked_for_counts(unknown: Path, tmp_path: Path) -> None:
     for name in ("int4", "kv4", "w8a8-smooth", "nvfp4"):
         with pytest.raises(RecipeError, match="--model-free"):
             rounded_linears.check(recipe.load(name))
+    with pytest.raises(RecipeError, match="has accept, which needs the class"):
+        rounded_linears.check(recipe.load("int8", ["accept.kl=0.1"]))
 
 
 def test_the_command(unknown: Path, tmp_path: Path) -> None:
