@@ -34,9 +34,10 @@ ADVICE = "give a scheme of --model-free, or a recipe that only rounds"
 NARROW = 64  # a matrix with fewer rows or columns is none of a large product
 GROUPS = (64, 32)  # columns that share a scale where the group of the scheme divides no row
 LOOKED_UP, HEAD, FURTHER_TOKENS = "a table that is looked up", "an output head", "a layer that predicts further tokens"
+BESIDE_TEXT = "beside the text model"
 KEPT = (  # what the name of a module has -> why it is kept
     (r"(^|\.)(mtp\w*|nextn\w*)\.", FURTHER_TOKENS),
-    (r"(^|\.)\w*(visual|vision|image|audio|speech|tower|multi_modal|merger)\w*\.", "beside the text model"),
+    (r"(^|\.)\w*(visual|vision|image|audio|speech|tower|multi_modal|merger)\w*\.", BESIDE_TEXT),
     (r"(^|\.)(\w*embed\w*|wte|wpe)(\.|$)", LOOKED_UP),
     (r"(^|\.)(output|score|classifier|pooler|head|\w*_head)$", HEAD),
     (r"(^|\.)\w*router\w*(\.|$)|(^|\.)(gate|\w*expert_gate|wg)$", "it chooses experts"),
@@ -213,8 +214,9 @@ def _reason_of_shape(module: str, stored: Readable, config: Mapping[str, Any]) -
 
 
 def _size(config: Mapping[str, Any], key: str) -> int | None:
-    """Return a size that a configuration names, or one of its sections."""
-    sections = (config, *(section for section in config.values() if isinstance(section, dict)))
+    """Return a size that a configuration names, or one of its sections, but none of a part beside the text model."""
+    inner = [(name, part) for name, part in config.items() if isinstance(part, dict)]
+    sections = (config, *(part for name, part in inner if reason_of_name(f"{name}.") != BESIDE_TEXT))
     return next((section[key] for section in sections if type(section.get(key)) is int), None)
 
 

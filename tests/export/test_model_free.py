@@ -110,7 +110,8 @@ def unknown(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "auto_map": {"a": "b"},
     }
     sizes = {"hidden_size": HIDDEN, "num_hidden_layers": 3, "vocab_size": TOKENS}
-    (folder / "config.json").write_text(json.dumps({**config, "text_config": sizes}))
+    beside = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": HIDDEN}  # none of which is the text model's
+    (folder / "config.json").write_text(json.dumps({**config, "audio_config": beside, "text_config": sizes}))
     (folder / "tokenizer_config.json").write_text("{}")
     (folder / "modeling.py").write_text("raise RuntimeError")
     return folder
