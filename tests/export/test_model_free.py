@@ -218,6 +218,8 @@ def test_the_command(unknown: Path, tmp_path: Path) -> None:
     result = cli("quantize", str(unknown), "--model-free", "int4", "--out", str(out))
     assert result.code == 0 and "no Hessian" in result.out and "chooses experts" in result.out
     assert cli("quantize", str(unknown), "--model-free", "int4", "--seed", "2").code == 2
+    named = cli("quantize", str(unknown), "--model-free", "fp8", "--export", "modelopt", "--dry-run")
+    assert named.code == 0 and "modelopt, not written" in named.out
     assert cli("quantize", str(unknown), "--model-free", "int4", "--out", str(out)).code == 1  # it is there
 
 
