@@ -23,7 +23,7 @@ from compress.errors import ExportError, UnsupportedModelError
 from compress.export import convert, rounded_linears
 from compress.export.rounded_linears import EXPERT, NUMBER, RoundedWeight
 from compress.export.source import PackedSource
-from compress.importers import companions, open_checkpoint
+from compress.importers import companions
 from compress.importers.source import CheckpointSource
 from compress.process_memory import show
 from compress.progress import Progress, note, silent
@@ -114,7 +114,7 @@ def quantize(job: Job, dry_run: bool = False, progress: Progress = silent) -> Ro
         raise ExportError(
             f"--model-free writes {' or '.join(TARGETS)}, not {target}; other formats need the model's class"
         )
-    checkpoint = open_checkpoint(source.of(job))
+    checkpoint = source.open_original(job)
     for remark in companions.notes(checkpoint):
         note(remark)
     ruled, kept = _open(checkpoint, run)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from compress import api, formats, importers, recipe
-from compress.errors import ExportError, NumericalError, RecipeError, UnsupportedModelError
+from compress.errors import CheckpointError, ExportError, NumericalError, RecipeError, UnsupportedModelError
 from compress.export import rounded_linears
 from compress.export.model_free import TARGETS, RoundedCheckpoint
 from compress.quant import grid_rtn, rtn
@@ -207,6 +207,13 @@ def test_what_is_asked_for_counts(unknown: Path, tmp_path: Path) -> None:
     for name in ("int4", "kv4", "w8a8-smooth", "nvfp4"):
         with pytest.raises(RecipeError, match="--model-free"):
             rounded_linears.check(recipe.load(name))
+    packed = tmp_path / "packed"
+    run(unknown, "int8", packed, "ignore=['*.experts.*']")
+    config = json.loads((packed / "config.json").read_text())
+    ours = {"quant_method": "compress", "version": 1}
+    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": ours}))
+    with pytest.raises(CheckpointError, match="already quantized"):
+        run(packed, "int4", tmp_path / "again", dry_run=True)
     with pytest.raises(RecipeError, match="has accept, which needs the class"):
         rounded_linears.check(recipe.load("int8", ["accept.kl=0.1"]))
 
