@@ -158,6 +158,9 @@ def _open(checkpoint: Checkpoint, run: rounded_linears.Run) -> tuple[RuledSource
             f"{torn[0]} is kept ({kept[torn[0]]}) and lies in one tensor with weights that are packed; keep all of "
             "them, or none"
         )
+    shapes = {name: matrices[name].shape for name in chosen}
+    chosen, reason = rounded_linears.settle_zero_points(chosen, shapes, scale_dtype)
+    dropped = () if reason is None else (f"weights have no zero points: {reason}",)
     for name in chosen:
         matrix = matrices[name]
         run.sharing.setdefault((name.rpartition(".")[0], matrix.shape[1]), []).append(matrix)
@@ -174,7 +177,7 @@ def _open(checkpoint: Checkpoint, run: rounded_linears.Run) -> tuple[RuledSource
     )
     plain = {name: stored for name, stored in checkpoint.tensors.items() if name not in taken}
     config = source.without_code(checkpoint.config)
-    return RuledSource(checkpoint.directory, config, packed, plain, model_dtype), kept
+    return RuledSource(checkpoint.directory, config, packed, plain, model_dtype, dropped=dropped), kept
 
 
 def _has_whole_blocks(stored: Stored, matrix: rounded_linears.Matrix) -> bool:

@@ -175,7 +175,7 @@ def test_an_unknown_family(unknown: Path, scheme: str, target: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("scheme", "settings"),
-    [("int8", ()), ("int4", ()), ("int4", ("symmetric=false", "group_size=64")), ("fp8", ()), ("fp8-block", ())],
+    [("int8", ()), ("int4", ()), ("int4", ("symmetric=true", "group_size=64")), ("fp8", ()), ("fp8-block", ())],
 )
 def test_a_known_model_loads_in_transformers(scheme: str, settings: tuple[str, ...], tmp_path: Path) -> None:
     """Its weights are those that our importer decodes, but for scales of FP8, which it reads into 16 bits."""
@@ -192,6 +192,24 @@ def test_a_known_model_loads_in_transformers(scheme: str, settings: tuple[str, .
     for name, parameter in compared.items():
         bound = 2**-7 if scheme.startswith("fp8") else 0.0
         torch.testing.assert_close(parameter.float(), ours[name].read().float(), rtol=bound, atol=0.0)
+
+
+def test_zero_points_where_readers_open_them(unknown: Path, tmp_path: Path) -> None:
+    """All weights are alike, or have none."""
+    sizes = {"hidden_size": 192, "head_dim": 64, "intermediate_size": 256}
+    model = save_pico("llama", tmp_path / "model", dtype=torch.bfloat16, changes=sizes)
+    assert not any("zero points" in note for note in run(model, "int4", tmp_path / "out").notes)
+    (group,) = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"][
+        "config_groups"
+    ].values()
+    assert (group["weights"]["symmetric"], group["weights"]["group_size"]) == (False, 64)
+    eight = "rules=[{match: '*down_proj', bits: 8}]"
+    cases = [(unknown, "int4", "", "an expert"), (model, "int4", eight, "alike")]
+    odd = save_pico("llama", tmp_path / "odd", dtype=torch.bfloat16, changes={**sizes, "intermediate_size": 160})
+    cases += [(odd, "int4", "", "down_proj has groups of 32"), (odd, "int8", "symmetric=false", "")]
+    for source, scheme, setting, words in cases:
+        notes = run(source, scheme, tmp_path / "none", *filter(None, [setting]), dry_run=True).notes
+        assert [words in note for note in notes if "zero points" in note] == ([True] if words else [])
 
 
 def test_what_is_asked_for_counts(unknown: Path, tmp_path: Path) -> None:
