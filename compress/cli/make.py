@@ -39,7 +39,7 @@ def quantize(
             "--model-free",
             metavar="SCHEME",
             help="Round each weight by itself, of a model that transformers need not know, for engines: int8, int4, "
-            "fp8, fp8-block, nvfp4, mxfp4, or a recipe that only rounds. --set export=modelopt: in its layout.",
+            "fp8, fp8-block, nvfp4, mxfp4, or a recipe that only rounds. --export modelopt: in its layout.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,

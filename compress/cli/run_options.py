@@ -42,7 +42,7 @@ DEFAULT_RECIPE = "trellis4bit"
 CALIBRATION_RECIPE = "int8"  # only its calibration settings count
 ALLOCATING_RECIPE = "mixed3bit"  # the default of the commands that need something to allocate
 GOAL = ("target", "context", "max_kl")
-DATA_FREE = ("out", "adapter", "overrides", "device", "overwrite", "allow_partial")  # options without calibration
+DATA_FREE = ("out", "adapter", "overrides", "device", "overwrite", "allow_partial", "export")  # those without text
 OUTPUT = ("out", "overwrite", "restart", "base_model", "work")
 REQUIRED = inspect.Parameter.empty
 

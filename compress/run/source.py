@@ -32,7 +32,7 @@ from compress.model.skeleton import Skeleton
 from compress.progress import note
 from compress.run.job import Job
 from compress.storage import manifest, paths
-from compress.storage.checkpoint import read_json, write_text
+from compress.storage.checkpoint import Checkpoint, read_json, write_text
 
 
 def of(job: Job) -> Path:
@@ -51,16 +51,22 @@ def load_model(name: str, dtype: torch.dtype | str, device_map: Any, verify: boo
     return load.load_model(resolve(name), dtype, device_map=device_map, verify=verify, tasks=None)
 
 
-def open_model(job: Job) -> Skeleton:
-    """Open the original that a job names, of which only headers are read. Raises CheckpointError for one not usable.
-
-    Notes tell which of the files beside the weights are left out, and what a class without a head is taken for.
-    """
+def open_original(job: Job) -> Checkpoint:
+    """Open the checkpoint that a job names; CheckpointError for one of ours, OutputError for an output in its place."""
     checkpoint = open_checkpoint(of(job))
     paths.check_apart(job.out, *map(Path, locate(job)))
     if packed := checkpoint.config.get("quantization_config"):
         method = packed.get("quant_method") if isinstance(packed, dict) else packed
         raise CheckpointError(f"{job.model} is already quantized ({method}); give the original checkpoint")
+    return checkpoint
+
+
+def open_model(job: Job) -> Skeleton:
+    """Open the original that a job names, of which only headers are read. Raises CheckpointError for one not usable.
+
+    Notes tell which of the files beside the weights are left out, and what a class without a head is taken for.
+    """
+    checkpoint = open_original(job)
     skeleton = Skeleton(checkpoint)
     skeleton.check_tensors()
     check_tokenizer(checkpoint.directory)
