@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import wave
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,16 +44,18 @@ def of_text(text: Calibration, directory: Path, say: Say) -> Calibration:
 
 def of_sound(folder: Path, directory: Path, samples: int, seed: int, say: Say) -> Calibration:
     """Return features of the .wav files in a folder with what the model in the directory writes of each piece."""
-    features = read_sound(folder, directory)
-    chosen = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))[:samples]
+    extractor = load.load_feature_extractor(directory)
+    count = sum(1 for _ in _pieces(folder, extractor.sampling_rate, extractor.n_samples))
+    chosen = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:samples]
+    features = read_sound(folder, directory, chosen.tolist())
     model = load.load_model(directory, tasks=WRITERS)
-    written = write(model, features[chosen], say=say)
+    written = write(model, features, say=say)
     length = min(max(map(len, written)), model.config.max_target_positions)
     rows = [each.repeat(-(-length // len(each)))[:length] for each in written]
-    available = len(features) * inputs.frames(model.config) // 2
+    available = count * inputs.frames(model.config) // 2
     bare = Calibration(torch.empty(0), folder.name, "", available)
     note = "The decoder reads what the model itself writes of each piece of sound, again and again."
-    return _with_pairs(bare, features[chosen], torch.stack(rows), note)
+    return _with_pairs(bare, features, torch.stack(rows), note)
 
 
 def _with_pairs(text: Calibration, read: Tensor, tokens: Tensor, note: str) -> Calibration:
@@ -89,15 +91,18 @@ def write(model: Any, read: Tensor, most: int | None = None, say: Say = lambda d
     return written
 
 
-def read_sound(folder: Path, directory: Path) -> Tensor:
-    """Return features float32 [pieces, bins, frames] of all .wav files in a folder, in the order of their names.
+def read_sound(folder: Path, directory: Path, chosen: Collection[int] | None = None) -> Tensor:
+    """Return features float32 [pieces, bins, frames] of the .wav files in a folder, in the order of their names.
 
-    directory: of the model whose feature extractor makes them. CalibrationError for a folder or a file that cannot be
-    used.
+    directory: of the model whose feature extractor makes them. chosen: numbers of pieces; None: all. CalibrationError
+    for a folder or a file that cannot be used.
     """
     extractor = load.load_feature_extractor(directory)
-    pieces = list(_pieces(folder, extractor.sampling_rate, extractor.n_samples))
-    made = [extractor(piece.numpy(), sampling_rate=extractor.sampling_rate, return_tensors="pt") for piece in pieces]
+    pieces = enumerate(_pieces(folder, extractor.sampling_rate, extractor.n_samples))
+    own = (piece.numpy() for number, piece in pieces if chosen is None or number in chosen)
+    made = [extractor(each, sampling_rate=extractor.sampling_rate, return_tensors="pt") for each in own]
+    if not made:
+        raise CalibrationError(f"{folder} has no .wav file of {SHORTEST} seconds or more; give longer ones")
     return torch.cat([each["input_features"] for each in made])
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from compress import ranks
+from compress.calib.stats import undo_shrinking
 from compress.model import gguf_names
 from compress.numerics.linalg import full_float32
 from compress.progress import Progress
@@ -77,10 +78,10 @@ class _Inputs:
         return own
 
     def add(self, task: LinearTask, result: Quantized, seconds: float) -> None:
-        """Keep the diagonal of the Hessian of a linear's input."""
+        """Keep the sums of squares of a linear's input."""
         stats = task.statistics.stats
         assert stats is not None
-        self.squares[task.layer.spec.name] = InputSquares(stats.hessian.diagonal().cpu().clone(), stats.count)
+        self.squares[task.layer.spec.name] = InputSquares(undo_shrinking(stats).cpu(), stats.count)
 
     def finish(self, index: int, block: nn.Module, notes: list[str]) -> None:
         """Store nothing."""

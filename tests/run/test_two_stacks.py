@@ -189,6 +189,14 @@ def test_what_does_not_fit_is_one_line(
     assert words in str(raised.value) and "\n" not in str(raised.value)
 
 
+def test_features_are_made_of_the_chosen_pieces_alone(made: Any, tmp_path: Path) -> None:
+    model = made("whisper")
+    whole = pairs.read_sound(Path(calib(model)), model)
+    assert torch.equal(pairs.read_sound(Path(calib(model)), model, [1, 4]), whole[[1, 4]])
+    with pytest.raises(CompressError, match="no .wav file of 0.1 seconds or more"):
+        pairs.read_sound(two_stacks.tones(tmp_path / "short", 1, 0.05), model)
+
+
 def test_edits() -> None:
     assert writers.edits("kitten", "sitting") == 3 and writers.edits("", "ab") == 2 and writers.edits("ab", "") == 2
     assert writers.word_error([["a", "b"], ["c"]], [["a"], ["c", "d"]]) == pytest.approx(2 / 3)
