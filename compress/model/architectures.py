@@ -141,7 +141,7 @@ def _with_table(config: PretrainedConfig) -> Any:
     Some language models whose output head is their table of embeddings are published so. States are what is used of a
     model that reads in both directions, and of one with a list of layers that make embeddings.
     """
-    is_listed = bool(config.name_or_path) and (Path(config.name_or_path) / MODULES).is_file()
+    is_listed = config.name_or_path is not None and (Path(config.name_or_path) / MODULES).is_file()
     if is_listed or not config.tie_word_embeddings or getattr(config, "use_bidirectional_attention", None) is True:
         return None
     if config.is_encoder_decoder:
