@@ -198,7 +198,7 @@ def test_scores_of_an_embedding_model(packed: Callable[..., Packed]) -> None:
 
 
 def test_scores_of_a_reranker(packed: Callable[..., Packed]) -> None:
-    scores = compare(packed("BertForSequenceClassification"))
+    scores = compare(packed("BertForSequenceClassification", INT8))
     assert scores.kendall_tau is not None and 0.8 < scores.kendall_tau < 1
     assert scores.score_difference is not None and 0 < scores.score_difference < 0.5
 

@@ -63,7 +63,7 @@ def states(model: Any) -> Tensor:
     return out.decoder_hidden_states[-1].flatten(0, 1)
 
 
-def repeated(*values: str) -> Any:
+def repeated(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -132,7 +132,7 @@ def test_keys_and_values_are_calibrated_on_the_encoder(made: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "opener"), [("flan_t5", AutoModelForSeq2SeqLM), ("whisper", WhisperForConditionalGeneration)]
+    ("kind", "opener"), [("flan_t5", AutoModelForSeq2SeqLM), repeated("whisper", WhisperForConditionalGeneration)]
 )
 def test_it_loads_by_its_own_class_and_writes(kind: str, opener: Any, made: Any, tmp_path: Path) -> None:
     quantize(made(kind), "int8", tmp_path / "out")
