@@ -152,9 +152,10 @@ def evaluate(
 
         execution = evaluation.Execution(dtype, device_named(device), bos=bos)
         against = None if base is None else resolve(base, adapter)
-        directory, lengths = resolve(model, adapter if base is None else None), (seq_len or 512, max_tokens or 131_072)
+        directory = resolve(model, adapter if base is None else None)
         if (scorer := writers.scorer(directory)) is not None:
             return _run_beside(scorer, directory, text, against, caches, (seq_len, max_tokens, execution), as_json)
+        lengths = seq_len or 512, max_tokens or 131_072
         note_prefix(directory, bos)
         with tables.progress_bar() as progress:
             if caches is None:
