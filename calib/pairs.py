@@ -36,7 +36,7 @@ Say = Callable[[int, int], None]
 def of_text(text: Calibration, directory: Path, say: Say) -> Calibration:
     """Return the windows of a text with what the model in the directory writes of each; `say`: windows done, in all."""
     windows = text.tokens
-    written = write(load.load_model(directory, tasks=WRITERS), windows, max(1, windows.shape[1] // WRITTEN_SHARE), say)
+    written = write(load.load_model(directory, tasks=WRITERS), windows, say=say)
     rows = [torch.cat((each, window))[: windows.shape[1]] for each, window in zip(written, windows, strict=True)]
     note = "The decoder reads what the model itself writes of each window, and behind that the window."
     return _with_pairs(text, windows, torch.stack(rows), note)
@@ -49,8 +49,7 @@ def of_sound(folder: Path, directory: Path, samples: int, seed: int, say: Say) -
     chosen = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:samples]
     features = read_sound(folder, directory, chosen.tolist())
     model = load.load_model(directory, tasks=WRITERS)
-    most = min(TRANSCRIPT_LENGTH, model.config.max_target_positions // 2)  # Whisper begins with several tokens
-    written = write(model, features, most, say)
+    written = write(model, features, say=say)
     length = min(max(map(len, written)), model.config.max_target_positions)
     rows = [each.repeat(-(-length // len(each)))[:length] for each in written]
     available = count * inputs.frames(model.config) // 2
@@ -67,12 +66,15 @@ def _with_pairs(text: Calibration, read: Tensor, tokens: Tensor, note: str) -> C
 
 
 @torch.no_grad()
-def write(model: Any, read: Tensor, most: int, say: Say = lambda done, total: None) -> list[Tensor]:
+def write(model: Any, read: Tensor, most: int | None = None, say: Say = lambda done, total: None) -> list[Tensor]:
     """Return what a model of two stacks writes of each sample, its likeliest token each time: int64 [tokens].
 
-    read: token ids [samples, tokens] or features [samples, bins, frames]. most: tokens at most. What begins and ends an
-    output is part of it.
+    read: token ids [samples, tokens] or features [samples, bins, frames]. most: tokens at most; None: a
+    share of the window, or TRANSCRIPT_LENGTH. What begins and ends an output is part of it.
     """
+    if most is None and inputs.reads_sound(model.config):
+        most = min(TRANSCRIPT_LENGTH, model.config.max_target_positions // 2)  # Whisper begins with several tokens
+    most = most or max(1, read.shape[1] // WRITTEN_SHARE)
     written: list[Tensor] = []
     ends = model.generation_config.eos_token_id
     ends = torch.tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends])

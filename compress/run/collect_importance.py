@@ -15,14 +15,14 @@ from compress.model import gguf_names
 from compress.numerics.linalg import full_float32
 from compress.progress import Progress
 from compress.recipe import Recipe
-from compress.run import calibration_text, predict, prepare
+from compress.run import calibration_text, importance_matrix, predict, prepare
 from compress.run.importance_matrix import ImportanceMatrix, InputSquares
 from compress.run.job import Job
 from compress.run.loop import BlockLoop
 from compress.run.quantize_linear import LinearTask
 from compress.types import PackedWeight, Quantized, Scheme, Stored
 
-NOTHING = PackedWeight(Stored("dense", None), {}, (0, 0))  # in the place of weights that are not quantized
+NO_WEIGHT = PackedWeight(Stored("dense", None), {}, (0, 0))  # stands for a weight that is not quantized
 
 
 def collect(job: Job, progress: Progress) -> ImportanceMatrix:
@@ -38,7 +38,7 @@ def collect(job: Job, progress: Progress) -> ImportanceMatrix:
         options = predict.one_option_each(prepared)
         loop = BlockLoop(job, prepared, options, text.tokens, Path(folder), progress, every=True)
         blocks = _Inputs()
-        loop.quantize = lambda task, _: Quantized(NOTHING)
+        loop.quantize = lambda task, _: Quantized(NO_WEIGHT)
         loop.run(blocks)
     named: dict[str, dict[int, InputSquares]] = {}
     unnamed = []
@@ -50,6 +50,13 @@ def collect(job: Job, progress: Progress) -> ImportanceMatrix:
             named.setdefault(place[0], {})[place[1]] = squares
     source = str(job.calib or "written by the model itself")
     return ImportanceMatrix(named, source, len(text.tokens), prepared.seq_len, tuple(unnamed))
+
+
+def write(job: Job, progress: Progress) -> ImportanceMatrix:
+    """Return the importance matrix as `collect`, and write it as the file `job.out`."""
+    matrix = collect(job, progress)
+    importance_matrix.write(matrix, job.out)
+    return matrix
 
 
 class _Inputs:

@@ -7,16 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from compress import api, importers
 from compress.errors import ExportError
 from compress.export import convert
 from compress.export.source import open_source
-from compress.importers import gguf_points
+from compress.importers import gguf_header, gguf_points
+from compress.importers.gguf import values
 from compress.model.gguf_names import write_directory
 from helpers.engines import SUPER_BLOCKS, packed, tokenizer
+from helpers.gguf_models import MODELS
 from helpers.grids import set_tensor_scales
-from helpers.pico import save_pico
+from helpers.pico import of_type, save, save_pico
 from helpers.runs import KEEP_TABLES, SMALL, Setup, job
 
 gguf = pytest.importorskip("gguf")
@@ -54,6 +57,25 @@ def test_fp4(kind: str, tmp_path: Path) -> None:
     checkpoint = packed("llama", tmp_path, (*KEEP_TABLES, f"quantize={{method: grid_rtn, type: {kind}}}"))
     set_tensor_scales(checkpoint, {"": 2.0**-11, "down_proj": 2.0**-12})
     assert_equal(checkpoint, tmp_path, kind.upper())
+
+
+def test_scales_of_experts_are_times_those_of_the_model(tmp_path: Path) -> None:
+    """Both have the one tensor ffn_down_exps.scale of a Gemma 4 model."""
+    kind, settings = MODELS["gemma4_moe"]
+    model = save(of_type(kind, {**settings, "intermediate_size": 192}), tmp_path / "model")
+    tokenizer().save_pretrained(model)
+    stored = load_file(model / "model.safetensors")
+    scales = {name: torch.tensor([0.5, 1.25, 2.0, 3.0]) for name in stored if name.endswith(".per_expert_scale")}
+    save_file(stored | scales, model / "model.safetensors", {"format": "pt"})
+    settings_of_run = (*KEEP_TABLES, "quantize={method: grid_rtn, type: nvfp4}")
+    api.quantize(job(model, Setup("int8", settings_of_run), tmp_path / "packed"))
+    convert.export(tmp_path / "packed", "gguf", tmp_path / "model.gguf")
+    read = gguf_header.read_all(tmp_path / "model.gguf").tensors["blk.1.ffn_down_exps.weight"]
+    experts = [w for w in open_source(tmp_path / "packed").packed if ".layers.1." in w.name and w.is_expert]
+    down = torch.stack([w.dense(torch.float32) for w in experts if w.name.endswith("down_proj")])
+    assert read.factor is not None
+    expected = down * scales["model.layers.1.router.per_expert_scale"].view(-1, 1, 1)
+    assert torch.allclose(values(read), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,6 @@ LEFT_OUT = {
     "original/params.json": "other copies of weights",
     "custom_generate/generate.py": "code, which is not run",
     "modeling_x.py": "code, which is not run",
-    "modules.json": "what makes embeddings of the model's outputs",
-    "1_Pooling/config.json": "what makes embeddings of the model's outputs",
     "kv_cache_scales.json": "scales of another tool's cache",
     "additional_chat_templates/tools.jinja": "more chat templates",
     "adapter_model.bin": "an adapter without its settings",

@@ -63,17 +63,22 @@ def states(model: Any) -> Tensor:
     return out.decoder_hidden_states[-1].flatten(0, 1)
 
 
+def repeated(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *((kind, "int4") for kind in two_stacks.KINDS if kind not in ("mt5", "mbart")),
-        *((kind, "int8") for kind in ("t5", "bart", "whisper")),
-        ("bart", "trellis4bit"),
+        *(("t5", "int4"), ("whisper", "int4")),
+        *(repeated(kind, "int4") for kind in two_stacks.KINDS if kind not in ("t5", "mt5", "mbart", "whisper")),
+        *(repeated(kind, "int8") for kind in ("t5", "bart", "whisper")),
+        repeated("bart", "trellis4bit"),
     ],
 )
 def test_it_is_packed_whole_and_stays_near(kind: str, name: str, made: Any, tmp_path: Path) -> None:
     report = quantize(made(kind), name, tmp_path / "out")
-    assert report["kept"] == {}
+    assert all(name.endswith("embed_positions") for name in report["kept"]), report["kept"]
     base, model = (load.load_model(each, tasks=None) for each in (made(kind), tmp_path / "out"))
     cosine = torch.nn.functional.cosine_similarity(states(base), states(model), dim=-1).mean()
     assert cosine >= LEAST[name], cosine

@@ -89,7 +89,8 @@ def entries(export: Export, model: Model) -> dict[str, GgufEntry]:
     made = {name: _entry(export, name, parts) for name, parts in sources.items()}
     for name, parts in sources.items():
         if made[name].type == gguf_points.NVFP4:
-            made[f"{name.removesuffix('.weight')}.scale"] = _tensor_scales(parts)
+            scale = f"{name.removesuffix('.weight')}.scale"
+            made[scale] = _tensor_scales(scale, parts, made.get(scale))
     if model.divisors:
         made[FREQUENCIES] = GgufEntry(
             PLAIN[torch.float32], (len(model.divisors),), [partial(torch.tensor, model.divisors)]
@@ -113,11 +114,18 @@ def _entry(export: Export, name: str, parts: dict[int | None, Readable | StoredW
     return made if None in parts else GgufEntry(made.type, (len(ordered), *made.shape), made.parts)
 
 
-def _tensor_scales(parts: dict[int | None, Readable | StoredWeight]) -> GgufEntry:
-    """Return the tensor scale of a weight, or of each expert of a layer."""
+def _tensor_scales(name: str, parts: dict[int | None, Readable | StoredWeight], own: GgufEntry | None) -> GgufEntry:
+    """Return the tensor scale of a weight, or of each expert of a layer, times that which the model itself has."""
     ordered = [parts[expert] for expert in sorted(parts, key=lambda expert: expert or 0)]
     stored = [part.tensors["tensor_scale"] for part in ordered if isinstance(part, StoredWeight) and part.tensors]
-    return GgufEntry(PLAIN[torch.float32], (len(ordered),), [scale.read for scale in stored])
+    if own is not None and own.shape != (len(ordered),):
+        raise ExportError(f"{name} is a tensor of the model already, of another shape; leave its weight unquantized")
+
+    def read() -> Tensor:
+        scales = torch.cat([scale.read().reshape(1) for scale in stored])
+        return scales if own is None else scales * own.read().view(torch.float32)
+
+    return GgufEntry(PLAIN[torch.float32], (len(ordered),), [read])
 
 
 def check_experts(weights: Iterable[ExportWeight], model: Model) -> None:
