@@ -253,6 +253,8 @@ class RunOptions:
             given = given.with_suffix("")
         self._check_folders(writes, given)
         named = self.named_recipe
+        if named != self.recipe:
+            note(f"recipe: {named}, that of --export {self.export} in the place of {self.recipe}, the default")
         note(recipes.ambiguous(named))
         recipe = recipes.load(named, overrides)
         if self.quick and recipe.quantize.two_sided and not any("two_sided" in each for each in self.overrides or ()):
