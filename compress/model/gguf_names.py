@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 
+from compress import process_memory
 from compress.errors import CheckpointError, UnsupportedModelError, first_line, shown
 from compress.importers import gguf_blocks, gguf_header
 from compress.importers.gguf import MAP, check_metadata, check_sizes, values
@@ -66,6 +67,7 @@ def write_directory(file: Path, directory: Path) -> None:
     write_text(directory / CONFIG, json.dumps(facts, indent=2) + "\n")
     made_of = {"file": file.name, "settings": settings, "weights": weights, "unused": unused}
     write_text(directory / MAP, json.dumps(made_of))
+    process_memory.trim()  # a vocabulary takes several hundred bytes a token while it is read
 
 
 def place_of(skeleton: Skeleton, linear: str) -> tuple[str, int] | None:

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from compress import process_memory
 from compress.errors import CheckpointError, first_line
 from compress.importers import companions, gguf_header, lora, open_checkpoint
 from compress.model import architectures, load
@@ -126,7 +125,6 @@ def _make_directory(
         for part in gguf_header.split_files(file):
             (directory / part.name).symlink_to(part)
         gguf_names.write_directory(file, directory)
-        process_memory.trim()  # a vocabulary takes several hundred bytes a token while it is read
     if dtype is not None:
         config = _with_dtype(read_json(directory / paths.CONFIG), dtype)
         (directory / paths.CONFIG).unlink()  # a link to the file of the checkpoint
