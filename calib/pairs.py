@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import wave
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ Say = Callable[[int, int], None]
 def of_text(text: Calibration, directory: Path, say: Say) -> Calibration:
     """Return the windows of a text with what the model in the directory writes of each; `say`: windows done, in all."""
     windows = text.tokens
-    written = write(load.load_model(directory, tasks=WRITERS), windows, max(1, windows.shape[1] // WRITTEN_SHARE), say)
+    written = write(load.load_model(directory, tasks=WRITERS), windows, say=say)
     rows = [torch.cat((each, window))[: windows.shape[1]] for each, window in zip(written, windows, strict=True)]
     note = "The decoder reads what the model itself writes of each window, and behind that the window."
     return _with_pairs(text, windows, torch.stack(rows), note)
@@ -44,17 +44,18 @@ def of_text(text: Calibration, directory: Path, say: Say) -> Calibration:
 
 def of_sound(folder: Path, directory: Path, samples: int, seed: int, say: Say) -> Calibration:
     """Return features of the .wav files in a folder with what the model in the directory writes of each piece."""
-    features = read_sound(folder, directory)
-    chosen = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))[:samples]
+    extractor = load.load_feature_extractor(directory)
+    count = sum(1 for _ in _pieces(folder, extractor.sampling_rate, extractor.n_samples))
+    chosen = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:samples]
+    features = read_sound(folder, directory, chosen.tolist())
     model = load.load_model(directory, tasks=WRITERS)
-    most = min(TRANSCRIPT_LENGTH, model.config.max_target_positions // 2)  # Whisper begins with several tokens
-    written = write(model, features[chosen], most, say)
+    written = write(model, features, say=say)
     length = min(max(map(len, written)), model.config.max_target_positions)
     rows = [each.repeat(-(-length // len(each)))[:length] for each in written]
-    available = len(features) * inputs.frames(model.config) // 2
+    available = count * inputs.frames(model.config) // 2
     bare = Calibration(torch.empty(0), folder.name, "", available)
     note = "The decoder reads what the model itself writes of each piece of sound, again and again."
-    return _with_pairs(bare, features[chosen], torch.stack(rows), note)
+    return _with_pairs(bare, features, torch.stack(rows), note)
 
 
 def _with_pairs(text: Calibration, read: Tensor, tokens: Tensor, note: str) -> Calibration:
@@ -65,12 +66,15 @@ def _with_pairs(text: Calibration, read: Tensor, tokens: Tensor, note: str) -> C
 
 
 @torch.no_grad()
-def write(model: Any, read: Tensor, most: int, say: Say = lambda done, total: None) -> list[Tensor]:
+def write(model: Any, read: Tensor, most: int | None = None, say: Say = lambda done, total: None) -> list[Tensor]:
     """Return what a model of two stacks writes of each sample, its likeliest token each time: int64 [tokens].
 
-    read: token ids [samples, tokens] or features [samples, bins, frames]. most: tokens at most. What begins and ends an
-    output is part of it.
+    read: token ids [samples, tokens] or features [samples, bins, frames]. most: tokens at most; None: a
+    share of the window, or TRANSCRIPT_LENGTH. What begins and ends an output is part of it.
     """
+    if most is None and inputs.reads_sound(model.config):
+        most = min(TRANSCRIPT_LENGTH, model.config.max_target_positions // 2)  # Whisper begins with several tokens
+    most = most or max(1, read.shape[1] // WRITTEN_SHARE)
     written: list[Tensor] = []
     ends = model.generation_config.eos_token_id
     ends = torch.tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends])
@@ -87,15 +91,18 @@ def write(model: Any, read: Tensor, most: int, say: Say = lambda done, total: No
     return written
 
 
-def read_sound(folder: Path, directory: Path) -> Tensor:
-    """Return features float32 [pieces, bins, frames] of all .wav files in a folder, in the order of their names.
+def read_sound(folder: Path, directory: Path, chosen: Collection[int] | None = None) -> Tensor:
+    """Return features float32 [pieces, bins, frames] of the .wav files in a folder, in the order of their names.
 
-    directory: of the model whose feature extractor makes them. CalibrationError for a folder or a file that cannot be
-    used.
+    directory: of the model whose feature extractor makes them. chosen: numbers of pieces; None: all. CalibrationError
+    for a folder or a file that cannot be used.
     """
     extractor = load.load_feature_extractor(directory)
-    pieces = list(_pieces(folder, extractor.sampling_rate, extractor.n_samples))
-    made = [extractor(piece.numpy(), sampling_rate=extractor.sampling_rate, return_tensors="pt") for piece in pieces]
+    pieces = enumerate(_pieces(folder, extractor.sampling_rate, extractor.n_samples))
+    own = (piece.numpy() for number, piece in pieces if chosen is None or number in chosen)
+    made = [extractor(each, sampling_rate=extractor.sampling_rate, return_tensors="pt") for each in own]
+    if not made:
+        raise CalibrationError(f"{folder} has no .wav file of {SHORTEST} seconds or more; give longer ones")
     return torch.cat([each["input_features"] for each in made])
 
 

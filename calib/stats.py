@@ -278,6 +278,13 @@ def shrink(stats: Stats) -> tuple[Stats, str | None]:
     )
 
 
+def undo_shrinking(stats: Stats) -> Tensor:
+    """Return the diagonal [columns] of a Hessian as it was before `shrink`: sums of squares."""
+    diagonal = stats.hessian.diagonal().clone()
+    share = max(0.0, 1 - stats.count / len(diagonal)) if stats.count else 0.0
+    return diagonal.sub_(share / (1 + share) * diagonal.mean()).clamp_(min=0)
+
+
 class Summed(HasGrids, Protocol):
     """What takes the inputs of a linear."""
 

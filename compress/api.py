@@ -136,8 +136,6 @@ def load(
     from_pretrained. Raises CheckpointError for weights that are missing, and for files that are damaged or not those
     that were written.
     """
-    from compress.model.load import load_model
-    from compress.run.source import resolve
+    from compress.run import source
 
-    path = resolve(os.fspath(directory))
-    return load_model(path, dtype, device_map=device_map, verify=verify, tasks=None)
+    return source.load_model(os.fspath(directory), dtype, device_map, verify)

@@ -156,11 +156,9 @@ def _write_base(model: Path, out: Path) -> dict[str, str]:
     if described.divisors:
         raise SystemExit(f"{model}: rotary frequencies with divisors are not written here")
     for name, tensor in tensors.items():
-        order = described.rows(names[name], tensor.shape[0])
-        values = tensor.float() if order is None else tensor.float()[order]
+        values = _edit(described, name, tensor.float())
         if tensor.ndim == 1:
-            offset = described.norm_offset if name.endswith("norm.weight") else 0.0
-            writer.add_tensor(names[name], (values + offset).numpy())
+            writer.add_tensor(names[name], values.numpy())
         else:
             bits = values.to(torch.bfloat16).view(torch.uint8).numpy()
             writer.add_tensor(names[name], bits, raw_dtype=gguf.GGMLQuantizationType.BF16)
@@ -169,6 +167,15 @@ def _write_base(model: Path, out: Path) -> dict[str, str]:
     writer.write_tensors_to_file()
     writer.close()
     return names
+
+
+def _edit(described: Any, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of the source with the rows and values that it has in the file."""
+    from compress.importers.source import Decoded
+
+    source = Decoded(name, tensor.dtype, tuple(tensor.shape), (), lambda start, stop: tensor[start:stop], len(tensor))
+    (edited,) = described.edit({name: source}).values()
+    return edited.read()
 
 
 def stored_bytes(packed: Path, model: Path) -> dict[str, int]:
@@ -193,9 +200,7 @@ def restore(packed: Path, model: Path) -> dict[str, Tensor]:
     for name, shape in read_shapes(model).items():
         tensor = read[described.place(name)[0]]
         values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy()).float().reshape(shape)
-        order = described.rows(described.place(name)[0], shape[0])
-        if order is not None:
-            values = torch.empty_like(values).index_copy_(0, order, values)
-        offset = described.norm_offset if name.endswith("norm.weight") else 0.0
-        stored[name] = values - offset
+        offset = _edit(described, name, torch.zeros(len(values), *[1] * (values.ndim - 1)))
+        order = _edit(described, name, torch.arange(len(values)).float().view_as(offset)) - offset
+        stored[name] = torch.empty_like(values).index_copy_(0, order.flatten().long(), values - offset)
     return stored

@@ -80,7 +80,7 @@ class _MeasuredBlocks:
     def begin(self, index: int, block: nn.Module) -> None:
         """Store the block as the transforms have left it."""
         self.packed, self.measured = {}, {}
-        if self.stream.transforms and self.stream.ranks.is_main:
+        if self.stream.transforms.steps and self.stream.ranks.is_main:
             state = {name: p.detach().to("cpu") for name, p in block.named_parameters()}
             self.database.add_state(index, state)
 

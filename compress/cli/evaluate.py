@@ -141,30 +141,45 @@ def evaluate(
             _check_suite(caches, calib, adapter)
             options = dataclasses.replace(options, kv=caches, calib=calib)
             return _run_suite(model, base, options, (dtype, device_named(device), bos), as_json)
-        text = required_text(_one_text(options.texts))
-        check_paths(model, text, calib)
-        check_base(model, base)
-        check_adapter(adapter)
-        from compress import evaluate as evaluation
-        from compress.cli import tables
-        from compress.evaluate import cache_scores, writers
-        from compress.run.source import resolve
+        _run_text(model, base, options, caches, calib, adapter, (dtype, device_named(device), bos), as_json)
 
-        execution = evaluation.Execution(dtype, device_named(device), bos=bos)
-        against = None if base is None else resolve(base, adapter)
-        directory = resolve(model, adapter if base is None else None)
-        if (scorer := writers.scorer(directory)) is not None:
-            return _run_beside(scorer, directory, text, against, caches, (seq_len, max_tokens, execution), as_json)
-        lengths = seq_len or 512, max_tokens or 131_072
-        note_prefix(directory, bos)
-        with tables.progress_bar() as progress:
-            if caches is None:
-                report, read = partial(progress, "scoring"), None
-                scores = evaluation.evaluate(directory, text, against, *lengths, execution, report)
-            else:
-                directories = [directory, *([] if against is None else [against])]
-                scores, read = cache_scores.evaluate(directories, text, caches, calib, lengths, execution, progress)
-        _show_scores(dataclasses.asdict(scores), read, as_json)
+
+def _run_text(
+    model: str,
+    base: str | None,
+    options: SuiteOptions,
+    caches: Mapping[str, CacheSettings] | None,
+    calib: str | None,
+    adapter: Path | None,
+    execution: tuple[str, str, Bos],
+    as_json: bool,
+) -> None:
+    """Score a model on a text, alone or beside its original, and print that. execution: dtype, device and --bos."""
+    text = required_text(_one_text(options.texts))
+    check_paths(model, text, calib)
+    check_base(model, base)
+    check_adapter(adapter)
+    from compress import evaluate as evaluation
+    from compress.cli import tables
+    from compress.evaluate import cache_scores, writers
+    from compress.run.source import resolve
+
+    dtype, device, bos = execution
+    running, seq_len, max_tokens = evaluation.Execution(dtype, device, bos=bos), options.seq_len, options.max_tokens
+    against = None if base is None else resolve(base, adapter)
+    directory = resolve(model, adapter if base is None else None)
+    if (scorer := writers.scorer(directory)) is not None:
+        return _run_beside(scorer, directory, text, against, caches, (seq_len, max_tokens, running), as_json)
+    lengths = seq_len or 512, max_tokens or 131_072
+    note_prefix(directory, bos)
+    with tables.progress_bar() as progress:
+        if caches is None:
+            report, read = partial(progress, "scoring"), None
+            scores = evaluation.evaluate(directory, text, against, *lengths, running, report)
+        else:
+            directories = [directory, *([] if against is None else [against])]
+            scores, read = cache_scores.evaluate(directories, text, caches, calib, lengths, running, progress)
+    _show_scores(dataclasses.asdict(scores), read, as_json)
 
 
 def _run_beside(

@@ -13,9 +13,9 @@ import typer
 from compress.cli.options import AsJson, FormerOut, TextFile, device_named, errors, former_out, note
 from compress.cli.run_options import (
     ALLOCATING_RECIPE,
+    CALIBRATION_RECIPE,
     GOAL,
     OUTPUT,
-    QUICK_RECIPE,
     REQUIRED,
     RunOptions,
     takes_run_options,
@@ -39,7 +39,7 @@ def quantize(
             "--model-free",
             metavar="SCHEME",
             help="Round each weight by itself, of a model that transformers need not know, for engines: int8, int4, "
-            "fp8, fp8-block, nvfp4, mxfp4, or a recipe that only rounds. --set export=modelopt: in its layout.",
+            "fp8, fp8-block, nvfp4, mxfp4, or a recipe that only rounds. --export modelopt: in its layout.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
@@ -158,7 +158,7 @@ def merge(options: RunOptions, as_json: AsJson = False) -> None:
         "accept",
     ),
     helps={"out": "The file to be written.", "recipe": "Whose calibration settings count."},
-    recipe=QUICK_RECIPE,
+    recipe=CALIBRATION_RECIPE,
     out=REQUIRED,
 )
 def imatrix(options: RunOptions, as_json: AsJson = False) -> None:
@@ -170,11 +170,10 @@ def imatrix(options: RunOptions, as_json: AsJson = False) -> None:
         job = options.job(writes=None)
         paths.check_writable(job.out.parent, "--out")
         from compress.cli import tables
-        from compress.run import collect_importance, importance_matrix
+        from compress.run import collect_importance
 
         with tables.progress_bar() as progress:
-            matrix = collect_importance.collect(job, progress)
-        importance_matrix.write(matrix, job.out)
+            matrix = collect_importance.write(job, progress)
         facts = {"out": str(job.out), "tensors": len(matrix.inputs), "tokens": matrix.samples * matrix.seq_len}
         if as_json:
             print(json.dumps({**facts, "unnamed": matrix.unnamed}))
@@ -292,8 +291,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     """Print what a run would do; `words`: the options of a command that measures for it."""
     from compress import api
     from compress.cli import tables
-    from compress.run.plan_summary import groups
-    from compress.run.report import packed_nbytes, whole
+    from compress.run.report import plan_facts
 
     with tables.progress_bar() as progress:
         planned = api.plan(job, progress)
@@ -305,10 +303,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     layers, sizes = prepared.plan, prepared.skeleton.other_nbytes(prepared.plan.kept_nbytes)
     source, base = prepared.skeleton.checkpoint.nbytes, prepared.skeleton.checkpoint.base
     result: dict[str, Any] = {
-        "plan": [dataclasses.asdict(group) for group in groups(layers)],
-        "nbytes": {**packed_nbytes(layers), **sizes, "total": layers.nbytes},
-        "bpw": layers.bpw,
-        "whole": whole(layers),
+        **plan_facts(layers, prepared.skeleton),
         "predicted_peak": prepared.arrangement.peak_nbytes,
         "predicted_seconds": round(predicted, 1),
         "kept": layers.kept_reasons,

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from compress.run.job import Job
 
 DEFAULT_RECIPE = "trellis4bit"
-QUICK_RECIPE = "int8"  # that of a command which only looks at inputs
+CALIBRATION_RECIPE = "int8"  # only its calibration settings count
 ALLOCATING_RECIPE = "mixed3bit"  # the default of the commands that need something to allocate
 GOAL = ("target", "context", "max_kl")
-DATA_FREE = ("out", "adapter", "overrides", "device", "overwrite", "allow_partial")  # options without calibration
+DATA_FREE = ("out", "adapter", "overrides", "device", "overwrite", "allow_partial", "export")  # those without text
 OUTPUT = ("out", "overwrite", "restart", "base_model", "work")
 REQUIRED = inspect.Parameter.empty
 

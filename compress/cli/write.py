@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import yaml
 from typer import Argument, Option
 
 from compress.cli.options import (
@@ -46,7 +47,7 @@ System = Annotated[str | None, Option(metavar="TEXT", help="What a chat begins w
 Draft = Annotated[
     str | None, Option(metavar="MODEL", help="A smaller model with the same tokens that writes ahead; checked.")
 ]
-Engine = Literal["vllm", "sglang", "transformers", "llama.cpp"]
+ENGINES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("engines.yaml").read_text("utf-8"))
 HELP = "/stats tokens, rate and memory of the cache; /reset a new conversation; /quit"
 
 
@@ -206,7 +207,8 @@ def serve(
     directory: Annotated[str, Argument(metavar="DIR", help="A checkpoint that compress wrote, or a GGUF file.")],
     more: Annotated[list[str] | None, Argument(metavar="-- ARGS", help="Passed on to the engine as they are.")] = None,
     engine: Annotated[
-        Engine | None, Option(help="Which engine. Default: the first that is installed: vllm, sglang, ...")
+        str | None,
+        Option(metavar="NAME", help=f"One of {', '.join(ENGINES)}. Default: the first of these that is installed."),
     ] = None,
     only_print: Annotated[bool, Option("--print", help="Print the command line and stop.")] = False,
 ) -> None:
@@ -222,7 +224,7 @@ def serve(
         chosen = _engine(engine, is_file)
         export = path if is_file else Path(f"{str(path).rstrip('/')}.gguf")
         words = [*_engine_words(chosen, path, export), *(more or [])]
-        if chosen == "llama.cpp" and not export.exists():
+        if "file" in ENGINES[chosen] and not export.exists():
             writing = ["export", str(path), "--to", "gguf", "--out", str(export)]
             print(shlex.join(["compress", *writing]), flush=True)
             if not only_print:
@@ -234,38 +236,41 @@ def serve(
             os.execvp(words[0], words)
 
 
-def _engine(asked: Engine | None, is_file: bool) -> Engine:
-    """Return the engine to start; CompressError where it, or any, is not installed."""
-    has: dict[Engine, bool] = {
-        "vllm": not is_file and shutil.which("vllm") is not None,
-        "sglang": not is_file and find_spec("sglang") is not None,
-        "transformers": not is_file and all(find_spec(name) is not None for name in ("fastapi", "uvicorn", "openai")),
-        "llama.cpp": shutil.which("llama-server") is not None,
-    }
-    best = next((name for name, is_installed in has.items() if is_installed and asked in (None, name)), None)
+def _engine(asked: str | None, is_file: bool) -> str:
+    """Return the engine to start; CompressError where it, or any, is not installed; wrong usage for another."""
+    if asked is not None and asked not in ENGINES:
+        raise typer.BadParameter(f"{asked!r} is none of {', '.join(ENGINES)}", param_hint="--engine")
+    installed = (name for name in ENGINES if _is_installed(ENGINES[name]) and ("file" in ENGINES[name] or not is_file))
+    best = next((name for name in installed if asked in (None, name)), None)
     if best is not None:
         return best
+    readers = " or ".join(f"{each['program']} of {name}" for name, each in ENGINES.items() if "file" in each)
     if is_file:
-        raise CompressError("llama-server of llama.cpp, which serves GGUF files, is not installed")
+        raise CompressError(f"{readers}, which serves GGUF files, is not installed")
     what = "no engine is" if asked is None else f"{asked} is not"
-    advice = "pip install vllm, or sglang, or 'transformers[serving]'; or put llama-server of llama.cpp on the PATH"
+    advice = f"pip install vllm, or sglang, or 'transformers[serving]'; or put {readers} on the PATH"
     raise CompressError(f"{what} installed; {advice}")
 
 
-def _engine_words(engine: Engine, path: Path, export: Path) -> list[str]:
+def _is_installed(engine: dict[str, Any]) -> bool:
+    if "program" in engine:
+        return shutil.which(engine["program"]) is not None
+    return all(find_spec(name) is not None for name in engine["packages"])
+
+
+def _engine_words(name: str, path: Path, export: Path) -> list[str]:
     """Return the command line of an engine for a checkpoint (docs/serving.md)."""
     from compress.runtime import kv_config
     from compress.storage.checkpoint import read_config
 
-    config = {} if engine == "llama.cpp" else read_config(path)
-    if config and engine != "transformers" and kv_config.stored_section(config) is not None:
-        note(f"{engine} does not apply the checkpoint's kv_cache; --engine transformers does")
-    words: dict[Engine, list[str]] = {
-        "vllm": ["vllm", "serve", str(path), "--enforce-eager"],  # packed layers decode in every call else
-        "sglang": [sys.executable, "-m", "sglang.launch_server", "--model-path", str(path)],
-        "transformers": ["transformers", "serve", str(path)],
-        "llama.cpp": ["llama-server", "-m", str(export)],
-    }
+    engine = ENGINES[name]
+    config = {} if "file" in engine else read_config(path)
+    if config and "applies_cache" not in engine and kv_config.stored_section(config) is not None:
+        note(f"{name} does not apply the checkpoint's kv_cache; --engine transformers does")
+    places = {"MODEL": str(export if "file" in engine else path), "PYTHON": sys.executable}
     packed = config.get("quantization_config")
     has_experts = isinstance(packed, dict) and "experts" in json.dumps(packed)
-    return [*words[engine], *(["--disable-cuda-graph"] if engine == "sglang" and has_experts else [])]
+    return [
+        *(places.get(word, word) for word in engine["command"]),
+        *(engine.get("experts", []) if has_experts else []),
+    ]

@@ -23,7 +23,7 @@ from compress.run import source
 from compress.run.job import Job
 from compress.storage import manifest, paths
 
-SEQ_LEN, MAX_TOKENS = 512, 16_384  # of a window, of the text
+WINDOW_TOKENS, TEXT_TOKENS = 512, 16_384
 
 
 def check(job: Job) -> None:
@@ -53,8 +53,8 @@ def judge(job: Job, report: dict[str, Any], progress: Progress) -> dict[str, Any
     asked = SuiteRequest(
         texts=() if text is None else (text,),
         tasks=tuple(wanted.task),
-        seq_len=min(SEQ_LEN, architectures.max_positions(load.load_config(base)) or SEQ_LEN),
-        max_tokens=MAX_TOKENS,
+        seq_len=min(WINDOW_TOKENS, architectures.max_positions(load.load_config(base)) or WINDOW_TOKENS),
+        max_tokens=TEXT_TOKENS,
         kv=None if job.recipe.kv_cache is None else {},
         are_texts_scored=True,
     )

@@ -33,7 +33,7 @@ from compress.model.architectures import max_positions
 from compress.progress import silent
 from compress.storage.files import read_text
 
-ANSWER_TOKENS = 16  # that an answer in a chat must have room for
+MIN_ANSWER_TOKENS = 16  # a chat with less room for the next answer is full
 HALF_LETTER = "\ufffd"  # stands for a letter whose other bytes are those of other tokens
 SHOWN_PROMPTS, SHOWN_PROMPT_TOKENS, SHOWN_NEW_TOKENS = 3, 32, 48
 
@@ -212,7 +212,7 @@ class Conversation:
         ids = chat_ids(self.writer.tokenizer, messages, "this conversation")
         positions, style = max_positions(self.writer.model.config.get_text_config()), self.writer.style
         room = style.max_new_tokens if positions is None else min(style.max_new_tokens, positions - len(ids))
-        if room < min(ANSWER_TOKENS, style.max_new_tokens):
+        if room < min(MIN_ANSWER_TOKENS, style.max_new_tokens):
             raise CalibrationError(f"{len(ids)} of {positions} positions are taken; /reset begins anew")
         if not self.known or self.known != ids[: len(self.known)] or len(self.known) >= len(ids):
             self.known, self.cache = [], self._new_cache()

@@ -19,8 +19,9 @@ from compress.errors import CheckpointError, first_line
 from compress.storage.checkpoint import read_json
 from compress.storage.files import read_text
 from compress.storage.json_text import loads
+from compress.storage.manifest import MODULES
 
-MODULES, PROMPTS, LENGTH = "modules.json", "config_sentence_transformers.json", "sentence_*_config.json"
+PROMPTS, LENGTH = "config_sentence_transformers.json", "sentence_*_config.json"
 
 
 def _mean(states: Tensor, mask: Tensor) -> Tensor:

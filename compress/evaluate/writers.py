@@ -29,7 +29,7 @@ from compress.model import architectures, inputs, load
 from compress.model.inputs import Pairs
 from compress.progress import Progress
 
-SEQ_LEN, MAX_TOKENS = 256, 16_384  # what an encoder reads at a time, and in all
+WINDOW_TOKENS, TEXT_TOKENS = 256, 16_384  # an encoder reads so many at a time, and in all
 BATCH = 8  # samples
 PURPOSES: dict[str, str] = {each: architectures.PURPOSES[each] for each in pairs.WRITERS}
 
@@ -86,12 +86,9 @@ def evaluate(
     models = [
         load.load_model(each, execution.dtype, execution.device, tasks=pairs.WRITERS) for each in (base, directory)
     ]
-    most = max(1, read.shape[1] // pairs.WRITTEN_SHARE)
-    if inputs.reads_sound(configs[0]):
-        most = min(pairs.TRANSCRIPT_LENGTH, configs[0].max_target_positions // 2)
     names = [each.name for each in (base, directory)]
     outputs = [
-        pairs.write(model, read, most, partial(progress, f"writing with {name}"))
+        pairs.write(model, read, say=partial(progress, f"writing with {name}"))
         for model, name in zip(models, names, strict=True)
     ]
     figures = _teacher_forced(models, read, outputs[0], progress)
@@ -117,8 +114,8 @@ def _read(text: str, base: Path, tokenizer: Any, config: Any, lengths: tuple[int
     """Return what the encoders read: token ids [samples, tokens], or features of sound."""
     if inputs.reads_sound(config):
         return pairs.read_sound(pairs.check_sound(text, base, "--text"), base)
-    longest = architectures.max_positions(config) or SEQ_LEN
-    seq_len, most = min(lengths[0] or SEQ_LEN, longest), lengths[1] or MAX_TOKENS
+    longest = architectures.max_positions(config) or WINDOW_TOKENS
+    seq_len, most = min(lengths[0] or WINDOW_TOKENS, longest), lengths[1] or TEXT_TOKENS
     windows, available = token_windows(text, tokenizer, seq_len, config.vocab_size, most)
     if not len(windows):
         raise CalibrationError(f"{text} has only {available} tokens, a window has {seq_len}; give more text")

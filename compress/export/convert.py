@@ -178,10 +178,10 @@ def export(
     if not suffix:
         paths.check_apart(out, directory)
 
-    def prepared() -> Export:
+    def open_and_prepare() -> Export:
         return prepare(open_source(directory), name, dtype, wishes)
 
-    return write(prepared, name, out, overwrite, progress, suffix)
+    return write(open_and_prepare, name, out, overwrite, progress, suffix)
 
 
 def write(

@@ -34,7 +34,7 @@ from compress.storage.workdir import WorkDirectory, writing
 from compress.types import LayerPlan
 
 Decided = TypeVar("Decided")  # a job, or what is known where nothing has been measured
-MOST_CORRECTIONS = 6  # of the bytes that an allocation may take
+MAX_ALLOCATIONS = 6  # each with a corrected number of bytes
 
 
 def check_plan(prepared: Prepared, target: str) -> None:
@@ -57,7 +57,7 @@ def fit_target(job: Job, decide: Callable[[Job], Decided]) -> Decided | Job:
         return first
     decided: Decided | Job = first
     room = target.nbytes
-    for _ in range(MOST_CORRECTIONS):
+    for _ in range(MAX_ALLOCATIONS):
         if not isinstance(decided, Job) or decided.allocation is None or (size := file_nbytes(decided, export)) is None:
             return decided
         if decided is not first and size <= target.nbytes:

@@ -23,7 +23,7 @@ from compress.errors import ExportError, UnsupportedModelError
 from compress.export import convert, rounded_linears
 from compress.export.rounded_linears import EXPERT, NUMBER, RoundedWeight
 from compress.export.source import PackedSource
-from compress.importers import companions, open_checkpoint
+from compress.importers import companions
 from compress.importers.source import CheckpointSource
 from compress.process_memory import show
 from compress.progress import Progress, note, silent
@@ -114,7 +114,7 @@ def quantize(job: Job, dry_run: bool = False, progress: Progress = silent) -> Ro
         raise ExportError(
             f"--model-free writes {' or '.join(TARGETS)}, not {target}; other formats need the model's class"
         )
-    checkpoint = open_checkpoint(source.of(job))
+    checkpoint = source.open_original(job)
     for remark in companions.notes(checkpoint):
         note(remark)
     ruled, kept = _open(checkpoint, run)
@@ -158,6 +158,9 @@ def _open(checkpoint: Checkpoint, run: rounded_linears.Run) -> tuple[RuledSource
             f"{torn[0]} is kept ({kept[torn[0]]}) and lies in one tensor with weights that are packed; keep all of "
             "them, or none"
         )
+    shapes = {name: matrices[name].shape for name in chosen}
+    chosen, reason = rounded_linears.settle_zero_points(chosen, shapes, scale_dtype)
+    dropped = () if reason is None else (f"weights have no zero points: {reason}",)
     for name in chosen:
         matrix = matrices[name]
         run.sharing.setdefault((name.rpartition(".")[0], matrix.shape[1]), []).append(matrix)
@@ -174,7 +177,7 @@ def _open(checkpoint: Checkpoint, run: rounded_linears.Run) -> tuple[RuledSource
     )
     plain = {name: stored for name, stored in checkpoint.tensors.items() if name not in taken}
     config = source.without_code(checkpoint.config)
-    return RuledSource(checkpoint.directory, config, packed, plain, model_dtype), kept
+    return RuledSource(checkpoint.directory, config, packed, plain, model_dtype, dropped=dropped), kept
 
 
 def _has_whole_blocks(stored: Stored, matrix: rounded_linears.Matrix) -> bool:

@@ -32,11 +32,13 @@ from compress.types import PackedWeight, Plan, Scheme, Stats, Stored
 
 ADVICE = "give a scheme of --model-free, or a recipe that only rounds"
 NARROW = 64  # a matrix with fewer rows or columns is none of a large product
+ZEROS_IN_WORD = 8  # rows of a weight, whose zero points engines read in whole words
 GROUPS = (64, 32)  # columns that share a scale where the group of the scheme divides no row
 LOOKED_UP, HEAD, FURTHER_TOKENS = "a table that is looked up", "an output head", "a layer that predicts further tokens"
+BESIDE_TEXT = "beside the text model"
 KEPT = (  # what the name of a module has -> why it is kept
     (r"(^|\.)(mtp\w*|nextn\w*)\.", FURTHER_TOKENS),
-    (r"(^|\.)\w*(visual|vision|image|audio|speech|tower|multi_modal|merger)\w*\.", "beside the text model"),
+    (r"(^|\.)\w*(visual|vision|image|audio|speech|tower|multi_modal|merger)\w*\.", BESIDE_TEXT),
     (r"(^|\.)(\w*embed\w*|wte|wpe)(\.|$)", LOOKED_UP),
     (r"(^|\.)(output|score|classifier|pooler|head|\w*_head)$", HEAD),
     (r"(^|\.)\w*router\w*(\.|$)|(^|\.)(gate|\w*expert_gate|wg)$", "it chooses experts"),
@@ -136,6 +138,7 @@ def check(recipe: Recipe) -> None:
     """Raise RecipeError for a recipe that does more than to round: that needs data, or the class of the model."""
     parts: dict[str, Any] = {"transform": recipe.transform, "tune": recipe.tune, "allocate": recipe.allocate}
     parts |= {"kv_cache": recipe.kv_cache, "experts": recipe.pruning, "towers": recipe.towers}
+    parts |= {"accept": recipe.accept}
     if wrong := [name for name, part in parts.items() if part]:
         raise RecipeError(f"recipe {recipe.name!r} has {wrong[0]}, which needs the class of the model; {ADVICE}")
     for each in (recipe.quantize, *(rule.scheme for rule in recipe.rules if rule.scheme is not None)):
@@ -163,6 +166,44 @@ def choose(scheme: Scheme | None, shape: tuple[int, int], scale_dtype: str) -> t
     stored = Stored(grid_rtn.FORMAT, grid_rtn.plan_params(config, shape), activations=scheme.activations)
     size = stored.params.block_columns
     return f"its {columns} inputs are no whole blocks of {size}" if size > 0 and columns % size else (scheme, stored)
+
+
+def settle_zero_points(
+    chosen: Mapping[str, tuple[Scheme, Stored]], shapes: Mapping[str, tuple[int, int]], scale_dtype: str
+) -> tuple[dict[str, tuple[Scheme, Stored]], str | None]:
+    """Return how weights are rounded so that readers open them, and the reason where zero points had to go.
+
+    With zero points all weights need one number of bits and one group, and none may be an expert: they all take the
+    smallest group of any, down to 64. Else all are symmetric.
+    """
+    plain = {name: each for name, (each, _) in chosen.items() if isinstance(each.config, rtn.Config)}
+    if all(each.config.symmetric for each in plain.values()):
+        return dict(chosen), None
+    sizes = {name: each.config.group_size for name, each in plain.items()}
+    whole = {name for name, size in sizes.items() if size in (-1, shapes[name][1])}  # to readers of another kind
+    if whole != sizes.keys():
+        sizes |= {name: next(size for size in GROUPS if size < shapes[name][1]) for name in whole}
+    least = min(sizes, key=lambda name: sizes[name])
+    experts, odd = [n for n in chosen if EXPERT.search(n)], [n for n in chosen if shapes[n][0] % ZEROS_IN_WORD]
+    reason = None
+    if experts:
+        reason = f"transformers does not open {experts[0]}, an expert, with them"
+    elif odd:
+        reason = f"the {shapes[odd[0]][0]} rows of {odd[0]} are no whole words of them"
+    elif len({(each.config.bits, each.config.symmetric) for each in plain.values()}) > 1 or len(plain) < len(chosen):
+        reason = "readers open them only if all weights are alike"
+    elif any(each.config.group_size != sizes[least] for each in plain.values()) and (
+        sizes[least] < GROUPS[0] or any(shapes[name][1] % sizes[least] for name in plain)
+    ):
+        reason = f"readers open them only if all weights are alike, and {least} has groups of {sizes[least]}"
+    changes: dict[str, Any] = {"group_size": sizes[least]} if reason is None else {"symmetric": True}
+    settled = dict(chosen)
+    for name, scheme in plain.items():
+        config = dataclasses.replace(scheme.config, **changes)
+        params = rtn.plan_params(config, shapes[name], scale_dtype)
+        stored = dataclasses.replace(chosen[name][1], params=params)
+        settled[name] = dataclasses.replace(scheme, config=config), stored
+    return settled, reason
 
 
 def fused_groups(names: Iterable[str]) -> Iterator[list[str]]:
@@ -212,8 +253,9 @@ def _reason_of_shape(module: str, stored: Readable, config: Mapping[str, Any]) -
 
 
 def _size(config: Mapping[str, Any], key: str) -> int | None:
-    """Return a size that a configuration names, or one of its sections."""
-    sections = (config, *(section for section in config.values() if isinstance(section, dict)))
+    """Return a size that a configuration names, or one of its sections, but none of a part beside the text model."""
+    inner = [(name, part) for name, part in config.items() if isinstance(part, dict)]
+    sections = (config, *(part for name, part in inner if reason_of_name(f"{name}.") != BESIDE_TEXT))
     return next((section[key] for section in sections if type(section.get(key)) is int), None)
 
 

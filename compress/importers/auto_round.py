@@ -1,7 +1,7 @@
 """Read auto-round's checkpoints: integers as GPTQ or AWQ lays them, FP4 and FP8 with scales of groups, and float8.
 
 `packing_format` names the layout of integers: that of GPTQ whose zeros are stored less one (auto_gptq) or as they are
-(gptqmodel, or no layout named), of 2 to 8 bits, or that of AWQ. FP4 lies in weight_packed, FP8 in weight. Their
+(gptqmodel, or auto_round alone), of 2 to 8 bits, or that of AWQ. FP4 lies in weight_packed, FP8 in weight. Their
 weight_scale is
 
     nv_fp       a float8 number for 16 columns; the codes are multiplied with 1 / weight_global_scale first

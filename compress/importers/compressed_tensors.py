@@ -74,7 +74,7 @@ def tensors(source: CheckpointSource) -> dict[str, Readable]:
         if f"{module}.weight_scale" in source.stored:
             weights[f"{module}.weight"] = _weight(source, module, codes, (mask,))
         else:
-            weights[f"{module}.weight"] = scaled.unscaled(f"{module}.weight", codes, (mask,))
+            weights[f"{module}.weight"] = scaled.decode_unscaled(f"{module}.weight", codes, (mask,))
     for module in source.ending(".weight_scale"):
         stored = source.take(f"{module}.weight", (torch.int8, *scaled.FLOAT8))
         weights[f"{module}.weight"] = _weight(source, module, scaled.plain(stored))

@@ -32,9 +32,9 @@ OPTIONS: options.Options = {
 }
 TILE, WEIGHTS, WINDOW, BLOCK = 16, 256, 16, 128
 CODEBOOKS = {"": 89226354, "mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}  # marker -> the multiplier
-OFFSET = 64248484  # of the first version
+FIRST_OFFSET = 64248484  # added by the first version
 KEPT_BITS, FLIPPED_BITS = 0x8FFF8FFF, 0x3B603B60
-SLOPE, SHIFT = (np.uint16(bits).view(np.float16).astype(np.float64) for bits in (0x1EEE, 0xC931))  # of the sum of bytes
+SUM_SLOPE, SUM_SHIFT = (np.uint16(bits).view(np.float16).astype(np.float64) for bits in (0x1EEE, 0xC931))
 RATES = (1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5, 6, 6.5, 7, 7.5, 8)
 
 
@@ -136,11 +136,11 @@ def _order() -> Tensor:
 def _table(codebook: str) -> Tensor:
     """Return the value of all windows of 16 bits, float64 [65536], each a float16 number."""
     windows = np.arange(1 << WINDOW, dtype=np.uint64)
-    product = windows * np.uint64(CODEBOOKS[codebook]) + np.uint64(0 if codebook else OFFSET)
+    product = windows * np.uint64(CODEBOOKS[codebook]) + np.uint64(0 if codebook else FIRST_OFFSET)
     product = product.astype(np.uint32)
     if codebook == "mul1":
         total = product.view(np.uint8).reshape(-1, 4).sum(1, dtype=np.float64)
-        return torch.from_numpy(((1024 + total) * SLOPE + SHIFT).astype(np.float16).astype(np.float64))
+        return torch.from_numpy(((1024 + total) * SUM_SLOPE + SUM_SHIFT).astype(np.float16).astype(np.float64))
     halves = ((product & np.uint32(KEPT_BITS)) ^ np.uint32(FLIPPED_BITS)).view(np.float16).astype(np.float64)
     return torch.from_numpy(halves.reshape(-1, 2).sum(1).astype(np.float16).astype(np.float64))
 

@@ -53,7 +53,7 @@ def _weight(source: CheckpointSource, module: str) -> Decoded:
     def decode(start: int, stop: int) -> Tensor:
         first, second = _places(source, pairs, size)
         angles = theta.read().float()
-        columns = rotated.rows(start, stop).float().t().contiguous()  # [in, rows]
+        columns = rotated.decode(start, stop).float().t().contiguous()  # [in, rows]
         for number in reversed(range(rounds)):
             cos, sin = angles[number].cos()[:, None], angles[number].sin()[:, None]
             one, other = columns[first[number]], columns[second[number]]
@@ -61,7 +61,7 @@ def _weight(source: CheckpointSource, module: str) -> Decoded:
         return columns.mul_(factors.read().float().view(-1, 1)).t().to(rotated.dtype)
 
     sources = (*rotated.sources, theta, pairs, factors)
-    return Decoded(rotated.name, rotated.dtype, rotated.shape, sources, decode, step(rotated.shape, 8))
+    return Decoded(rotated.name, rotated.dtype, rotated.shape, sources, decode, step(rotated.shape, turned.MULTIPLE))
 
 
 def _surroundings(source: CheckpointSource, module: str) -> tuple[StoredTensor, StoredTensor, StoredTensor]:

@@ -168,7 +168,7 @@ def _read_turned(
     inner, words = packed.shape
     groups, out = -(-inner // size), scale.shape[-1] if scale.shape else 0
     others = () if zeros is None else (zeros,)
-    fitting = [zeros.shape in ((groups, words), (groups, out)) for zeros in others]
+    fitting = [zeros.shape == (groups, out if zeros.dtype in scaled.FLOATS else words) for zeros in others]
     if scale.shape != (groups, out) or -(-out // per) != words or not all(fitting):
         raise source.error(
             f"{packed.name} {list(packed.shape)}, its scales {list(scale.shape)} and zero points do not belong "

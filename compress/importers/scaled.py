@@ -112,7 +112,7 @@ def weight(source: CheckpointSource, name: str, codes: Codes, scales: ScaleGrid,
     return Decoded(name, dtype, shape, (codes.stored, scales.stored, *extra, *scales.others), decode, step(shape))
 
 
-def unscaled(name: str, codes: Codes, others: tuple[StoredTensor, ...] = ()) -> Decoded:
+def decode_unscaled(name: str, codes: Codes, others: tuple[StoredTensor, ...] = ()) -> Decoded:
     """Return a weight whose numbers are not scaled, in the type that they are stored in."""
     dtype = codes.stored.dtype
     return Decoded(

@@ -8,7 +8,7 @@ refused, because its head would be lost.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from transformers import (
 from compress.errors import UnsupportedModelError, shown
 from compress.model import inputs
 from compress.storage.checkpoint import CONFIG
+from compress.storage.manifest import MODULES
 
 OTHERS = {  # what the name of a class says of its head -> what such a model is
     r"Reward": "a reward model",
@@ -116,18 +117,48 @@ def _bare_name(config: PretrainedConfig) -> str:
 def opener(config: PretrainedConfig) -> Any:
     """Return the automatic class of transformers that opens a model as its configuration says.
 
-    It is the first that knows the class named by `architectures` of the configuration. Where none does, it is the first
+    It is the first that knows the class named by `architectures` of the configuration; for a class without a head that
+    stands for a language model it is that of the language model. Where none does, it is the first
     for language models that knows this type of configuration, the text part alone before the whole model, and of an
     encoder-decoder its decoder alone if that has a class. AutoModelForCausalLM for an unknown configuration: its error
     says so. Raises UnsupportedModelError for a class of another purpose that transformers does not have.
     """
-    named = {getattr(transformers, str(name), None) for name in config.architectures or ()}
-    for family in FAMILIES:
-        if named & _classes(family, config):
-            return family
+    if (named := _named_family(config)) is not None:
+        return (named is AutoModel and _with_table(config)) or named
     check(config)
     unnamed = UNNAMED_PAIRS if config.is_encoder_decoder else UNNAMED
     return next((family for family in unnamed if _classes(family, config)), AutoModelForCausalLM)
+
+
+def _named_family(config: PretrainedConfig) -> Any:
+    named = {getattr(transformers, str(name), None) for name in config.architectures or ()}
+    return next((family for family in FAMILIES if named & _classes(family, config)), None)
+
+
+def _with_table(config: PretrainedConfig) -> Any:
+    """Return the automatic class of the language model that a class without a head stands for, None for none.
+
+    Some language models whose output head is their table of embeddings are published so. States are what is used of a
+    model that reads in both directions, and of one with a list of layers that make embeddings.
+    """
+    is_listed = config.name_or_path is not None and (Path(config.name_or_path) / MODULES).is_file()
+    if is_listed or not config.tie_word_embeddings or getattr(config, "use_bidirectional_attention", None) is True:
+        return None
+    if config.is_encoder_decoder:
+        families = UNNAMED_PAIRS[1:]
+    else:
+        families = () if _classes(AutoModelForMaskedLM, config) else UNNAMED
+    return next((family for family in families if _classes(family, config)), None)
+
+
+def remarks(config: PretrainedConfig) -> Iterator[str]:
+    """Yield in a line each what a model is taken for that its configuration does not name."""
+    if _named_family(config) is AutoModel and _with_table(config) is not None:
+        kind = next(iter(config.architectures or ()))
+        yield (
+            f"{CONFIG} names {shown(kind)}, a class without an output head, and its table of embeddings as one "
+            f"(tie_word_embeddings): read as a model for {PURPOSES[task(config)]}; one for embeddings has a {MODULES}"
+        )
 
 
 def task(config: PretrainedConfig) -> Task:

@@ -231,14 +231,17 @@ class ModelArgs:
     def _is_same(self, name: Any, value: Tensor, side: int) -> bool:
         """Keep a value of two stacks once that is the same for all samples, as relative positions; False for others.
 
-        It has one entry where others have one for each sample. One that was kept and differs now is stored for each.
+        It has one entry where others have one for each sample. One that was kept and differs now is stored for each, of
+        both sides.
         """
         key, known = (name, side), self.same.get((name, side))
         if self.layout.crossing is None or value.shape[0] > 1 or name in self.stream.beside:
             return False
         if known is not None and not torch.equal(known, value):
-            self._store(name, self.stream.sides).write(0, known.expand(self.stream.samples, *known.shape[1:]), side)
-            del self.same[key]
+            for each in range(self.stream.sides):
+                if (kept := self.same.pop((name, each), None)) is not None:
+                    shape = self.stream.samples, *kept.shape[1:]
+                    self._store(name, self.stream.sides).write(0, kept.expand(shape), each)
             return False
         self.same[key] = value
         return True

@@ -32,7 +32,7 @@ LEFT_OUT = (  # keys whose settings transformers would leave at their defaults
     *("attention.key_length", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
 )
 PATH_KEYS = ("_name_or_path", "_model_name_or_path")  # another process has the directory under another name
-LENGTH, LIST_HEAD = struct.Struct("<Q"), struct.Struct("<IQ")  # in front of a text, of a list
+TEXT_HEAD, LIST_HEAD = struct.Struct("<Q"), struct.Struct("<IQ")  # length; type and number of entries
 STRETCHED = "full_attention"  # the layers whose positions are stretched, where others see a window
 
 
@@ -234,8 +234,8 @@ def _texts(raw: memoryview, start: int, count: int) -> tuple[list[bytes], int]:
     """Return a list of texts, each behind its length, and where it ends; ValueError where the bytes end first."""
     texts, at, size = list[bytes](), start, len(raw)
     for _ in range(count):
-        (length,) = LENGTH.unpack_from(raw, at)
-        at += LENGTH.size + length
+        (length,) = TEXT_HEAD.unpack_from(raw, at)
+        at += TEXT_HEAD.size + length
         if at > size:
             raise ValueError(f"a text of {length} bytes, behind which the file ends")
         texts.append(bytes(raw[at - length : at]))

@@ -25,8 +25,7 @@ from compress.model import expert_linears, paging, stored_weights, text_path
 from compress.model.edits import Edits
 from compress.model.load import FAILURES, empty_model, no_bars, plain_config, separator, without_weights
 from compress.model.meta_pass import READ, arguments, flow, read_weights
-from compress.model.repeated import RepeatedModules
-from compress.model.text_path import find_stacks
+from compress.model.text_path import RepeatedModules, find_stacks
 from compress.runtime import hf, linears
 from compress.runtime.experts import Experts, is_supported
 from compress.runtime.linear import PackedModule

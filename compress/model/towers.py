@@ -19,7 +19,7 @@ from compress.runtime.linear import is_plain_linear
 from compress.storage.checkpoint import Readable
 from compress.types import LinearSpec
 
-LEAST_OTHER = 0.25  # of the numbers of the token embeddings: smaller tables (of positions) stay as they are
+MIN_TABLE_SHARE = 0.25  # tables of less than this share of the token embeddings (positions) stay as they are
 NO_BLOCK = -1  # the number of the block of a weight in none of those that text runs through
 
 
@@ -72,9 +72,10 @@ def find_tables(skeleton: Skeleton) -> list[Table]:
             roles_of[id(weight)] = (*roles_of.get(id(weight), ()), role)
     tables = [_table(skeleton, roles, modules) for roles in roles_of.values()]
     for name, module in model.named_modules():
-        is_outside = not name.startswith(f"{skeleton.blocks_name}.") and not skeleton.is_off_text_path(name)
+        is_outside = not name.startswith(skeleton.in_blocks) and not skeleton.is_off_text_path(name)
         is_other = is_outside and isinstance(module, nn.Embedding) and id(module.weight) not in roles_of
-        if is_other and tables and module.weight.numel() >= LEAST_OTHER * tables[0].spec.numel:
+        if is_other and tables and module.weight.numel() >= MIN_TABLE_SHARE * tables[0].spec.numel:
+            roles_of[id(module.weight)] = ("embeddings",)  # another module may hold it, too
             other = _table(skeleton, ("embeddings",), {"embeddings": module, "head": None})
             tables.append(other._replace(is_other=True))
     return tables

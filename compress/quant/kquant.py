@@ -55,7 +55,9 @@ NEEDS = frozenset({"hessian"})
 INCOHERENCE = False
 TWO_SIDED = True
 BLOCK = 32  # columns of a block of the types without super-blocks
-FALLBACKS: dict[str, tuple[str, dict[str, object]]] = {  # of a type where inputs are whole blocks of 32 only
+FALLBACKS: dict[
+    str, tuple[str, dict[str, object]]
+] = {  # type -> method and settings, where inputs are whole blocks of 32 only
     **dict.fromkeys(("q2_k", "q3_k", "iq4_xs"), ("grid_gptq", {"type": "iq4_nl", "static_groups": False})),
     **dict.fromkeys(("q4_k", "q5_k"), ("gptq", {"bits": 5})),
     "q6_k": ("gptq", {"bits": 8}),

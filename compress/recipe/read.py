@@ -135,7 +135,8 @@ def load(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 DATA_FREE = {  # scheme -> a recipe, and what of it needs data put otherwise
-    **{"int8": ("int8",), "int4": ("int4", "quantize.method=rtn"), "fp8": ("fp8",), "fp8-block": ("fp8-block",)},
+    **{"int8": ("int8",), "fp8": ("fp8",), "fp8-block": ("fp8-block",)},
+    "int4": ("int4", "quantize.method=rtn", "quantize.symmetric=false"),
     "nvfp4": ("nvfp4-w4a16", "quantize.method=grid_rtn"),
     "mxfp4": ("mxfp4", "quantize.method=grid_rtn", "quantize.incoherence=false"),
 }

@@ -12,6 +12,7 @@ over that in their order, and `key=value` over all of them (compress/recipe/read
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from importlib.resources import files
@@ -74,7 +75,8 @@ def ambiguous(name: str) -> str | None:
 
 def data(name: str) -> dict[str, Any]:
     """Return a built-in recipe as plain data, with what it extends."""
-    return dict(plain(_only(tree(name)[1], ("name", "description", *SETTING_KEYS)), "the recipe"))
+    marked = plain(_only(tree(name)[1], ("name", "description", *SETTING_KEYS)), "the recipe")
+    return dict(json.loads(json.dumps(marked)))  # texts without what tells unquoted ones apart
 
 
 def tree(name_or_file: str, folder: Path | None = None, chain: Sequence[str] = ()) -> tuple[str, Node]:

@@ -7,7 +7,6 @@ statistics of a block's inputs are weighted by the tokens' importance where the 
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -18,19 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress import plugins, process_memory, ranks
+from compress import process_memory, ranks
 from compress.calib import routed_sums, token_importance
 from compress.calib import stats as calib_stats
 from compress.calib.routed_sums import RoutedSum
 from compress.calib.stats import HessianSum
 from compress.calib.weighed_pass import WEIGHED, WeighedPass
-from compress.model import blockwise, graph
+from compress.model import blockwise
 from compress.model.blockwise import FULL, QUANTIZED, BlockPass, Samples
 from compress.progress import Meter
 from compress.run import sizes
 from compress.run.importance_matrix import MatrixStatistics
 from compress.run.job import Job, Prepared
 from compress.run.quantize_linear import NO_STATISTICS, InputStatistics, finish_statistics
+from compress.transform.in_blocks import BlockTransforms
 from compress.types import LayerPlan
 
 
@@ -66,9 +66,7 @@ class CalibrationStream:
         self.attentions: dict[type[nn.Module], int] = {}  # how often blocks of a class call theirs
         self.weighs_before = False  # tokens of the last block could not be weighed in the pass that uses the weights
         self.weighed: dict[str, HessianSum | None] = {}  # sums of the first pass, made with the weights in it
-        steps = job.recipe.transform
-        self.transforms = [step for step in steps if plugins.load("transform", step.method).SCOPE == "block"]
-        self.graph: graph.Graph | None = None  # traced when a transform of blocks needs it
+        self.transforms = BlockTransforms(prepared.skeleton, job.recipe.transform)
 
     def embed(self, is_read: bool = True) -> None:
         """Fill the stream with what reaches the first block, unless nothing will read it."""
@@ -329,21 +327,9 @@ class CalibrationStream:
 
     def transform(self, index: int, block: nn.Module) -> list[str]:
         """Apply the recipe's transforms of blocks, in place; return what the report should say of them."""
-        if not self.transforms:
+        if not self.transforms.steps:
             return []
         self.meter.say("transforming")
-        prefix, batches = self.skeleton.block_prefix(index), partial(self.batches, index)
-        if self.graph is None:
-            self.graph = graph.trace(self.skeleton)
-        sites = graph.sites(self.graph.blocks[index], block, batches, prefix.rstrip("."))
-        rotated = {layer.spec.name for layer in self.prepared.plan.layers if layer.stored.ops}
-        schemes = {
-            key.removeprefix(prefix): dataclasses.replace(scheme, incoherence=True) if key in rotated else scheme
-            for key, scheme in self.prepared.plan.schemes.items()
-            if key.startswith(prefix)
-        }
-        notes: list[str] = []
-        for step in self.transforms:
-            notes += plugins.load("transform", step.method).apply(block, sites, batches, step.config, schemes)
+        notes = self.transforms.apply(index, block, partial(self.batches, index), self.prepared.plan)
         process_memory.check(self.job.max_memory)
         return notes

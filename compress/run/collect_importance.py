@@ -10,18 +10,19 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from compress import ranks
+from compress.calib.stats import undo_shrinking
 from compress.model import gguf_names
 from compress.numerics.linalg import full_float32
 from compress.progress import Progress
 from compress.recipe import Recipe
-from compress.run import calibration_text, predict, prepare
+from compress.run import calibration_text, importance_matrix, predict, prepare
 from compress.run.importance_matrix import ImportanceMatrix, InputSquares
 from compress.run.job import Job
 from compress.run.loop import BlockLoop
 from compress.run.quantize_linear import LinearTask
 from compress.types import PackedWeight, Quantized, Scheme, Stored
 
-NOTHING = PackedWeight(Stored("dense", None), {}, (0, 0))  # in the place of weights that are not quantized
+NO_WEIGHT = PackedWeight(Stored("dense", None), {}, (0, 0))  # stands for a weight that is not quantized
 
 
 def collect(job: Job, progress: Progress) -> ImportanceMatrix:
@@ -38,7 +39,7 @@ def collect(job: Job, progress: Progress) -> ImportanceMatrix:
         options = predict.one_option_each(prepared)
         loop = BlockLoop(job, prepared, options, text.tokens, Path(folder), progress, every=True)
         blocks = _Inputs()
-        loop.quantize = lambda task, _: Quantized(NOTHING)
+        loop.quantize = lambda task, _: Quantized(NO_WEIGHT)
         loop.run(blocks)
     named: dict[str, dict[int, InputSquares]] = {}
     unnamed = []
@@ -50,6 +51,13 @@ def collect(job: Job, progress: Progress) -> ImportanceMatrix:
             named.setdefault(place[0], {})[place[1]] = squares
     source = str(job.calib or "written by the model itself")
     return ImportanceMatrix(named, source, len(text.tokens), prepared.seq_len, tuple(unnamed))
+
+
+def write(job: Job, progress: Progress) -> ImportanceMatrix:
+    """Return the importance matrix as `collect`, and write it as the file `job.out`."""
+    matrix = collect(job, progress)
+    importance_matrix.write(matrix, job.out)
+    return matrix
 
 
 class _Inputs:
@@ -71,10 +79,10 @@ class _Inputs:
         return own
 
     def add(self, task: LinearTask, result: Quantized, seconds: float) -> None:
-        """Keep the diagonal of the Hessian of a linear's input."""
+        """Keep the sums of squares of a linear's input."""
         stats = task.statistics.stats
         assert stats is not None
-        self.squares[task.layer.spec.name] = InputSquares(stats.hessian.diagonal().cpu().clone(), stats.count)
+        self.squares[task.layer.spec.name] = InputSquares(undo_shrinking(stats).cpu(), stats.count)
 
     def finish(self, index: int, block: nn.Module, notes: list[str]) -> None:
         """Store nothing."""

@@ -53,7 +53,7 @@ def arrange(job: Job, skeleton: Skeleton, plans: Sequence[Plan], tables: Sequenc
     demands = _memory_demands(job, skeleton, plans, samples, seq_len)
     demands = dataclasses.replace(demands, all_statistics=every, tables=tuple(tables))
     arrangement = memory_plan.arrange(plans[0], skeleton, samples, seq_len, job.max_memory, demands)
-    begun = _prefix(job, skeleton.checkpoint.directory, samples)
+    begun = _prefix(job, skeleton, samples)
     return Prepared(skeleton, plans[0], arrangement, samples, seq_len, begun, demands.output_gradients, text.sentence)
 
 
@@ -173,10 +173,10 @@ def _tuning_workspace(job: Job, scope: Literal["block", "model"]) -> Callable[..
     return None if step is None else partial(plugins.load("tune", step.method).workspace, step.config)
 
 
-def _prefix(job: Job, directory: Path, samples: int) -> Prefix:
-    """Return what each calibration sample will begin with."""
-    bos = job.recipe.calibration.bos
-    if not samples or job.calib is not None and os.path.isdir(job.calib):
+def _prefix(job: Job, skeleton: Skeleton, samples: int) -> Prefix:
+    """Return what each calibration sample will begin with; nothing of sound."""
+    bos, directory = job.recipe.calibration.bos, skeleton.checkpoint.directory
+    if not samples or architectures.sound_states(skeleton.model) is not None:
         return prefix.NONE
     return prefix.of_directory(directory, bos) if job.calib is not None else calib_data.self_prefix(directory, bos)
 

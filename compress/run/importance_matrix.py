@@ -6,6 +6,7 @@ linear gets a Hessian that is zero beside this diagonal, so that errors count by
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,10 +47,11 @@ class ImportanceMatrix:
 
 
 def write(matrix: ImportanceMatrix, out: Path) -> None:
-    """Write a file as llama.cpp does, and its quantizer reads it."""
+    """Write a file as llama.cpp does, and its quantizer reads it; it appears whole, in place of any of its name."""
     import gguf
 
-    writer = gguf.GGUFWriter(out, "")
+    part = out.with_name(f"{out.name}.part")
+    writer = gguf.GGUFWriter(part, "")
     writer.add_type("imatrix")
     writer.add_array("imatrix.datasets", [matrix.text])
     writer.add_uint32("imatrix.chunk_count", matrix.samples)
@@ -65,6 +67,7 @@ def write(matrix: ImportanceMatrix, out: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    os.replace(part, out)
 
 
 def read(file: Path) -> dict[str, dict[int, InputSquares]]:

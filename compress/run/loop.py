@@ -133,7 +133,7 @@ class BlockLoop:
 
     def _last_read(self) -> int:
         """Return the last block that needs calibration text: nothing behind it is packed, changed or pruned."""
-        if self.stream.transforms or self.job.recipe.pruning is not None:
+        if self.stream.transforms.steps or self.job.recipe.pruning is not None:
             return len(self.skeleton.blocks) - 1
         return max((index for index, layers in enumerate(self.layers) if layers), default=-1)
 

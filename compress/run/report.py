@@ -210,17 +210,14 @@ def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any
     """Return the report as JSON values; self_check: the outcome of the check of the bytes that are published."""
     job, prepared = run.job, run.prepared
     blocks = len(prepared.skeleton.blocks)
-    sizes = prepared.skeleton.other_nbytes(prepared.plan.kept_nbytes)
     computed = run.block_seconds
     return {
         "model": job.model_name,
         "base": prepared.skeleton.checkpoint.base or None,  # how another tool has stored the original
         "recipe": job.recipe.name,
         "dtype": str(prepared.skeleton.dtype).removeprefix("torch."),  # that it was calibrated in, and loads in
-        "bpw": prepared.plan.bpw,
-        "whole": whole(prepared.plan),
+        **plan_facts(prepared.plan, prepared.skeleton),
         **({"allocation": dict(job.allocation)} if job.allocation is not None else {}),
-        "nbytes": {**packed_nbytes(prepared.plan), **sizes, "total": prepared.plan.nbytes},
         **({"quick": True} if job.quick else {}),
         **({"unused": prepared.plan.unused_nbytes} if prepared.plan.unused_nbytes else {}),
         "source_nbytes": prepared.skeleton.checkpoint.nbytes,
@@ -241,7 +238,6 @@ def build(run: RunState, total_seconds: float, self_check: str) -> dict[str, Any
         "seed": job.seed,
         "device": job.device,
         "versions": fingerprint.versions(),
-        "plan": [dataclasses.asdict(group) for group in plan_summary.groups(prepared.plan)],
         "fallbacks": {row.name: list(row.notes) for row in run.layers if row.notes},
         "notes": run.notes,
         "products": products(run.layers, job.device),
@@ -267,6 +263,16 @@ def with_sizes(plan: Plan, rows: Sequence[LayerReport]) -> Plan:
     return dataclasses.replace(
         plan, layers=settle(plan.layers), tower_layers=settle(plan.tower_layers), tables=settle(plan.tables)
     )
+
+
+def plan_facts(plan: Plan, skeleton: Skeleton) -> dict[str, Any]:
+    """Return what a plan stores, as JSON values: bits, bytes by kind, and rows of linears that are stored alike."""
+    return {
+        "bpw": plan.bpw,
+        "whole": whole(plan),
+        "nbytes": {**packed_nbytes(plan), **skeleton.other_nbytes(plan.kept_nbytes), "total": plan.nbytes},
+        "plan": [dataclasses.asdict(group) for group in plan_summary.groups(plan)],
+    }
 
 
 def packed_nbytes(plan: Plan) -> dict[str, int]:
@@ -360,11 +366,8 @@ def from_headers(checkpoint: Checkpoint, why: str) -> dict[str, Any]:
         for x in plan.packed
     )
     return {
-        "bpw": plan.bpw,
-        "whole": whole(plan),
-        "nbytes": {**packed_nbytes(plan), **skeleton.other_nbytes(plan.kept_nbytes), "total": plan.nbytes},
+        **plan_facts(plan, skeleton),
         "source_nbytes": None,
-        "plan": [dataclasses.asdict(group) for group in plan_summary.groups(plan)],
         "layers": list(rows),
         "incomplete": f"from config.json and the headers of the files, because {why}; methods and errors are not known",
     }

@@ -21,15 +21,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel
+
 from compress import process_memory
 from compress.errors import CheckpointError, first_line
 from compress.importers import companions, gguf_header, lora, open_checkpoint
-from compress.model import load
+from compress.model import architectures, load
 from compress.model.skeleton import Skeleton
 from compress.progress import note
 from compress.run.job import Job
 from compress.storage import manifest, paths
-from compress.storage.checkpoint import read_json, write_text
+from compress.storage.checkpoint import Checkpoint, read_json, write_text
 
 
 def of(job: Job) -> Path:
@@ -43,20 +46,31 @@ def locate(job: Job) -> list[str]:
     return [str(each.resolve()) for each in (path, job.adapter) if each is not None]
 
 
-def open_model(job: Job) -> Skeleton:
-    """Open the original that a job names, of which only headers are read. Raises CheckpointError for one not usable.
+def load_model(name: str, dtype: torch.dtype | str, device_map: Any, verify: bool) -> PreTrainedModel:
+    """Load the model that a user names, by the class it is of; the rest as `load_model` of compress/model/load.py."""
+    return load.load_model(resolve(name), dtype, device_map=device_map, verify=verify, tasks=None)
 
-    Notes tell which of the files beside the weights are left out.
-    """
+
+def open_original(job: Job) -> Checkpoint:
+    """Open the checkpoint that a job names; CheckpointError for one of ours, OutputError for an output in its place."""
     checkpoint = open_checkpoint(of(job))
     paths.check_apart(job.out, *map(Path, locate(job)))
     if packed := checkpoint.config.get("quantization_config"):
         method = packed.get("quant_method") if isinstance(packed, dict) else packed
         raise CheckpointError(f"{job.model} is already quantized ({method}); give the original checkpoint")
+    return checkpoint
+
+
+def open_model(job: Job) -> Skeleton:
+    """Open the original that a job names, of which only headers are read. Raises CheckpointError for one not usable.
+
+    Notes tell which of the files beside the weights are left out, and what a class without a head is taken for.
+    """
+    checkpoint = open_original(job)
     skeleton = Skeleton(checkpoint)
     skeleton.check_tensors()
     check_tokenizer(checkpoint.directory)
-    for remark in companions.notes(checkpoint):
+    for remark in (*companions.notes(checkpoint), *architectures.remarks(skeleton.config)):
         note(remark)
     return skeleton
 

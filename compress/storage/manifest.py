@@ -41,6 +41,7 @@ READ = (  # files that decide what is loaded: one that is not listed is an error
     *("tokenizer*", "*.model", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
     *("*processor_config.json", "adapter_*"),
 )
+MODULES = "modules.json"  # the list of layers that make embeddings of a model's outputs
 COPIED = (
     *("tokenizer*", "vocab*", "merges*", "added_tokens.json", "special_tokens_map.json", "chat_template*"),
     *("generation_config.json", "*processor_config.json", "feature_extractor*_config.json"),
@@ -48,7 +49,7 @@ COPIED = (
     *("spiece.model", "sentencepiece*.model", "spm*.model", "bpe.model", "source.spm", "target.spm"),
     *("*.tiktoken", "tekken.json", "bpe.codes", "dict.txt", "emoji.json", "normalizer.json", "entity_vocab.json"),
     *("target_vocab.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json"),
-    *("modules.json", "sentence_*_config.json", "config_sentence_transformers.json"),
+    *(MODULES, "sentence_*_config.json", "config_sentence_transformers.json"),
 )
 INNER = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")  # what makes embeddings of a model's outputs, by name
 LEGAL_PATTERNS = (
@@ -179,7 +180,7 @@ def inner_files(directory: Path) -> list[str]:
 
     There are none without the list of such layers.
     """
-    if not (directory / "modules.json").is_file():
+    if not (directory / MODULES).is_file():
         return []
     names = sorted(path.relative_to(directory).as_posix() for path in directory.glob("[0-9]*_*/*.*"))
     return [name for name in names if INNER.fullmatch(name) and (directory / name).is_file()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -12,8 +13,11 @@ import torch
 from compress.calib import data, prefix
 from compress.calib.data import roll_windows, self_generated, token_windows
 from compress.errors import CalibrationError, CheckpointError
+from compress.importers import open_checkpoint
+from compress.model.skeleton import Skeleton
+from compress.run import demands
 from helpers.pico import EOS_ID, VOCAB_SIZE, beginning, pico_tokenizer, save_pico
-from helpers.runs import TEXT
+from helpers.runs import SMALL, TEXT, Setup, job
 
 ROOT = Path(__file__).parents[2]
 TOKENIZING = {
@@ -128,6 +132,14 @@ def test_text_that_a_model_writes_begins_with_the_prefix(tmp_path: Path) -> None
     assert found.prefix == first and found.facts()["begins_with"] == "<first><bos>"
     with pytest.raises(CalibrationError, match="never needs a text, .* give --calib"):
         self_generated(folder, 3, 8, 0, bos="never")
+
+
+def test_a_folder_of_text_begins_as_a_file_does(tmp_path: Path) -> None:
+    """A data set may be a folder; one of sound begins with nothing."""
+    model = save_pico("llama", tmp_path / "m")
+    beginning(pico_tokenizer(), "<bos>").save_pretrained(model)
+    asked = dataclasses.replace(job(model, Setup("int4", SMALL), tmp_path / "out"), calib=str(tmp_path))
+    assert demands._prefix(asked, Skeleton(open_checkpoint(model)), 1).tokens == (BOS_ID,)
 
 
 def test_one_place_says_what_begins_a_window() -> None:

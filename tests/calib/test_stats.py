@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.calib import stats as module
-from compress.calib.stats import HessianSum, InputsSeenError, PassEnd, collect, expect, shrink
+from compress.calib.stats import HessianSum, InputsSeenError, PassEnd, collect, expect, shrink, undo_shrinking
 from compress.errors import NumericalError, UnsupportedModelError
 from compress.runtime.expert_layouts import PROJECTIONS
 from compress.runtime.experts import Experts
@@ -107,6 +107,7 @@ def test_few_tokens_shrink_towards_the_identity(count: int) -> None:
     assert relative(result.hessian, expected) < 1e-6 and result.count == count
     assert note is not None and f"only {count} calibration tokens for 12 inputs" in note and f"{share:.2f}" in note
     torch.linalg.cholesky(result.hessian.double())  # raises if it is still singular
+    assert relative(undo_shrinking(result), before.diagonal()) < 1e-6
 
 
 # ---------------------------------------------------------------- drift

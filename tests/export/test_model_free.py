@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from compress import api, formats, importers, recipe
-from compress.errors import ExportError, NumericalError, RecipeError, UnsupportedModelError
+from compress.errors import CheckpointError, ExportError, NumericalError, RecipeError, UnsupportedModelError
 from compress.export import rounded_linears
 from compress.export.model_free import TARGETS, RoundedCheckpoint
 from compress.quant import grid_rtn, rtn
@@ -110,7 +110,8 @@ def unknown(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "auto_map": {"a": "b"},
     }
     sizes = {"hidden_size": HIDDEN, "num_hidden_layers": 3, "vocab_size": TOKENS}
-    (folder / "config.json").write_text(json.dumps({**config, "text_config": sizes}))
+    beside = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": HIDDEN}  # none of which is the text model's
+    (folder / "config.json").write_text(json.dumps({**config, "audio_config": beside, "text_config": sizes}))
     (folder / "tokenizer_config.json").write_text("{}")
     (folder / "modeling.py").write_text("raise RuntimeError")
     return folder
@@ -174,7 +175,7 @@ def test_an_unknown_family(unknown: Path, scheme: str, target: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("scheme", "settings"),
-    [("int8", ()), ("int4", ()), ("int4", ("symmetric=false", "group_size=64")), ("fp8", ()), ("fp8-block", ())],
+    [("int8", ()), ("int4", ()), ("int4", ("symmetric=true", "group_size=64")), ("fp8", ()), ("fp8-block", ())],
 )
 def test_a_known_model_loads_in_transformers(scheme: str, settings: tuple[str, ...], tmp_path: Path) -> None:
     """Its weights are those that our importer decodes, but for scales of FP8, which it reads into 16 bits."""
@@ -193,6 +194,24 @@ def test_a_known_model_loads_in_transformers(scheme: str, settings: tuple[str, .
         torch.testing.assert_close(parameter.float(), ours[name].read().float(), rtol=bound, atol=0.0)
 
 
+def test_zero_points_where_readers_open_them(unknown: Path, tmp_path: Path) -> None:
+    """All weights are alike, or have none."""
+    sizes = {"hidden_size": 192, "head_dim": 64, "intermediate_size": 256}
+    model = save_pico("llama", tmp_path / "model", dtype=torch.bfloat16, changes=sizes)
+    assert not any("zero points" in note for note in run(model, "int4", tmp_path / "out").notes)
+    (group,) = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"][
+        "config_groups"
+    ].values()
+    assert (group["weights"]["symmetric"], group["weights"]["group_size"]) == (False, 64)
+    eight = "rules=[{match: '*down_proj', bits: 8}]"
+    cases = [(unknown, "int4", "", "an expert"), (model, "int4", eight, "alike")]
+    odd = save_pico("llama", tmp_path / "odd", dtype=torch.bfloat16, changes={**sizes, "intermediate_size": 160})
+    cases += [(odd, "int4", "", "down_proj has groups of 32"), (odd, "int8", "symmetric=false", "")]
+    for source, scheme, setting, words in cases:
+        notes = run(source, scheme, tmp_path / "none", *filter(None, [setting]), dry_run=True).notes
+        assert [words in note for note in notes if "zero points" in note] == ([True] if words else [])
+
+
 def test_what_is_asked_for_counts(unknown: Path, tmp_path: Path) -> None:
     """`ignore`, rules and settings are those of recipes; a member of a group that is kept keeps the others."""
     rounded = run(unknown, "int4", tmp_path / "out", "ignore=['*.0.mixer.k_proj']", "group_size=32", dry_run=True)
@@ -206,6 +225,15 @@ def test_what_is_asked_for_counts(unknown: Path, tmp_path: Path) -> None:
     for name in ("int4", "kv4", "w8a8-smooth", "nvfp4"):
         with pytest.raises(RecipeError, match="--model-free"):
             rounded_linears.check(recipe.load(name))
+    packed = tmp_path / "packed"
+    run(unknown, "int8", packed, "ignore=['*.experts.*']")
+    config = json.loads((packed / "config.json").read_text())
+    ours = {"quant_method": "compress", "version": 1}
+    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": ours}))
+    with pytest.raises(CheckpointError, match="already quantized"):
+        run(packed, "int4", tmp_path / "again", dry_run=True)
+    with pytest.raises(RecipeError, match="has accept, which needs the class"):
+        rounded_linears.check(recipe.load("int8", ["accept.kl=0.1"]))
 
 
 def test_the_command(unknown: Path, tmp_path: Path) -> None:
@@ -215,6 +243,8 @@ def test_the_command(unknown: Path, tmp_path: Path) -> None:
     result = cli("quantize", str(unknown), "--model-free", "int4", "--out", str(out))
     assert result.code == 0 and "no Hessian" in result.out and "chooses experts" in result.out
     assert cli("quantize", str(unknown), "--model-free", "int4", "--seed", "2").code == 2
+    named = cli("quantize", str(unknown), "--model-free", "fp8", "--export", "modelopt", "--dry-run")
+    assert named.code == 0 and "modelopt, not written" in named.out
     assert cli("quantize", str(unknown), "--model-free", "int4", "--out", str(out)).code == 1  # it is there
 
 

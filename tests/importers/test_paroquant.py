@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
-from compress.importers import open_checkpoint
+from compress.importers import open_checkpoint, source, turned
 from helpers import foreign
 from helpers.pico import save_pico
 from helpers.runs import stored_tensors
@@ -106,3 +107,19 @@ def test_experts_share_rotations(tmp_path: Path) -> None:
     foreign.restore(both.quantized, changes)
     foreign.restore(both.plain, dict(plain))
     check(*both)
+
+
+def test_rows_are_decoded_without_the_others(
+    pico_dir: foreign.Pico, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = foreign.written(pico_dir("llama"), tmp_path, SETTINGS, pack, torch.float16)
+    unpack, codes = turned.unpack_ordered, list[int]()
+
+    def count(words: Tensor, bits: int) -> Tensor:
+        codes.append(8 * words.numel())
+        return unpack(words, bits)
+
+    monkeypatch.setattr(turned, "unpack_ordered", count)
+    monkeypatch.setattr(source, "CHUNK", 4 * 64 * 32)  # bytes of 32 rows
+    open_checkpoint(both.quantized).tensors["model.layers.0.mlp.up_proj.weight"].read()  # [192, 64]
+    assert codes == 6 * [192, 32 * 64]  # zeros, and codes

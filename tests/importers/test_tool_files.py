@@ -132,6 +132,7 @@ CHANGES: dict[str, list[tuple[dict[str, Any], dict[str, Tensor], str]]] = {
         ({"global_quant_config": {}}, {}, "nothing in quantization_config is of model"),
         ({"layer_quant_config": {"re:(a+)+": {}}}, {}, "of layer_quant_config is too involved"),
         ({}, {"weight_scale": torch.ones(3, 32)}, "do not belong together in groups of 32"),
+        ({}, {"weight_zero_point": torch.ones(2, 32, dtype=torch.int32)}, "do not belong together in groups of 32"),
     ],
     "modelopt/nvfp4_svd": [
         ({}, {"pre_quant_scale": torch.ones(3)}, "pre_quant_scale has the shape .3., its weight asks for .64."),

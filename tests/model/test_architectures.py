@@ -12,12 +12,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compress import importers
+from compress import importers, recipe
 from compress.errors import CompressError
 from compress.importers import open_checkpoint
 from compress.model import architectures
 from compress.model.load import load_model
 from compress.model.skeleton import Skeleton
+from compress.run import source
+from compress.run.job import Job
 from helpers import pico
 
 Changed = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -81,6 +83,10 @@ def test_other_purposes_are_known_by_the_class(
 OPENED = {
     ("llama", "LlamaForCausalLM"): "language",
     ("llama", "LlamaModel"): "embedding",
+    ("gpt2", "GPT2Model"): "language",  # its head is its table
+    ("bart", "BartModel"): "translation",
+    ("t5", "T5Model"): "translation",
+    ("albert", "AlbertModel"): "embedding",
     ("qwen3", "Qwen3ForTokenClassification"): "tags",
     ("bert", "BertModel"): "embedding",
     ("bert", "BertForMaskedLM"): "masked",
@@ -111,10 +117,22 @@ def test_a_head_that_the_configuration_does_not_name(head: str, pico_dir: Callab
     refused(directory, f"has {head}, the head of a reward model", "give the language model")
 
 
+def test_a_class_without_a_head_stands_for_a_language_model_whose_head_is_its_table(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = pico.build("llama_tied")
+    pico.save(model.model, tmp_path / "m")
+    source.open_model(Job(str(tmp_path / "m"), recipe.load("int8"), tmp_path / "out"))
+    assert "names 'LlamaModel', a class without an output head" in caplog.text
+    assert torch.equal(load_model(tmp_path / "m").lm_head.weight, model.lm_head.weight)
+
+
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
 def test_an_embedding_model(name: str, tmp_path: Path) -> None:
     model = pico.build(name)
     pico.save(model.model, tmp_path / "m")
+    if name == "llama_tied":
+        (tmp_path / "m" / "modules.json").write_text("[]")
     Skeleton(open_checkpoint(tmp_path / "m")).check_tensors()
     assert torch.equal(load_model(tmp_path / "m", tasks=None).norm.weight, model.model.norm.weight)
     with pytest.raises(CompressError, match="is a 'LlamaModel', a model for embeddings; this needs a language model"):

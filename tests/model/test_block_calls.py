@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,15 @@ def test_a_block_that_gives_a_list_is_read_like_one_that_gives_a_tuple() -> None
     hidden = torch.ones(1, 2, 4)
     states, beside = blockwise.call_block(lambda x: [x + 1, "rest"], BlockArgs((), {}), hidden)
     assert torch.equal(states, hidden + 1) and beside == ("rest",)
+
+
+def test_what_all_samples_share_at_first_is_kept_of_both_sides() -> None:
+    """A block leaves one value for two samples, and another for the third, on either side of the stream."""
+    crossing = block_calls.Crossing(5, [], [])
+    layout = block_calls.Layout(0, {}, {}, {(1, ("kwargs", "bias")): 1}, {}, crossing)
+    calls = blockwise.ModelArgs(6, layout, blockwise.HiddenStates(3, None, 2), CPU)
+    for sample, side in itertools.product(range(3), range(2)):
+        left = torch.full((1, 2), float(10 * side + (sample == 2)))
+        calls.keep(0, sample, BlockArgs((), {}), (left,), side)
+    read = [[calls._tree((0, 1), 1, sample, 1, side)[0, 0].item() for sample in range(3)] for side in range(2)]
+    assert read == [[0, 0, 1], [10, 10, 11]]

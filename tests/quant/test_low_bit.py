@@ -53,6 +53,7 @@ METHOD = {
     for name, r in ALL.items()
     if r.kv_cache is None and r.allocate is None and r.quantize.lowrank is None and r.quantize.method not in SPECIAL
 }
+NARROW = {"q2_k": "grid_gptq", "q4_k": "gptq"}  # -> the method for inputs that are no super-blocks of 256
 PLAIN = {name: method for name, method in METHOD.items() if not recipe.load(name).transform}
 FIRST = {method: name for name, method in reversed(PLAIN.items())}  # one recipe of each method
 NEW = [name for method, name in FIRST.items() if method != "gptq" and "hessian" in plugins.load("quant", method).NEEDS]
@@ -173,7 +174,8 @@ def test_every_recipe(model: str, name: str, pico_dir: Callable[..., Path], tmp_
     api.quantize(job(pico_dir(model), setup, tmp_path / "out"))
     loaded = recipe.load(name)
     report = check(tmp_path / "out", PICO[model](), bool(loaded.transform or loaded.tune))
-    assert report["recipe"] == name and {row["method"] for row in report["layers"]} == {METHOD[name]}
+    methods = {row["method"] for row in report["layers"]}
+    assert report["recipe"] == name and methods - {NARROW.get(name)} <= {METHOD[name]}
 
 
 # ---------------------------------------------------------------- sizes that divide nothing
@@ -222,7 +224,7 @@ def test_a_resumed_run_writes_the_same_bytes(name: str, pico_dir: Callable[..., 
     """Killed in block 1."""
     source, out, setup = pico_dir("llama", shards=True), tmp_path / "out", small(name)
     words = command(source, setup, out)
-    method = plugins.load("quant", METHOD[name])
+    method = plugins.load("quant", NARROW.get(name, METHOD[name]))
     where = interrupt(
         method.__name__, "quantize_rows" if hasattr(method, "quantize_rows") else "quantize", 10
     )  # of 7 x 2

@@ -214,7 +214,8 @@ def test_weights_that_do_not_fit_the_configuration(name: str, model: Path) -> No
     del index["weight_map"][name]
     (model / INDEX).write_text(json.dumps(index))
     tied = "if that is its table of embeddings set tie_word_embeddings to true in config.json"
-    said = f", its output head; {tied}, else" if name == "lm_head.weight" else ";"
+    bare = "if it is an embedding model name its class without a head under architectures there (LlamaModel)"
+    said = f", its output head; {tied}, {bare}, else" if name == "lm_head.weight" else ";"
     assert quantize(model).endswith(f"has no tensor for {name}{said} download it again")
 
 

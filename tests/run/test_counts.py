@@ -9,7 +9,7 @@ import torch
 
 from compress.progress import Meter
 from compress.recipe import load
-from compress.run import counts, predict, prepare, speeds
+from compress.run import counts, predict, prepare
 from compress.run.job import Job
 from helpers.pico import save_pico
 
@@ -18,7 +18,7 @@ CALIB = str(Path(__file__).parents[1] / "data" / "books_calib.txt")
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    monkeypatch.setattr(speeds, "of_machine", lambda dtype: speeds.Speeds(1e9, 1e9, 1e9, 1e9))
+    monkeypatch.setattr(counts, "speeds_of_machine", lambda dtype: counts.Speeds(1e9, 1e9, 1e9, 1e9))
     recipe = load("int4", ["calibration.num_samples=4", "calibration.seq_len=32"])
     return Job(model=str(save_pico("llama", tmp_path / "m")), recipe=recipe, out=tmp_path / "out", calib=CALIB)
 
@@ -52,11 +52,11 @@ def test_plan_times_no_block(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_speeds_are_kept_and_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = speeds.Speeds(1.0, 2.0, 3.0, 4.0)
-    assert speeds._read(b'{"block": 1, "float32": 2, "attention": 3, "steps": 4}') == known
+    known = counts.Speeds(1.0, 2.0, 3.0, 4.0)
+    assert counts._read_speeds(b'{"block": 1, "float32": 2, "attention": 3, "steps": 4}') == known
     for content in (None, b"", b"[]", b'{"block": 1}', b'{"block": 0, "float32": 2, "attention": 3, "steps": 4}'):
-        assert speeds._read(content) is None
-    assert all(value > 0 for value in vars(speeds.measure(torch.float32)).values())
+        assert counts._read_speeds(content) is None
+    assert all(value > 0 for value in vars(counts.measure_speeds(torch.float32)).values())
 
 
 def test_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     model = save_pico("llama", folder / "model")
     tokenizer().save_pretrained(model)
     importance_matrix.write(collect_importance.collect(job(model, ROUNDED, folder / "x"), silent), folder / "m.gguf")
+    assert {path.name for path in folder.iterdir()} == {"model", "m.gguf"}
     return model, folder / "m.gguf"
 
 

@@ -188,6 +188,9 @@ def test_other_large_tables_are_found_behind_those_of_tokens(pico_dir: Callable[
     skeleton = Skeleton(open_checkpoint(pico_dir("llama")))
     for name, rows in (("by_layer", 66), ("positions", 65)):  # of 264 tokens: a quarter, and less
         skeleton.model.model.register_module(name, nn.Embedding(rows, 64, device="meta"))
+    skeleton.model.model.register_module("again", nn.Embedding(66, 64, device="meta"))
+    skeleton.model.model.again.weight = skeleton.model.model.by_layer.weight
     found_tables = model_tables.find_tables(skeleton)
     assert [table.names[0] for table in found_tables] == ["model.embed_tokens", "lm_head", "model.by_layer"]
     assert [table.is_other for table in found_tables] == [False, False, True]
+    assert found_tables[2].names == ("model.by_layer", "model.again")  # once

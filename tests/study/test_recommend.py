@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from compress import api, recipe
@@ -160,7 +159,7 @@ def test_the_cache_of_a_command_is_short_and_means_the_same() -> None:
     for name in recipes_with_cache():
         said = recommend.shortest(name)
         assert cache_settings(said) == recipe.load(name).kv_cache
-        written = yaml.safe_load(recipe.text(name))["kv_cache"]
+        written = recipe.data(name)["kv_cache"]
         assert said.items() <= written.items()  # nothing but what the recipe itself says
     assert recommend.shortest("kv4") == {"method": "kivi", "bits": 4}
 

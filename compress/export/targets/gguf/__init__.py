@@ -22,13 +22,13 @@ from compress.export import grids
 from compress.export.convert import Export
 from compress.export.place import MARK
 from compress.export.targets.gguf import architecture, tensors, vocabulary
-from compress.export.targets.gguf.settings import TOOL
+from compress.export.targets.gguf.settings import DATA, TOOL
 from compress.export.targets.gguf.tensors import BLOCK
 from compress.export.weights import ExportWeight
 from compress.formats.kquant import SUPER_BLOCK
 
 SUFFIX = ".gguf"
-CACHE = "llama-server -fa on --cache-type-k q8_0 --cache-type-v q8_0"
+CACHE: str = DATA["cache"]
 TAKES = ("split_size",)  # OUT is a directory then, with NAME-00001-of-00003.gguf and so on
 TABLE = "token_embd.weight"
 RECIPE = "gguf-mix"
