@@ -90,15 +90,19 @@ def place_of(skeleton: Skeleton, linear: str) -> tuple[str, int] | None:
 @functools.cache
 def _gguf_name(kind: str, linear: str) -> str | None:
     """Return the name of a linear of the first block, by the name of the architecture there."""
-    own = [arch for arch, name in _architectures().items() if name == kind]
-    given = [name for arch in own or _architectures() if (name := _name_map(arch).get_name(linear)) is not None]
+    own = [arch for arch, name in architectures().items() if name == kind]
+    given = [name for arch in own or architectures() if (name := _name_map(arch).get_name(linear)) is not None]
     return collections.Counter(given).most_common(1)[0][0] if given else None
 
 
-def _architectures() -> dict[Any, str]:
-    """Return the architectures of the package gguf, with their names."""
-    import gguf
-
+def architectures() -> dict[Any, str]:
+    """Return the architectures of the package gguf, with their names; CheckpointError where it is not installed."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise CheckpointError(
+            "for the names that linears have in GGUF files install the package gguf: pip install 'compress-llm[gguf]'"
+        ) from error
     return dict(gguf.MODEL_ARCH_NAMES)
 
 

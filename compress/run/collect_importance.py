@@ -27,6 +27,7 @@ NO_WEIGHT = PackedWeight(Stored("dense", None), {}, (0, 0))  # stands for a weig
 
 def collect(job: Job, progress: Progress) -> ImportanceMatrix:
     """Return the importance matrix of a model on the job's calibration text; of the recipe only its amount counts."""
+    gguf_names.architectures()  # is the package there?
     calibration = dataclasses.replace(job.recipe.calibration, target_correction=0.0, importance="none")
     recipe = Recipe(job.recipe.name, "", calibration, Scheme(job.recipe.quantize.method, job.recipe.quantize.config))
     job = dataclasses.replace(job, recipe=recipe, allow_partial=True)
