@@ -196,7 +196,7 @@ def _prompt_ids(directory: Path, prompt: Any, is_chat: bool, system: str | None)
     from compress.evaluate import generation
     from compress.model.load import load_tokenizer
 
-    if isinstance(prompt, str) and not is_chat:
+    if isinstance(prompt, str) and not is_chat and system is None:
         return generation.prompt_ids(directory, prompt)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     begun = [{"role": "system", "content": system}] if system is not None else []
@@ -215,7 +215,7 @@ def serve(
     """Start the best engine that is installed on a checkpoint, an HTTP server with the API of OpenAI.
 
     vLLM, SGLang, transformers, or llama-server of llama.cpp, which reads a GGUF export: that is written beside the
-    checkpoint where it is missing. The command line is printed first.
+    checkpoint where it is missing or older. The command line is printed first.
     """
     with errors():
         check_model(directory)
@@ -224,16 +224,24 @@ def serve(
         chosen = _engine(engine, is_file)
         export = path if is_file else Path(f"{str(path).rstrip('/')}.gguf")
         words = [*_engine_words(chosen, path, export), *(more or [])]
-        if "file" in ENGINES[chosen] and not export.exists():
-            writing = ["export", str(path), "--to", "gguf", "--out", str(export)]
+        if "file" in ENGINES[chosen] and not is_file and _is_older(export, path):
+            writing = ["export", str(path), "--to", "gguf", "--out", str(export), "--overwrite"]
             print(shlex.join(["compress", *writing]), flush=True)
             if not only_print:
                 from compress.export import convert
 
-                convert.export(path, "gguf", export)
+                convert.export(path, "gguf", export, overwrite=True)
         print(shlex.join(words), flush=True)
         if not only_print:
             os.execvp(words[0], words)
+
+
+def _is_older(export: Path, checkpoint: Path) -> bool:
+    """Return whether an export is missing, or from before the checkpoint was written."""
+    from compress.storage.checkpoint import MANIFEST
+
+    manifest = checkpoint / MANIFEST
+    return not export.exists() or (manifest.exists() and manifest.stat().st_mtime > export.stat().st_mtime)
 
 
 def _engine(asked: str | None, is_file: bool) -> str:

@@ -68,6 +68,11 @@ def choose_text(job: Job, skeleton: Skeleton, plans: Sequence[Plan], every: bool
     is_for_weights = is_for_weights or (job.pack and bool(job.recipe.tune or job.recipe.pruning))
     edited = skeleton.edits.samples if skeleton.edits is not None else 0
     if not (is_for_weights or edited or _calibrates_cache(job)):
+        if job.imatrix is not None and not any(sizes.needs_text(layer) for each in plans for layer in each.packed):
+            raise RecipeError(
+                f"recipe {job.recipe.name!r} goes by no sizes of inputs, so that an importance matrix changes nothing; "
+                "leave out --imatrix"
+            )
         return TextSize(0, 0)
     if job.imatrix is not None:
         raise RecipeError(
