@@ -138,9 +138,8 @@ def chat(
         directory, style = resolve(model), _style(max_new_tokens, temperature, seed, (top_k, top_p, min_p))
         writer = generation.open_writer(directory, style, device_named(device))
         begun = [{"role": "system", "content": system}] if system else []
-        generation.chat_ids(
-            writer.tokenizer, [*begun, {"role": "user", "content": "?"}], directory.name
-        )  # has a template
+        trial = [*begun, {"role": "user", "content": "?"}]
+        generation.chat_ids(writer.tokenizer, trial, "this conversation")  # a template that takes it is there
         talk = generation.Conversation(writer, system)
         if sys.stdin.isatty():
             note(HELP)

@@ -182,6 +182,11 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], where: str) 
     messages: "role" and "content" of each. where: they stand, for errors. Raises CalibrationError for a model without a
     template, or messages that it refuses.
     """
+    if not tokenizer.chat_template:
+        raise CalibrationError(
+            "the tokenizer has no chat template; use `compress generate --prompt`, or put the model's "
+            "chat_template.jinja beside its tokenizer"
+        )
     text = chats.writer(tokenizer, True)(list(messages), where)
     return cast(list[int], tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"])
 
