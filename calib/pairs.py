@@ -24,6 +24,7 @@ from compress.calib.data import Calibration
 from compress.errors import CalibrationError
 from compress.model import inputs, load
 from compress.model.architectures import Task
+from compress.storage import files
 
 WRITTEN_SHARE = 4  # a window of text is so many times as long as what the model writes of it, at most
 TRANSCRIPT_LENGTH = 128  # tokens that are written of a piece of sound, at most
@@ -122,7 +123,7 @@ def _pieces(folder: Path, rate: int, longest: int) -> Iterator[Tensor]:
 def _read(path: Path, rate: int) -> Tensor:
     """Return the sound of a file as float32 [samples] between -1 and 1, the mean of its channels."""
     try:
-        with wave.open(str(path), "rb") as file:
+        with files.open_regular(path) as stream, wave.open(stream) as file:
             channels, width, own_rate = file.getnchannels(), file.getsampwidth(), file.getframerate()
             raw = file.readframes(file.getnframes())
     except (OSError, EOFError, wave.Error) as error:

@@ -141,7 +141,7 @@ def evaluate(
             _check_suite(caches, calib, adapter)
             options = dataclasses.replace(options, kv=caches, calib=calib)
             return _run_suite(model, base, options, (dtype, device_named(device), bos), as_json)
-        _run_text(model, base, options, caches, calib, adapter, (dtype, device_named(device), bos), as_json)
+        _run_text(model, base, options, caches, calib, adapter, (dtype, device, bos), as_json)
 
 
 def _run_text(
@@ -165,7 +165,8 @@ def _run_text(
     from compress.run.source import resolve
 
     dtype, device, bos = execution
-    running, seq_len, max_tokens = evaluation.Execution(dtype, device, bos=bos), options.seq_len, options.max_tokens
+    running = evaluation.Execution(dtype, device_named(device), bos=bos)
+    seq_len, max_tokens = options.seq_len, options.max_tokens
     against = None if base is None else resolve(base, adapter)
     directory = resolve(model, adapter if base is None else None)
     if (scorer := writers.scorer(directory)) is not None:

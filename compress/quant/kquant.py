@@ -64,12 +64,14 @@ FALLBACKS: dict[
 }
 
 
+BlockType = Literal["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"]
+
+
 @dataclass(frozen=True)
 class Config:
     """Settings of K-quants."""
 
-    # of llama.cpp: 2.625, 3.4375, 4.5, 5.5, 6.5625 and 4.25 bits
-    type: Literal["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"] = "q4_k"
+    type: BlockType = "q4_k"  # of llama.cpp: 2.625, 3.4375, 4.5, 5.5, 6.5625 and 4.25 bits
     damp: float = 0.01  # [fraction] of the mean diagonal, added to the diagonal of the Hessian
     sweeps: int = 1  # [sweeps] of coordinate descent after the column loop, each at twice its cost
 

@@ -7,9 +7,11 @@ linear gets a Hessian that is zero beside this diagonal, so that errors count by
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +52,14 @@ def write(matrix: ImportanceMatrix, out: Path) -> None:
     """Write a file as llama.cpp does, and its quantizer reads it; it appears whole, in place of any of its name."""
     import gguf
 
-    part = out.with_name(f"{out.name}.part")
-    writer = gguf.GGUFWriter(part, "")
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        part = Path(folder) / out.name
+        _write(matrix, gguf.GGUFWriter(part, ""))
+        os.replace(part, out)
+
+
+def _write(matrix: ImportanceMatrix, writer: Any) -> None:
+    """Write a matrix through a GGUFWriter."""
     writer.add_type("imatrix")
     writer.add_array("imatrix.datasets", [matrix.text])
     writer.add_uint32("imatrix.chunk_count", matrix.samples)
@@ -67,7 +75,6 @@ def write(matrix: ImportanceMatrix, out: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    os.replace(part, out)
 
 
 def read(file: Path) -> dict[str, dict[int, InputSquares]]:

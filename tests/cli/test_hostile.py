@@ -88,6 +88,7 @@ ALLOCATION += ["--set", "allocate.options=[{method: rtn, bits: 2}, {method: rtn,
 NEEDED: dict[str, list[str]] = {  # what a command must be given beside the checkpoint; a new one may need nothing
     "quantize": [*DATA_FREE, "--out", "out"],
     "plan": DATA_FREE,
+    "imatrix": ["--calib", str(TEXT), "--set", "calibration.num_samples=2", "--out", "m.gguf"],
     "transform": ["--recipe", "w4a8", "--out", "out", "--calib", str(TEXT), "--set", "calibration.num_samples=2"],
     "allocate": [*ALLOCATION, "--measurements", "measured", "--text", str(TEXT), "--points", "2"],
     "eval": ["--text", str(TEXT), "--seq-len", "32", "--max-tokens", "64"],

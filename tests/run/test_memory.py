@@ -19,7 +19,7 @@ from compress import api, process_memory, ranks
 from compress.calib.stats import nbytes
 from compress.cli import tables
 from compress.errors import BudgetError
-from compress.model import blockwise
+from compress.model import hidden_states
 from compress.model.blockwise import FULL, QUANTIZED, HiddenStates
 from compress.model.skeleton import Skeleton
 from compress.process_memory import parse_size, show
@@ -316,7 +316,7 @@ def test_an_arrangement_changes_no_byte(
         passes.append(len(real_split(keys, allowed)))
         return real_split(keys, allowed)
 
-    monkeypatch.setattr(blockwise.os, "pwrite", pwrite)
+    monkeypatch.setattr(hidden_states.os, "pwrite", pwrite)
     monkeypatch.setattr(sizes, "split_passes", splitting)
     out, report = arranged("other", model, **changes)
     assert contents(out) == contents(plain)
