@@ -201,7 +201,8 @@ def _run_beside(
 
     with tables.progress_bar() as progress:
         scores = scorer(directory, text, base, how[:2], how[2], progress)
-    _show_scores(scores.plain(), None, as_json)
+    figures = {name: value for name, value in dataclasses.asdict(scores).items() if value is not None}
+    _show_scores(figures, None, as_json)
 
 
 def _check_alone(options: SuiteOptions, others: dict[str, Any]) -> None:

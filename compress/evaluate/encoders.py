@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -62,10 +62,6 @@ class EncoderScores:
     score_difference: float | None = None  # root mean square, in standard deviations of the original's scores
     kl_mean: float | None = None  # nats
     same_choice: float | None = None  # share
-
-    def plain(self) -> dict[str, Any]:
-        """Return the figures as JSON takes them."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 class _Row(NamedTuple):

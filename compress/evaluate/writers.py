@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,6 @@ class WriterScores:
     same_tokens: float  # share of the tokens that both write by themselves
     same_outputs: float  # share of the samples of which both write the same
     word_error: float | None  # None where the original writes no words
-
-    def plain(self) -> dict[str, Any]:
-        """Return the figures as JSON takes them."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 def scorer(directory: Path) -> Callable[..., Any] | None:
