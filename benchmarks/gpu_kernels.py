@@ -80,6 +80,7 @@ def product(device: str, format: str, params: Any, shape: tuple[int, int]) -> Ro
     from helpers import stored
 
     weight = stored.random_weight(format, params, shape)
+    params = weight.params
     exact = decode_stored(weight, torch.float64).to(device)
     tensors = {name: tensor.to(device).contiguous() for name, tensor in weight.tensors.items()}
     folder = "compress.kernels.triton"

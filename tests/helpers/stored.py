@@ -63,7 +63,13 @@ def former_codebooks(shape: tuple[int, int]) -> list[PackedWeight]:
 
 
 def random_weight(format: str, params: Any, shape: tuple[int, int], seed: int = 0) -> PackedWeight:
-    """Every code, scale and table drawn anew; what selects is possible, scales are small and positive."""
+    """Every code, scale and table drawn anew; what selects is possible, scales are small and positive.
+
+    Coded exponents are those of random weights, since few streams can be decoded: `params` gives the coding alone.
+    """
+    if format == "exponents":
+        params, tensors = exponents.pack(problems.random(*shape, seed=seed).bfloat16(), params.coding)
+        return PackedWeight(Stored(format, params), tensors, shape)
     stored = Stored(format, params)
     return PackedWeight(stored, random_parts(stored, shape, seed), shape)
 
@@ -90,8 +96,10 @@ def _draw_choice(
     """What selects, or must not be any pattern of bits; None for a tensor that can be anything."""
     if name in ("order", "outlier_index"):
         return torch.randperm(columns, generator=generator)[: size[0]]
-    if name in ("rows", "columns", "row_starts"):  # as many outliers as rows, one in each
+    if name in ("rows", "columns"):  # that are kept
         return torch.arange(size[0])
+    if name == "row_starts":
+        return torch.linspace(0, stored.params.outliers, size[0]).long()
     if name == "outlier_columns":
         return torch.randint(0, columns, size, generator=generator)
     if name == "mask":
