@@ -207,3 +207,21 @@ class Pages:
         blocks = block_table[: -(-length // self.tokens)].long()
         rows = [area[blocks].transpose(1, 2).flatten(0, 1)[:length] for area in self.areas(pages)]
         return PageRows(*rows[:2]), PageRows(*rows[2:])
+
+    def encode_into(
+        self, pages: Tensor, slots: Tensor, states: tuple[Tensor, Tensor], tables: tuple[Tensor | None, Tensor | None]
+    ) -> None:
+        """Code turned keys and values [T, h, d] and write them to slots int64 [T]; tables: levels of each."""
+        layouts = self.keys, self.values
+        self.write(pages, slots, *(encode(*given) for given in zip(states, layouts, tables, strict=True)))
+
+    def decode_first(
+        self, pages: Tensor, block_table: Tensor, length: int, tables: tuple[Tensor | None, Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the first turned keys and values [length, h, d] float32 of a request with these blocks."""
+        rows = self.read(pages, block_table, length)
+        keys, values = (
+            decode(*own, layout, table)
+            for own, layout, table in zip(rows, (self.keys, self.values), tables, strict=True)
+        )
+        return keys, values
