@@ -111,3 +111,29 @@ def test_sums_are_those_of_the_definition(case: Case, way: str, monkeypatch: pyt
     output = paged.attend(**given)  # type: ignore[arg-type]
     assert output.dtype == torch.float32
     assert relative(output, expected(case, given)) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_written_bytes_are_those_of_the_reference(case: Case, dtype: torch.dtype) -> None:
+    """Uniform codes to the bit; of levels a norm may be the next float16, and codes at an edge the next ones."""
+    layout, generator = Pages(case.keys, case.values, case.tokens), torch.Generator().manual_seed(3)
+    tables, count = (table(case.keys), table(case.values)), 2 * case.tokens
+    slots = torch.randperm(4 * case.tokens, generator=generator)[:count]
+    slots[::5] = -1
+    keys, values = (
+        (torch.randn(count, case.heads[1], codes.width, generator=generator) * 3).to(dtype)
+        for codes in (case.keys, case.values)
+    )
+    keys[3], values[7, 0], keys[4, :, 3] = 0.25, 0.0, 1e6  # a constant, nothing, more than float16 holds
+    pages = torch.full((2, 4, case.heads[1], case.tokens, layout.token_bytes), 77, dtype=torch.uint8)
+    paged.write(keys, values, pages[0], slots, layout, *tables)
+    layout.encode_into(pages[1], slots, (keys.float(), values.float()), tables)
+    for i, codes in enumerate((case.keys, case.values)):
+        areas = [layout.areas(own)[2 * i : 2 * i + 2] for own in pages]
+        if not codes.levels:
+            assert all(torch.equal(*both) for both in zip(*areas, strict=True))
+            continue
+        norms = [own.view(torch.int16).int() for _, own in areas]
+        assert (norms[0] - norms[1]).abs().max() <= 1
+        assert (areas[0][0] != areas[1][0]).float().mean() < 1e-3

@@ -22,6 +22,7 @@ from compress.kernels.cpu.attention import MOST, THREAD
 from compress.kernels.cpu.attention_tables import BLOCK, PART, HeadSizes, Tables, table
 from compress.kernels.cpu.dots import ROWS, STORED, Dots, stored_rows
 from compress.kernels.cpu.paged_codes import DecodePages, PageEmitter, lanes_for
+from compress.kernels.cpu.paged_encode import EncodePages
 from compress.kernels.paged import LevelPair, PageLayout, Requests, Span
 
 LEAST_TOKENS = 8  # pages have multiples of so many, which are read beside each other
@@ -39,7 +40,8 @@ def supports(q: Tensor, pages: Tensor, layout: PageLayout) -> bool:
 
 def writes(keys: Tensor, values: Tensor, pages: Tensor, layout: PageLayout) -> bool:
     """Return whether pages of this layout are written here."""
-    return False
+    is_read = keys.dtype == values.dtype and keys.dtype in STORED
+    return is_read and _are_runs(pages, layout) and llvm.available() and lanes_for(layout) > 0
 
 
 def _are_runs(pages: Tensor, layout: PageLayout) -> bool:
@@ -82,6 +84,19 @@ def attend(
         per = -(-THREAD * heads.queries // (records * heads.record))
         llvm.parallel(lambda first, last: combining(*places, first, last, behind[0]), heads.queries, per)
     return out
+
+
+def write(keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor, layout: PageLayout, tables: LevelPair) -> None:
+    """Do what `write` of compress/kernels/paged.py does."""
+    states = [x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (keys, values)]
+    slots = slots.long().contiguous()
+    levels = [x if x is None else x.float().contiguous() for x in tables]
+    edges = [x if x is None else (x[1:] + x[:-1]) / 2 for x in levels]
+    places = tuple(x if x is None else x.data_ptr() for x in (pages, slots, *states, *levels, *edges))
+    encode = llvm.function(EncodePages, layout, keys.shape[1], keys.dtype)
+    steps = *pages.stride()[:2], *(x.stride(0) for x in states)
+    numbers = keys.shape[1] * (keys.shape[2] + values.shape[2])
+    llvm.parallel(lambda first, last: encode(*places, first, last, *steps), len(slots), -(-THREAD // numbers))
 
 
 def _reader(pages: Tensor, blocks: int, layout: PageLayout, levels: tuple[int, ...]) -> paged.Read:

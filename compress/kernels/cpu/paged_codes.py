@@ -82,16 +82,25 @@ class PageEmitter(Dots):
         table = self.load(levels, self.i64(0), self.float, size)
         return [self.shuffled(table, table, [i % size for i in range(lanes)])]
 
+    def code_place(self, side: Side, page: Any, inside: Any) -> Any:
+        """Return the byte where the codes of the token `inside` a page begin, which begins at a byte."""
+        codes = self.b.mul(inside, self.i64(side.codes.code_bytes))
+        return self.b.add(page, self.b.add(codes, self.i64(side.start)))
+
+    def parameter_place(self, side: Side, page: Any, inside: Any) -> Any:
+        """Return where its parameters begin."""
+        parameters = self.b.mul(inside, self.i64(side.codes.parameter_bytes))
+        return self.b.add(page, self.b.add(parameters, self.i64(side.parameters)))
+
     def take_token(self, side: Side, page: Any, inside: Any) -> Token:
-        """Read what belongs to the token `inside` a page that begins at this byte."""
-        b, codes = self.b, side.codes
-        place = b.add(page, b.add(b.mul(inside, self.i64(codes.code_bytes)), self.i64(side.start)))
-        at = b.add(page, b.add(b.mul(inside, self.i64(codes.parameter_bytes)), self.i64(side.parameters)))
+        """Read what belongs to a token."""
+        codes = side.codes
+        place, at = self.code_place(side, page, inside), self.parameter_place(side, page, inside)
         groups = codes.width // codes.group
         factors = []
         for group in range(groups):
             places = [group] if codes.levels else [group, groups + group]
-            parts = [self.splat(self._half(b.add(at, self.i64(2 * i))), self.lanes) for i in places]
+            parts = [self.splat(self._half(self.b.add(at, self.i64(2 * i))), self.lanes) for i in places]
             factors.append([self._scaled(table, parts) for table in side.tables] or parts)
         return Token(place, factors, {})
 
