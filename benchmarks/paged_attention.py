@@ -103,20 +103,21 @@ def _packed_way(
     from compress.kv.pages import PageCodes, Pages
 
     width, tokens = q.shape[2], blocks.numel() * page
-    layout = Pages(*(PageCodes(b, width, width, levels=b == 3) for b in bits), page)
-    tables = tuple(torch.linspace(-2, 2, 8) if b == 3 else None for b in bits)
+    codes = [PageCodes(b, width, width, levels=b == 3) for b in bits]
+    layout = Pages(codes[0], codes[1], page)
+    levels = [torch.linspace(-2, 2, 8) if b == 3 else None for b in bits]
     pages = torch.zeros(layers, blocks.numel(), kv_heads, page, layout.token_bytes, dtype=torch.uint8)
     slots, generator = torch.arange(tokens), torch.Generator().manual_seed(1)
     for own in pages:
-        states = [torch.randn(tokens, kv_heads, width, generator=generator) for _ in range(2)]
-        paged.write(*states, own, slots, layout, *tables)
+        keys, values = (torch.randn(tokens, kv_heads, width, generator=generator) for _ in range(2))
+        paged.write(keys, values, own, slots, layout, levels[0], levels[1])
     starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [tokens]))
     query = (q.float() * width**-0.5).bfloat16()
 
     def run() -> list[Any]:
-        return [paged.attend(query, own, blocks, starts, lengths, layout, *tables) for own in pages]
+        return [paged.attend(query, own, blocks, starts, lengths, layout, levels[0], levels[1]) for own in pages]
 
-    keys, values = layout.decode_first(pages[0], blocks[0], tokens, tables)
+    keys, values = layout.decode_first(pages[0], blocks[0], tokens, (levels[0], levels[1]))
     keys, values = (x.double().repeat_interleave(q.shape[1] // kv_heads, 1).transpose(0, 1) for x in (keys, values))
     exact = (query.double().transpose(0, 1) @ keys.mT).softmax(-1) @ values
     return run, float((run()[0].transpose(0, 1) - exact).norm() / exact.norm())

@@ -55,7 +55,7 @@ def kv(device: torch.device | str, name: str) -> Any:
     return _module(processor(device), f"kv_{name}")
 
 
-def paged(device: torch.device) -> Any:
+def pages(device: torch.device) -> Any:
     """Return the kernel file that reads and writes packed pages on a device, None if there is none."""
     return _module(processor(device), "paged")
 

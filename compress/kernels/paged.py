@@ -11,7 +11,7 @@ results by the rounding of float32 only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -45,7 +45,7 @@ class TokenCodes(Protocol):
     def parameter_bytes(self) -> int: ...
 
 
-class PageLayout(Protocol):
+class PageLayout(Hashable, Protocol):
     """Where tokens lie in pages: compress/kv/pages.py."""
 
     @property
@@ -91,7 +91,7 @@ def attend(  # noqa: PLR0913, PLR0917 (what an engine has)
     that no request has are 0 in the result. On a GPU no number is read by the host where a kernel takes the layout.
     """
     requests, tables = Requests(block_table, query_starts, lengths), (key_levels, value_levels)
-    kernel = dispatch.paged(q.device)
+    kernel = dispatch.pages(q.device)
     if kernel is not None and kernel.supports(q, pages, layout):
         attended: Tensor = kernel.attend(q, pages, requests, layout, tables, window)
         return attended
@@ -119,7 +119,7 @@ def write(
     value_levels: Tensor | None = None,
 ) -> None:
     """Code turned keys [T, h, d] and values [T, h, d_v] and write them to slots int64 [T] of pages; -1 is no slot."""
-    tables, kernel = (key_levels, value_levels), dispatch.paged(keys.device)
+    tables, kernel = (key_levels, value_levels), dispatch.pages(keys.device)
     if kernel is not None and kernel.writes(keys, values, pages, layout):
         kernel.write(keys, values, pages, slots, layout, tables)
     else:

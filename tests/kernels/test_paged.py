@@ -104,7 +104,7 @@ def relative(output: Tensor, reference: Tensor) -> float:
 @pytest.mark.parametrize("case", CASES)
 def test_sums_are_those_of_the_definition(case: Case, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "plain":
-        monkeypatch.setattr(dispatch, "paged", lambda device: None)
+        monkeypatch.setattr(dispatch, "pages", lambda device: None)
         monkeypatch.setattr(paged, "TILE_TOKENS", 64)
         monkeypatch.setattr(paged, "TILE_SCORES", 1 << 10)
     given = made(case)

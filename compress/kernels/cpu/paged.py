@@ -92,7 +92,7 @@ def write(keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor, layout: Pa
     slots = slots.long().contiguous()
     levels = [x if x is None else x.float().contiguous() for x in tables]
     edges = [x if x is None else (x[1:] + x[:-1]) / 2 for x in levels]
-    places = tuple(x if x is None else x.data_ptr() for x in (pages, slots, *states, *levels, *edges))
+    places = tuple(0 if x is None else x.data_ptr() for x in (pages, slots, *states, *levels, *edges))
     encode = llvm.function(EncodePages, layout, keys.shape[1], keys.dtype)
     steps = *pages.stride()[:2], *(x.stride(0) for x in states)
     numbers = keys.shape[1] * (keys.shape[2] + values.shape[2])
@@ -145,7 +145,8 @@ class AttendPages(_RequestTables, PageEmitter, attention.Attend):
         steps = " window q_token q_head block_step head_step"
         super().__init__("attend_pages", f"pages {LEVELS} q space", steps, heads, layout)
         named, b = self.named, self.b
-        self.query, self.layout, self.pages, self.q, self.space = query, layout, *self.pointers[1:2], *self.pointers[4:]
+        self.query, self.layout = query, layout
+        self.pages, self.q, self.space = (named[name] for name in ("pages", "q", "space"))
         self.q_steps, self.cache = [named["q_token"], named["q_head"], named["q_token"]], {"window": named["window"]}
         self.turned, self.scores = self.array(ROWS * heads.width), self.array(ROWS * PART)
         self.keys, self.values = (self.side(layout, i, named[name]) for i, name in enumerate(LEVELS.split()))

@@ -101,7 +101,7 @@ class PageEmitter(Dots):
         for group in range(groups):
             places = [group] if codes.levels else [group, groups + group]
             parts = [self.splat(self._half(self.b.add(at, self.i64(2 * i))), self.lanes) for i in places]
-            factors.append([self._scaled(table, parts) for table in side.tables] or parts)
+            factors.append([self._scale(table, parts) for table in side.tables] or parts)
         return Token(place, factors, {})
 
     def _half(self, offset: Any) -> Any:
@@ -109,7 +109,7 @@ class PageEmitter(Dots):
         here = self.at(self.pages, offset, self.byte)
         return self.b.fpext(self.b.load(here, typ=self.half, align=1), self.float)
 
-    def _scaled(self, numbers: Any, parts: list[Any]) -> Any:
+    def _scale(self, numbers: Any, parts: list[Any]) -> Any:
         """Return scale x + least, or norm x."""
         return self.b.fmul(numbers, parts[0]) if len(parts) == 1 else self.multiply_add(numbers, *parts)
 
@@ -117,10 +117,10 @@ class PageEmitter(Dots):
         """Return a vector of the channels of a token from `channel` on."""
         codes, parts = self._codes(side, token, channel), token.factors[channel // side.codes.group]
         if side.tables:
-            return self._permuted(parts, codes)
+            return self._permute(parts, codes)
         if side.codes.levels:
-            return self._scaled(self._levels(side, codes), parts)
-        return self._scaled(self.b.sitofp(codes, self.floating), parts)
+            return self._scale(self._levels(side, codes), parts)
+        return self._scale(self.b.sitofp(codes, self.floating), parts)
 
     def _codes(self, side: Side, token: Token, channel: int) -> Any:
         """Return codes int32; of one plane and with tables, other bits above them: tables repeat themselves."""
@@ -141,7 +141,7 @@ class PageEmitter(Dots):
             whole = part if whole is None else b.or_(whole, part)
         return whole
 
-    def _permuted(self, tables: list[Any], codes: Any) -> Any:
+    def _permute(self, tables: list[Any], codes: Any) -> Any:
         b, lanes = self.b, self.lanes
         name = "llvm.x86.avx512.permvar.sf.512" if lanes > EIGHT else "llvm.x86.avx2.permps"
         looked = [self.intrinsic(name, table.type, table, codes) for table in tables]
