@@ -55,6 +55,11 @@ def kv(device: torch.device | str, name: str) -> Any:
     return _module(processor(device), f"kv_{name}")
 
 
+def pages(device: torch.device) -> Any:
+    """Return the kernel file that reads and writes packed pages on a device, None if there is none."""
+    return _module(processor(device), "paged")
+
+
 def supported(device: torch.device | str, format: str, params: Any, shape: Shape) -> Prepared | None:
     """Return what a kernel would do with such a weight on a device, None if it has to be decoded there by its format.
 
