@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from compress import process_memory
+from compress.model import draft_heads
 from compress.progress import Progress
 from compress.run import quantize_linear, report, shards, sizes, tables, trained_tensors
 from compress.run.job import Prepared, RunState
@@ -95,25 +96,33 @@ def _rest_contents(prepared: Prepared, device: torch.device) -> shards.Contents:
 
 
 @torch.no_grad()
-def write_towers(output: Output, run: RunState, progress: Progress) -> None:
-    """Quantize the planned linears of towers and skipped blocks, write their shards, and add their rows to the run."""
+def write_beside(output: Output, run: RunState, statistics: Mapping[str, InputStatistics], progress: Progress) -> None:
+    """Quantize the planned linears of towers, skipped blocks and draft heads, write their shards, add rows to the run.
+
+    statistics: those that are known, by input key.
+    """
     skeleton, plan = run.prepared.skeleton, run.prepared.plan
+    stored_alone = draft_heads.matrices(skeleton)[0] if plan.draft_layers else {}
     tensors, nbytes, written = dict[str, torch.Tensor](), 0, 0
-    for number, layer in enumerate(plan.tower_layers):
+    for number, layer in enumerate(plan.beside):
         name, started = layer.spec.name, time.monotonic()
-        progress(f"quantizing {name}", number, len(plan.tower_layers))
-        weight = skeleton.load_linear(name, torch.device(run.job.device)).get_parameter("weight").detach()
+        progress(f"quantizing {name}", number, len(plan.beside))
+        if name in stored_alone:
+            weight = stored_alone[name].read().to(run.job.device, layer.spec.dtype)
+        else:
+            weight = skeleton.load_linear(name, torch.device(run.job.device)).get_parameter("weight").detach()
         quantize_linear.check_finite(name, weight)
-        task = LinearTask(layer, "", weight, _no_statistics(layer, run), None, None)
+        given = statistics.get(layer.spec.input_key)
+        task = LinearTask(layer, "", weight, given or _no_statistics(layer, run), None, None)
         result = quantize_linear.quantize(task, run.job.seed)
-        row = report.measure(layer, weight, result.weight, None, result.notes)
+        row = report.measure(layer, weight, result.weight, given and given.stats, result.notes)
         row = report.check_row(row, run.job.allow_partial)
         run.layers.append(dataclasses.replace(row, seconds=round(time.monotonic() - started, 4)))
         tensors |= {f"{name}.{key}": tensor.cpu() for key, tensor in result.weight.tensors.items()}
         nbytes += layer.nbytes
         skeleton.free()
         process_memory.check(run.job.max_memory)
-        if nbytes >= sizes.TOWER_SHARD_NBYTES or layer is plan.tower_layers[-1]:
+        if nbytes >= sizes.TOWER_SHARD_NBYTES or layer is plan.beside[-1]:
             shard = TOWER_SHARD.format(written)
             run.hashes[shard] = write_shard(output.model / shard, tensors)
             tensors, nbytes, written = {}, 0, written + 1

@@ -261,7 +261,8 @@ def with_sizes(plan: Plan, rows: Sequence[LayerReport]) -> Plan:
         )
 
     return dataclasses.replace(
-        plan, layers=settle(plan.layers), tower_layers=settle(plan.tower_layers), tables=settle(plan.tables)
+        plan,
+        **{key: settle(getattr(plan, key)) for key in ("layers", "tower_layers", "draft_layers", "tables")},
     )
 
 

@@ -73,7 +73,7 @@ def _without_gone(values: dict[str, Any], config: Any) -> dict[str, Any]:
         return values
     config.gone = frozenset()
     packed = dict(values["quantization_config"])
-    for key in ("modules", "experts"):
+    for key in ("modules", "experts", "draft_heads"):
         kept = {name: entry for name, entry in packed.pop(key, {}).items() if name not in gone}
         packed |= {key: kept} if kept or key == "modules" else {}
     if packed["modules"] or "kv_cache" in packed:

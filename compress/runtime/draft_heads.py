@@ -1,0 +1,188 @@
+"""Draft heads (multi-token prediction): which tensors of a checkpoint are theirs, and a head that is opened.
+
+A head is a layer behind the last block. From the hidden state of a token (behind the model's last norm) and the
+embedding of the next token it predicts the token after that, through the model's own output head (DeepSeek-V3, arXiv
+2412.19437, section 2.2). transformers' class of the model does not hold it; `MtpModel` of transformers 5.20 and later
+runs the heads of those families whose head is a block like the model's own.
+
+Checkpoints store heads as further layers, `model.layers.{L + i}` (DeepSeek-V3, GLM-4.5, Step-3.5), or below `mtp`
+(Qwen3-Next, DeepSeek-V4, MiMo-V2). Their names are never changed: engines ask for them.
+
+`MtpModel.from_pretrained`, which `generate(use_mtp=True)` calls, reads plain tensors. So that it opens packed heads,
+`register` puts `open_heads` in its place for models with packed heads; any other model is left to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from compress.errors import CheckpointError
+from compress.runtime.linear import PackedModule
+from compress.storage.checkpoint import open_checkpoint
+
+if TYPE_CHECKING:  # this file is imported while transformers.modeling_utils may be half loaded
+    from transformers import PretrainedConfig
+
+    from compress.runtime.hf import CompressConfig
+
+BELOW = re.compile(r"(?:^|\.)(?:mtp\w*|nextn\w*)\.")
+BEHIND = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
+OWN_INDEX = re.compile(r"(?:^|\.)(?:mtp\.layers|mtp_layers|mtp)\.(\d+)\.")
+COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+SHARED = ("embed_tokens.", "shared_head.")  # of MtpModel, which are the model's own
+
+
+def is_of_head(name: str, config: PretrainedConfig) -> bool:
+    """Return whether a stored tensor, or a module, of such a model has the name of a draft head's."""
+    if BELOW.search(f"{name}."):
+        return True
+    text, number = config.get_text_config(), BEHIND.match(f"{name}.")
+    counts = (getattr(text, key, None) for key in COUNTS)
+    return number is not None and any(counts) and int(number[1]) >= text.num_hidden_layers
+
+
+def place(name: str, layers: int) -> tuple[int, str]:
+    """Return the number of the head that a module belongs to, from 0, and the module's name within it.
+
+    layers: blocks of the model. What lies beside the layers of a head (a norm, the joining projection) is of head 0.
+    """
+    if (number := BEHIND.match(f"{name}.")) is not None:
+        return int(number[1]) - layers, name[number.end() :]
+    number = OWN_INDEX.search(f"{name}.")
+    return (int(number[1]), name[number.end() :]) if number is not None else (0, name.rpartition(".")[2])
+
+
+def path_in_opened(name: str, layers: int) -> str:
+    """Return where `MtpModel` has the linear of a head's block that a checkpoint calls `name`."""
+    return "layers.{}.mtp_block.{}".format(*place(name, layers))
+
+
+def describe(config: PretrainedConfig, names: Iterable[str]) -> None:
+    """Say in a configuration in memory what `MtpModel` asks for, where the family's own keys do not; names: of heads.
+
+    A head's block has full attention, and experts if any are stored.
+    """
+    text, known = config.get_text_config(), list(names)
+    count = 1 + max((place(name, text.num_hidden_layers)[0] for name in known), default=0)
+    is_sparse = any(".experts." in name for name in known)
+    wanted = {"num_mtp_layers": count}
+    kinds = {"layer_types": "full_attention", "mlp_layer_types": "sparse" if is_sparse else "dense"}
+    wanted |= {f"mtp_{key}": [kind] * count for key, kind in kinds.items() if getattr(text, key, None)}  # type: ignore[misc]
+    for key, value in wanted.items():
+        if not isinstance(getattr(text, key, None), type(value)):
+            setattr(text, key, value)
+
+
+def open_heads(
+    model: Any, tensors: Mapping[str, Any], packed: CompressConfig | None = None, device: str = "cpu"
+) -> Any:
+    """Return the `MtpModel` of a model, filled with the stored tensors of its heads, in eval mode on a device.
+
+    model: its embeddings, head and rotary tables are shared. tensors: by their names on disk, read when they are
+    needed. packed: lists the packed linears among them. Raises CheckpointError for heads that transformers cannot run,
+    and for tensors that are missing.
+    """
+    try:
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_layers import MtpModel
+        from transformers.modeling_utils import LoadStateDictConfig
+    except ImportError as error:
+        raise CheckpointError("this transformers does not run draft heads; install 5.20 or later") from error
+    from compress.runtime import hf
+
+    layers = model.config.get_text_config().num_hidden_layers
+    describe(model.config, tensors)
+    inner = hf.CompressConfig()
+    if packed is not None:
+        modules = {path_in_opened(name, layers): packed.modules[name] for name in packed.draft_heads}
+        inner = hf.CompressConfig(default=packed.default, modules=modules)
+    own = () if packed is None else tuple(f"{name}." for name in packed.draft_heads)
+    try:
+        with torch.device("meta"):
+            heads = MtpModel(model, model.config.get_text_config().num_mtp_layers)
+        renamed = {_opened_name(name, own, layers): tensor for name, tensor in tensors.items()}
+        hf.swap(heads, inner)
+        options = LoadStateDictConfig(
+            weight_mapping=heads.get_weight_conversions(model),
+            dtype=model.dtype,
+            device_map={"": device},
+            hf_quantizer=hf.keeping_types(heads, inner),
+        )
+        info, _ = convert_and_load_state_dict_in_model(heads, renamed, options)
+    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError, ImportError) as error:
+        raise CheckpointError(
+            f"transformers cannot open the draft heads of {type(model).__name__} ({error})"
+        ) from error
+    missing = sorted(name for name in info.missing_keys if not name.startswith(SHARED))
+    if missing or info.conversion_errors or info.mismatched_keys:
+        first = [*missing, *info.conversion_errors, *info.mismatched_keys][0]
+        raise CheckpointError(f"the draft heads of {type(model).__name__} lack {first}, or have it in another shape")
+    for parameter in heads.layers.parameters():
+        parameter.requires_grad_(False)
+    for name, module in heads.layers.named_modules():
+        if isinstance(module, PackedModule):
+            module.check(f"layers.{name}")
+    return heads.eval()
+
+
+def _opened_name(name: str, packed: Iterable[str], layers: int) -> str:
+    """Return the name of a packed tensor in `MtpModel`; plain ones are renamed by transformers."""
+    own = next((module for module in packed if name.startswith(module)), None)
+    return name if own is None else f"{path_in_opened(own[:-1], layers)}.{name.removeprefix(own)}"
+
+
+def check_listed(draft_heads: Any, modules: Any) -> None:
+    """Raise CheckpointError for what is no table of the shapes of listed linears."""
+    table = {} if draft_heads is None else draft_heads
+    shapes = table.values() if isinstance(table, dict) else (None,)
+    is_shape = all(isinstance(x, list) and len(x) == 2 and all(type(n) is int and n > 0 for n in x) for x in shapes)
+    if not is_shape or any(name not in (modules or ()) for name in table):
+        raise CheckpointError(
+            "quantization_config: draft_heads is no table of the shapes of listed linears; download or write the "
+            "checkpoint again"
+        )
+
+
+def offer(model: Any, names: Iterable[str]) -> None:
+    """Let `generate(use_mtp=True)` use the packed heads of a model that is about to be loaded; names: their linears.
+
+    transformers does not name what is stored of them as unexpected, at whatever depth they lie.
+    """
+    describe(model.config, names)
+    starts = {match[0] for name in names if (match := BEHIND.match(f"{name}.") or BELOW.search(f"{name}."))}
+    known = model._keys_to_ignore_on_load_unexpected or []
+    model._keys_to_ignore_on_load_unexpected = [*known, *map(re.escape, sorted(starts))]
+    register()
+
+
+def register() -> None:
+    """Let `MtpModel.from_pretrained` open packed heads; again does no harm."""
+    try:
+        from transformers.modeling_layers import MtpModel
+    except ImportError:
+        return
+    stock: Any = MtpModel.from_pretrained.__func__
+    if getattr(stock, "opens_packed", False):
+        return
+
+    @functools.wraps(stock)
+    def from_pretrained(cls: Any, main_model: Any, *args: Any, **options: Any) -> Any:
+        quantizer = getattr(main_model, "hf_quantizer", None)
+        packed = getattr(quantizer, "quantization_config", None)
+        if not getattr(packed, "draft_heads", None):
+            return stock(cls, main_model, *args, **options)
+        checkpoint = open_checkpoint(Path(main_model.config.name_or_path))
+        config = main_model.config
+        tensors = {name: stored.read() for name, stored in checkpoint.tensors.items() if is_of_head(name, config)}
+        base: nn.Module = main_model.get_decoder()
+        return open_heads(main_model, tensors, packed).to(next(base.parameters()).device)
+
+    from_pretrained.opens_packed = True  # type: ignore[attr-defined]
+    MtpModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
