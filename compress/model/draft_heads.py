@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from compress.errors import CheckpointError
 from compress.model import stored_weights, told_linears
+from compress.model.load import no_bars
 from compress.model.skeleton import MIN_FEATURES, Skeleton
 from compress.model.told_linears import EXPERT, Matrix
 from compress.runtime import draft_heads
@@ -72,7 +73,8 @@ def can_open(skeleton: Skeleton) -> str | None:
     """Return why heads cannot be run, None if they can; nothing is read."""
     try:
         tensors = {name: torch.empty(x.shape, device="meta") for name, x in skeleton.draft_tensors.items()}
-        draft_heads.open_heads(skeleton.model, tensors, device="meta")
+        with no_bars():
+            draft_heads.open_heads(skeleton.model, tensors, device="meta")
     except CheckpointError as error:
         return str(error)
     return None
@@ -81,7 +83,8 @@ def can_open(skeleton: Skeleton) -> str | None:
 def loaded(skeleton: Skeleton, device: torch.device) -> nn.Module:
     """Return the heads with their weights; embeddings and head are those of the skeleton, loaded or not."""
     tensors = {name: stored.read() for name, stored in skeleton.draft_tensors.items()}
-    heads: nn.Module = draft_heads.open_heads(skeleton.model, tensors)
+    with no_bars():
+        heads: nn.Module = draft_heads.open_heads(skeleton.model, tensors)
     heads.get_submodule("layers").to(device)
     return heads
 

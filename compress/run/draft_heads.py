@@ -20,7 +20,6 @@ from torch import nn
 
 from compress import process_memory
 from compress.calib import stats as calib_stats
-from compress.errors import CheckpointError
 from compress.model import draft_heads, lm_head
 from compress.model.skeleton import Skeleton
 from compress.recipe.blocks import drafts_default
@@ -122,13 +121,12 @@ def statistics(stream: CalibrationStream, layers: list[LayerPlan]) -> dict[str, 
     head = skeleton.model.get_output_embeddings()
     if not layers or stream.tokens is None or not isinstance(head, nn.Linear):
         return {}
+    if draft_heads.can_open(skeleton) is not None:  # the plan has said why
+        return {}
     stream.meter.say("calibrating the draft heads")
     try:
         skeleton.load_rest(device)
-        try:
-            heads = draft_heads.loaded(skeleton, device)
-        except CheckpointError:  # the plan has said why
-            return {}
+        heads = draft_heads.loaded(skeleton, device)
         keys = {layer.spec.input_key: layer.spec.shape[1] for layer in layers}
         linears = draft_heads.linears(heads, keys, skeleton)
         sums = {key: calib_stats.HessianSum(keys[key], device) for key in linears}

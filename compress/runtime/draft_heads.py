@@ -8,15 +8,15 @@ runs the heads of those families whose head is a block like the model's own.
 Checkpoints store heads as further layers, `model.layers.{L + i}` (DeepSeek-V3, GLM-4.5, Step-3.5), or below `mtp`
 (Qwen3-Next, DeepSeek-V4, MiMo-V2). Their names are never changed: engines ask for them.
 
-`MtpModel.from_pretrained`, which `generate(use_mtp=True)` calls, reads plain tensors. So that it opens packed heads,
-`register` puts `open_heads` in its place for models with packed heads; any other model is left to it.
+`MtpModel.from_pretrained`, which `generate(use_mtp=True)` calls, reads plain tensors beside a plain model. `register`
+puts `open_heads` in its place for packed models; any other model is left to it.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +110,7 @@ def open_heads(
         renamed = {_opened_name(name, own, layers): tensor for name, tensor in tensors.items()}
         hf.swap(heads, inner)
         options = LoadStateDictConfig(
-            weight_mapping=heads.get_weight_conversions(model),
+            weight_mapping=_conversions(heads, model),
             dtype=model.dtype,
             device_map={"": device},
             hf_quantizer=hf.keeping_types(heads, inner),
@@ -132,6 +132,18 @@ def open_heads(
     return heads.eval()
 
 
+def _conversions(heads: Any, model: Any) -> list[Any]:
+    """Return what transformers does to names and tensors of heads.
+
+    A model remembers the conversions that it has used itself: of experts none, where they are packed or are read later.
+    """
+    used = vars(model).pop("_weight_conversions", None)
+    mapping: list[Any] = heads.get_weight_conversions(model)
+    if used is not None:
+        model._weight_conversions = used
+    return mapping
+
+
 def _opened_name(name: str, packed: Iterable[str], layers: int) -> str:
     """Return the name of a packed tensor in `MtpModel`; plain ones are renamed by transformers."""
     own = next((module for module in packed if name.startswith(module)), None)
@@ -150,20 +162,21 @@ def check_listed(draft_heads: Any, modules: Any) -> None:
         )
 
 
-def offer(model: Any, names: Iterable[str]) -> None:
-    """Let `generate(use_mtp=True)` use the packed heads of a model that is about to be loaded; names: their linears.
+def offer(model: Any, names: Collection[str]) -> None:
+    """Let `generate(use_mtp=True)` use the heads of a packed model that is about to be loaded; names: packed linears.
 
     transformers does not name what is stored of them as unexpected, at whatever depth they lie.
     """
-    describe(model.config, names)
-    starts = {match[0] for name in names if (match := BEHIND.match(f"{name}.") or BELOW.search(f"{name}."))}
-    known = model._keys_to_ignore_on_load_unexpected or []
-    model._keys_to_ignore_on_load_unexpected = [*known, *map(re.escape, sorted(starts))]
     register()
+    if names:
+        describe(model.config, names)
+    starts = {match[0] for name in names if (match := BEHIND.match(f"{name}.") or BELOW.search(f"{name}."))}
+    known = model._keys_to_ignore_on_load_unexpected or ()
+    model._keys_to_ignore_on_load_unexpected = {*known, *map(re.escape, starts)}
 
 
 def register() -> None:
-    """Let `MtpModel.from_pretrained` open packed heads; again does no harm."""
+    """Let `MtpModel.from_pretrained` open the heads of packed checkpoints; again does no harm."""
     try:
         from transformers.modeling_layers import MtpModel
     except ImportError:
@@ -174,12 +187,10 @@ def register() -> None:
 
     @functools.wraps(stock)
     def from_pretrained(cls: Any, main_model: Any, *args: Any, **options: Any) -> Any:
-        quantizer = getattr(main_model, "hf_quantizer", None)
-        packed = getattr(quantizer, "quantization_config", None)
-        if not getattr(packed, "draft_heads", None):
+        packed, config = getattr(main_model.config, "quantization_config", None), main_model.config
+        if not hasattr(packed, "draft_heads"):
             return stock(cls, main_model, *args, **options)
-        checkpoint = open_checkpoint(Path(main_model.config.name_or_path))
-        config = main_model.config
+        checkpoint = open_checkpoint(Path(config.name_or_path))
         tensors = {name: stored.read() for name, stored in checkpoint.tensors.items() if is_of_head(name, config)}
         base: nn.Module = main_model.get_decoder()
         return open_heads(main_model, tensors, packed).to(next(base.parameters()).device)

@@ -235,8 +235,7 @@ class CompressQuantizer(HfQuantizer):
         self._directory = files[0].parent if files else None  # None: a state dict in memory
         if self._directory is not None:
             _check_files(model, self._directory, {file.name for file in files})
-        if self.quantization_config.draft_heads:
-            heads.offer(model, self.quantization_config.draft_heads)
+        heads.offer(model, self.quantization_config.draft_heads)
         swap(model, self.quantization_config)
         self.packed = _packed_tensors(model)
         for module in _packed_modules(model):
