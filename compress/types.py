@@ -345,11 +345,7 @@ class Plan:
 
     @property
     def packed(self) -> tuple[LayerPlan, ...]:
-        return (*self.layers, *self.beside, *self.tables)
-
-    @property
-    def beside(self) -> tuple[LayerPlan, ...]:
-        return (*self.tower_layers, *self.draft_layers)
+        return (*self.layers, *self.tower_layers, *self.draft_layers, *self.tables)
 
     @property
     def quantized_nbytes(self) -> int:

@@ -80,7 +80,7 @@ def can_open(skeleton: Skeleton) -> str | None:
     return None
 
 
-def loaded(skeleton: Skeleton, device: torch.device) -> nn.Module:
+def load(skeleton: Skeleton, device: torch.device) -> nn.Module:
     """Return the heads with their weights; embeddings and head are those of the skeleton, loaded or not."""
     tensors = {name: stored.read() for name, stored in skeleton.draft_tensors.items()}
     with no_bars():

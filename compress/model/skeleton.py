@@ -28,7 +28,6 @@ from compress.model.load import FAILURES, empty_model, no_bars, plain_config, se
 from compress.model.meta_pass import READ, arguments, flow, read_weights
 from compress.model.text_path import RepeatedModules, find_stacks
 from compress.runtime import hf, linears
-from compress.runtime.draft_heads import is_of_head
 from compress.runtime.experts import Experts, is_supported
 from compress.runtime.linear import PackedModule
 from compress.storage.checkpoint import CONFIG, Checkpoint, Readable
@@ -117,14 +116,14 @@ class Skeleton:
 
     def unused_tensors(self) -> tuple[str, ...]:
         """Return the stored tensors that are nothing of the model or its heads, and further copies of a tied one."""
-        unused = stored_weights.unused(self.model, self.aliases, self.sources)
-        return tuple(sorted(unused - self.draft_tensors.keys()))
+        unused = stored_weights.find_unused(self.model, self.aliases, self.sources)
+        return tuple(sorted(unused.keys() - self.draft_tensors.keys()))
 
     @cached_property
     def draft_tensors(self) -> dict[str, Readable]:
         """The stored tensors of draft heads, which the class of the model does not hold, by name."""
-        unused = sorted(stored_weights.unused(self.model, self.aliases, self.sources))
-        return {name: self.checkpoint.tensors[name] for name in unused if is_of_head(name, self.config)}
+        unused = stored_weights.find_unused(self.model, self.aliases, self.sources)
+        return stored_weights.of_heads(unused, self.config)
 
     @property
     def vocab_size(self) -> int:

@@ -91,8 +91,13 @@ def _all_made(name: str, pattern: str | None, converters: Iterable[WeightConvert
     return [name.replace(targets[0], target) for target in targets] if len(targets) > 1 else [name]
 
 
-def unused(model: PreTrainedModel, aliases: Iterable[list[str]], stored_as: Sources) -> set[str]:
-    """Return the stored tensors that are nothing of the model, and further copies of a tied weight.
+def of_heads(tensors: Mapping[str, Readable], config: PretrainedConfig) -> dict[str, Readable]:
+    """Return those of the stored tensors that have names of draft heads, sorted."""
+    return {name: tensors[name] for name in sorted(tensors) if is_of_head(name, config)}
+
+
+def find_unused(model: PreTrainedModel, aliases: Iterable[list[str]], stored_as: Sources) -> dict[str, Readable]:
+    """Return the stored tensors that are nothing of the model, and further copies of a tied weight, by name.
 
     aliases: the names of each weight that has several.
     """
@@ -102,7 +107,8 @@ def unused(model: PreTrainedModel, aliases: Iterable[list[str]], stored_as: Sour
     for names in aliases:
         groups = [[stored.name for stored in stored_as[name]] for name in names if name in stored_as]
         copies.update(name for group in groups[1:] for name in group if name not in groups[0])
-    return ({stored.name for group in stored_as.values() for stored in group} - used) | copies
+    every = {stored.name: stored for group in stored_as.values() for stored in group}
+    return {name: stored for name, stored in every.items() if name not in used or name in copies}
 
 
 def split(stored_as: Sources) -> set[str]:

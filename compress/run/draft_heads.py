@@ -15,19 +15,12 @@ import dataclasses
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-import torch
-from torch import nn
-
-from compress import process_memory
-from compress.calib import stats as calib_stats
-from compress.model import draft_heads, lm_head
+from compress.model import draft_heads
 from compress.model.skeleton import Skeleton
 from compress.recipe.blocks import drafts_default
 from compress.recipe.schema import KEEP, Recipe
 from compress.run import sizes
-from compress.run.calibration_stream import CalibrationStream
 from compress.run.outside_plan import PlanWeight
-from compress.run.quantize_linear import InputStatistics, finish_statistics
 from compress.types import LayerPlan, LayerReport, Plan
 
 OTHER_BASIS = "a transform of the whole model puts its hidden states in another basis, in which the heads cannot draft"
@@ -104,49 +97,6 @@ def _say(skeleton: Skeleton, layers: list[LayerPlan], kept: dict[str, int], copi
         nbytes = sum(tensors[name].nbytes for name in copies)
         parts.append(f"{nbytes:,} of them copies of {', '.join(sorted(set(copies.values())))}")
     return f"{what}: {'; '.join(parts)}"
-
-
-def reading(layers: Iterable[LayerPlan]) -> list[LayerPlan]:
-    """Return the layers of heads that are quantized by statistics of their inputs."""
-    return [layer for layer in layers if sizes.needs_statistics(layer) and not layer.spec.is_expert]
-
-
-@torch.no_grad()
-def statistics(stream: CalibrationStream, layers: list[LayerPlan]) -> dict[str, InputStatistics]:
-    """Return input key -> statistics of what linears of heads read, the stream being behind the last block.
-
-    Empty where transformers cannot run the heads. layers: those of `reading`.
-    """
-    skeleton, device = stream.skeleton, stream.device
-    head = skeleton.model.get_output_embeddings()
-    if not layers or stream.tokens is None or not isinstance(head, nn.Linear):
-        return {}
-    if draft_heads.can_open(skeleton) is not None:  # the plan has said why
-        return {}
-    stream.meter.say("calibrating the draft heads")
-    try:
-        skeleton.load_rest(device)
-        heads = draft_heads.loaded(skeleton, device)
-        keys = {layer.spec.input_key: layer.spec.shape[1] for layer in layers}
-        linears = draft_heads.linears(heads, keys, skeleton)
-        sums = {key: calib_stats.HessianSum(keys[key], device) for key in linears}
-        chunk = calib_stats.chunk_tokens(stream.prepared.seq_len)
-        if not stream.ranks.is_main:
-            calib_stats.agree(sums, stream.ranks)
-        for samples in stream.own:
-            hidden = stream.calls.stacks[-1].read(samples.start, samples.stop - samples.start).to(device)
-            read = lm_head.inputs(skeleton, head, hidden)
-            with calib_stats.collect(linears, sums, chunk):
-                for _ in draft_heads.run(heads, read, stream.tokens[samples].to(device)):
-                    pass
-            if samples.start == 0:
-                calib_stats.agree(sums, stream.ranks)
-            process_memory.check(stream.job.max_memory)
-    finally:
-        skeleton.free()
-    calib_stats.join(sums, stream.ranks)
-    tokens = stream.states.samples * stream.prepared.seq_len
-    return {key: finish_statistics(total, key, None, tokens, stream.job.seed) for key, total in sums.items()}
 
 
 def shapes(plan: Plan, rows: Iterable[LayerReport]) -> dict[str, tuple[int, int]]:

@@ -29,7 +29,7 @@ from compress.model.blockwise import QUANTIZED, BlockPass, Samples
 from compress.model.edits import EditContext
 from compress.progress import Meter, Progress, note
 from compress.ranks import Portion, Ranks
-from compress.run import draft_heads, loss_gradients, quantize_linear, sizes, tables
+from compress.run import loss_gradients, quantize_linear, sizes, tables
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.job import Job, Prepared
 from compress.run.quantize_linear import NO_STATISTICS, InputRange, InputStatistics, LargestWeights, LinearTask, Tiles
@@ -130,7 +130,7 @@ class BlockLoop:
                     matrix = self.stream.matrix
                     known = None if matrix is None else matrix.of_head(self.reads_head.spec.shape[1])
                     self.head = known or tables.statistics(self.stream, self.reads_head)
-                self.drafts = draft_heads.statistics(self.stream, self.reads_drafts)
+                self.drafts = tables.draft_statistics(self.stream, self.reads_drafts)
             finally:
                 self.stream.states.close()
 

@@ -271,7 +271,7 @@ class _MemoryModel:
 
     def _towers(self, plan: Plan) -> int:
         """Return the bytes of quantizing towers and draft heads: a linear, and what waits; or of running the heads."""
-        if not (layers := plan.beside):
+        if not (layers := (*plan.tower_layers, *plan.draft_layers)):
             return 0
         weights = max(layer.spec.numel for layer in layers) * self.item
         packed = max(layer.nbytes for layer in layers)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from compress import process_memory
-from compress.model import draft_heads
 from compress.progress import Progress
 from compress.run import quantize_linear, report, shards, sizes, tables, trained_tensors
 from compress.run.job import Prepared, RunState
@@ -46,6 +45,11 @@ def write_rest(output: Output, run: RunState, head: InputStatistics, progress: P
 def head_to_read(output: Output, plan: Plan) -> LayerPlan | None:
     """Return the head that is quantized by the hidden states that reach it; None without one, and if that is done."""
     return tables.read_head(plan.tables) if intact_rest(output) is None else None
+
+
+def drafts_to_read(plan: Plan) -> list[LayerPlan]:
+    """Return the linears of draft heads that are quantized by what they read."""
+    return tables.read_drafts(plan.draft_layers)
 
 
 def intact_rest(output: Output) -> dict[str, Any] | None:
@@ -102,11 +106,11 @@ def write_beside(output: Output, run: RunState, statistics: Mapping[str, InputSt
     statistics: those that are known, by input key.
     """
     skeleton, plan = run.prepared.skeleton, run.prepared.plan
-    stored_alone = draft_heads.matrices(skeleton)[0] if plan.draft_layers else {}
+    layers, stored_alone = (*plan.tower_layers, *plan.draft_layers), tables.draft_weights(skeleton, plan)
     tensors, nbytes, written = dict[str, torch.Tensor](), 0, 0
-    for number, layer in enumerate(plan.beside):
+    for number, layer in enumerate(layers):
         name, started = layer.spec.name, time.monotonic()
-        progress(f"quantizing {name}", number, len(plan.beside))
+        progress(f"quantizing {name}", number, len(layers))
         if name in stored_alone:
             weight = stored_alone[name].read().to(run.job.device, layer.spec.dtype)
         else:
@@ -122,7 +126,7 @@ def write_beside(output: Output, run: RunState, statistics: Mapping[str, InputSt
         nbytes += layer.nbytes
         skeleton.free()
         process_memory.check(run.job.max_memory)
-        if nbytes >= sizes.TOWER_SHARD_NBYTES or layer is plan.beside[-1]:
+        if nbytes >= sizes.TOWER_SHARD_NBYTES or layer is layers[-1]:
             shard = TOWER_SHARD.format(written)
             run.hashes[shard] = write_shard(output.model / shard, tensors)
             tensors, nbytes, written = {}, 0, written + 1

@@ -10,7 +10,7 @@ from typing import Any
 from compress import process_memory, ranks
 from compress.errors import OutputError
 from compress.progress import Progress
-from compress.run import calibration_text, draft_heads, memory_plan, outside_shards, predict, prepare, shards
+from compress.run import calibration_text, memory_plan, outside_shards, predict, prepare, shards
 from compress.run.checkpoint_blocks import CheckpointBlocks
 from compress.run.job import Job, Prepared, RunState, identity
 from compress.run.loop import BlockLoop
@@ -55,7 +55,7 @@ def open_run(
             loop.meter.before, loop.meter.expected = predict.predict_by_counts(job, prepared) or (0.0, 0.0)
             records = ranks.by_main(lambda: shards.intact_blocks(output, len(prepared.skeleton.blocks)))
             loop.reads_head = ranks.by_main(lambda: outside_shards.head_to_read(output, prepared.plan))
-            loop.reads_drafts = draft_heads.reading(prepared.plan.draft_layers)
+            loop.reads_drafts = outside_shards.drafts_to_read(prepared.plan)
             run = RunState(job, prepared, calibration, block_seconds=loop.seconds)
             yield loop, CheckpointBlocks(run, output, loop.stream, records)
 

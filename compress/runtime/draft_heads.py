@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +30,12 @@ from compress.storage.checkpoint import open_checkpoint
 if TYPE_CHECKING:  # this file is imported while transformers.modeling_utils may be half loaded
     from transformers import PretrainedConfig
 
-    from compress.runtime.hf import CompressConfig
-
 BELOW = re.compile(r"(?:^|\.)(?:mtp\w*|nextn\w*)\.")
 BEHIND = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 OWN_INDEX = re.compile(r"(?:^|\.)(?:mtp\.layers|mtp_layers|mtp)\.(\d+)\.")
+PlacePacked = Callable[[nn.Module, Any], Any]  # (model, quantization_config) -> the quantizer for loading
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-SHARED = ("embed_tokens.", "shared_head.")  # of MtpModel, which are the model's own
+PARTS_OF_MODEL = ("embed_tokens.", "shared_head.")  # the model itself holds them
 
 
 def is_of_head(name: str, config: PretrainedConfig) -> bool:
@@ -81,12 +80,17 @@ def describe(config: PretrainedConfig, names: Iterable[str]) -> None:
 
 
 def open_heads(
-    model: Any, tensors: Mapping[str, Any], packed: CompressConfig | None = None, device: str = "cpu"
+    model: Any,
+    tensors: Mapping[str, Any],
+    packed: Any = None,
+    place_packed: PlacePacked | None = None,
+    device: str = "cpu",
 ) -> Any:
     """Return the `MtpModel` of a model, filled with the stored tensors of its heads, in eval mode on a device.
 
     model: its embeddings, head and rotary tables are shared. tensors: by their names on disk, read when they are
-    needed. packed: lists the packed linears among them. Raises CheckpointError for heads that transformers cannot run,
+    needed. packed: the `quantization_config` that lists packed linears among them, for which `place_packed` replaces
+    modules. Raises CheckpointError for heads that transformers cannot run,
     and for tensors that are missing.
     """
     try:
@@ -95,32 +99,29 @@ def open_heads(
         from transformers.modeling_utils import LoadStateDictConfig
     except ImportError as error:
         raise CheckpointError("this transformers does not run draft heads; install 5.20 or later") from error
-    from compress.runtime import hf
-
     layers = model.config.get_text_config().num_hidden_layers
     describe(model.config, tensors)
-    inner = hf.CompressConfig()
-    if packed is not None:
-        modules = {path_in_opened(name, layers): packed.modules[name] for name in packed.draft_heads}
-        inner = hf.CompressConfig(default=packed.default, modules=modules)
     own = () if packed is None else tuple(f"{name}." for name in packed.draft_heads)
     try:
         with torch.device("meta"):
             heads = MtpModel(model, model.config.get_text_config().num_mtp_layers)
         renamed = {_opened_name(name, own, layers): tensor for name, tensor in tensors.items()}
-        hf.swap(heads, inner)
+        quantizer = None
+        if packed is not None and place_packed is not None:
+            modules = {path_in_opened(name, layers): packed.modules[name] for name in packed.draft_heads}
+            quantizer = place_packed(heads, type(packed)(default=packed.default, modules=modules))
         options = LoadStateDictConfig(
             weight_mapping=_conversions(heads, model),
             dtype=model.dtype,
             device_map={"": device},
-            hf_quantizer=hf.keeping_types(heads, inner),
+            hf_quantizer=quantizer,
         )
         info, _ = convert_and_load_state_dict_in_model(heads, renamed, options)
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError, ImportError) as error:
         raise CheckpointError(
             f"transformers cannot open the draft heads of {type(model).__name__} ({error})"
         ) from error
-    missing = sorted(name for name in info.missing_keys if not name.startswith(SHARED))
+    missing = sorted(name for name in info.missing_keys if not name.startswith(PARTS_OF_MODEL))
     if missing or info.conversion_errors or info.mismatched_keys:
         first = [*missing, *info.conversion_errors, *info.mismatched_keys][0]
         raise CheckpointError(f"the draft heads of {type(model).__name__} lack {first}, or have it in another shape")
@@ -150,24 +151,12 @@ def _opened_name(name: str, packed: Iterable[str], layers: int) -> str:
     return name if own is None else f"{path_in_opened(own[:-1], layers)}.{name.removeprefix(own)}"
 
 
-def check_listed(draft_heads: Any, modules: Any) -> None:
-    """Raise CheckpointError for what is no table of the shapes of listed linears."""
-    table = {} if draft_heads is None else draft_heads
-    shapes = table.values() if isinstance(table, dict) else (None,)
-    is_shape = all(isinstance(x, list) and len(x) == 2 and all(type(n) is int and n > 0 for n in x) for x in shapes)
-    if not is_shape or any(name not in (modules or ()) for name in table):
-        raise CheckpointError(
-            "quantization_config: draft_heads is no table of the shapes of listed linears; download or write the "
-            "checkpoint again"
-        )
-
-
-def offer(model: Any, names: Collection[str]) -> None:
+def offer(model: Any, names: Collection[str], place_packed: PlacePacked) -> None:
     """Let `generate(use_mtp=True)` use the heads of a packed model that is about to be loaded; names: packed linears.
 
     transformers does not name what is stored of them as unexpected, at whatever depth they lie.
     """
-    register()
+    register(place_packed)
     if names:
         describe(model.config, names)
     starts = {match[0] for name in names if (match := BEHIND.match(f"{name}.") or BELOW.search(f"{name}."))}
@@ -175,8 +164,8 @@ def offer(model: Any, names: Collection[str]) -> None:
     model._keys_to_ignore_on_load_unexpected = {*known, *map(re.escape, starts)}
 
 
-def register() -> None:
-    """Let `MtpModel.from_pretrained` open the heads of packed checkpoints; again does no harm."""
+def register(place_packed: PlacePacked) -> None:
+    """Let `MtpModel` open the heads of packed checkpoints; again does no harm."""
     try:
         from transformers.modeling_layers import MtpModel
     except ImportError:
@@ -186,14 +175,14 @@ def register() -> None:
         return
 
     @functools.wraps(stock)
-    def from_pretrained(cls: Any, main_model: Any, *args: Any, **options: Any) -> Any:
+    def open_packed(cls: Any, main_model: Any, *args: Any, **options: Any) -> Any:
         packed, config = getattr(main_model.config, "quantization_config", None), main_model.config
         if not hasattr(packed, "draft_heads"):
             return stock(cls, main_model, *args, **options)
         checkpoint = open_checkpoint(Path(config.name_or_path))
         tensors = {name: stored.read() for name, stored in checkpoint.tensors.items() if is_of_head(name, config)}
         base: nn.Module = main_model.get_decoder()
-        return open_heads(main_model, tensors, packed).to(next(base.parameters()).device)
+        return open_heads(main_model, tensors, packed, place_packed).to(next(base.parameters()).device)
 
-    from_pretrained.opens_packed = True  # type: ignore[attr-defined]
-    MtpModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
+    open_packed.opens_packed = True  # type: ignore[attr-defined]
+    MtpModel.from_pretrained = classmethod(open_packed)  # type: ignore[assignment]

@@ -47,7 +47,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from compress.errors import CheckpointError, first_line, shown
 from compress.formats import stored
-from compress.runtime import draft_heads as heads
 from compress.runtime import embedding, expert_layouts, linears, saving, step
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear, PackedModule, are_unpacked
@@ -72,10 +71,11 @@ class CompressConfig(QuantizationConfigMixin):
         modules: dict[str, dict[str, Any]] | None = None,
         experts: dict[str, dict[str, Any]] | None = None,
         kv_cache: dict[str, Any] | None = None,
-        draft_heads: dict[str, list[int]] | None = None,
         quant_method: str = METHOD,
-        **unknown: Any,
+        **others: Any,
     ) -> None:
+        """Read the section; `others` may have `draft_heads`. Raises CheckpointError for what it cannot mean."""
+        heads, unknown = others.get(saving.DRAFT_HEADS), others.keys() - {saving.DRAFT_HEADS}
         if type(version) is not int or version != LAYOUT_VERSION:
             raise CheckpointError(
                 f"quantization_config has version {shown(version)}, this compress reads {LAYOUT_VERSION}; upgrade "
@@ -83,7 +83,7 @@ class CompressConfig(QuantizationConfigMixin):
             )
         if unknown:
             raise CheckpointError(f"quantization_config has unknown keys {shown(sorted(unknown))}; upgrade compress")
-        heads.check_listed(draft_heads, modules)
+        saving.check_shapes(heads, modules)
         for key, table in (("default", default), ("modules", modules), ("experts", experts)):
             inner = table.values() if isinstance(table, dict) and key != "default" else ()
             if not isinstance(table, dict | None) or not all(isinstance(entry, dict) for entry in inner):
@@ -97,11 +97,11 @@ class CompressConfig(QuantizationConfigMixin):
         self.modules = modules or {}
         self.experts = experts or {}
         self.kv_cache = kv_cache
-        self.draft_heads = draft_heads or {}
+        self.draft_heads: dict[str, list[int]] = heads or {}
         self.gone: Set[str] = frozenset()  # listed names that are left out of the next file (saving.py)
 
     @property
-    def listed(self) -> list[str]:
+    def names_of_model(self) -> list[str]:
         """The names of the packed modules of the model itself."""
         return [name for name in self.modules if name not in self.draft_heads]
 
@@ -118,7 +118,9 @@ class CompressConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """As config.json stores it; without parts that are empty and that older versions do not know."""
         values = {k: value for k, value in super().to_dict().items() if k != "gone"}
-        return {k: value for k, value in values.items() if value or k not in ("experts", "kv_cache", "draft_heads")}
+        return {
+            k: value for k, value in values.items() if value or k not in ("experts", "kv_cache", saving.DRAFT_HEADS)
+        }
 
 
 def build_config(
@@ -161,7 +163,7 @@ def swap(model: nn.Module, config: CompressConfig) -> None:
     A fused-experts module with listed experts becomes `Experts`, all of whose linears must be listed, and prunes as
     the configuration says.
     """
-    listed = _names_in(model, config.listed)
+    listed = _names_in(model, config.names_of_model)
     opened = _open_experts(model, {name.rsplit(".", 2)[0] for name in listed})
     for name, listed_name in listed.items():
         try:
@@ -208,7 +210,7 @@ class CompressQuantizer(HfQuantizer):
         stays as it is: an adapter that is merged may be taken out again.
         """
         config = self.quantization_config
-        listed = _names_in(model, config.listed)
+        listed = _names_in(model, config.names_of_model)
         pruned = _names_in(model, config.experts)
         is_bare = getattr(model, "base_model", None) is model  # its list stays that of the whole model
         gone = saving.no_longer_packed(model, listed) | (set() if is_bare else config.modules.keys() - listed.values())
@@ -235,7 +237,7 @@ class CompressQuantizer(HfQuantizer):
         self._directory = files[0].parent if files else None  # None: a state dict in memory
         if self._directory is not None:
             _check_files(model, self._directory, {file.name for file in files})
-        heads.offer(model, self.quantization_config.draft_heads)
+        saving.offer_heads(model, self.quantization_config.draft_heads, place_packed)
         swap(model, self.quantization_config)
         self.packed = _packed_tensors(model)
         for module in _packed_modules(model):
@@ -331,6 +333,12 @@ def _open_experts(model: nn.Module, names: set[str]) -> list[str]:
             raise CheckpointError(f"{name} ({type(fused).__name__}) cannot be loaded: {reason}")
         model.set_submodule(name, Experts.from_fused(fused))
     return fused_names
+
+
+def place_packed(model: nn.Module, config: CompressConfig) -> CompressQuantizer:
+    """Replace the listed linears, and return what keeps the types of their tensors while they are loaded."""
+    swap(model, config)
+    return keeping_types(model, config)
 
 
 def keeping_types(model: nn.Module, config: CompressConfig) -> CompressQuantizer:
