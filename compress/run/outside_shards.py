@@ -119,7 +119,7 @@ def write_beside(output: Output, run: RunState, statistics: Mapping[str, InputSt
         given = statistics.get(layer.spec.input_key)
         task = LinearTask(layer, "", weight, given or _no_statistics(layer, run), None, None)
         result = quantize_linear.quantize(task, run.job.seed)
-        row = report.measure(layer, weight, result.weight, given and given.stats, result.notes)
+        row = report.measure(layer, weight, result.weight, given.stats if given else None, result.notes)
         row = report.check_row(row, run.job.allow_partial)
         run.layers.append(dataclasses.replace(row, seconds=round(time.monotonic() - started, 4)))
         tensors |= {f"{name}.{key}": tensor.cpu() for key, tensor in result.weight.tensors.items()}

@@ -262,7 +262,10 @@ def with_sizes(plan: Plan, rows: Sequence[LayerReport]) -> Plan:
 
     return dataclasses.replace(
         plan,
-        **{key: settle(getattr(plan, key)) for key in ("layers", "tower_layers", "draft_layers", "tables")},
+        layers=settle(plan.layers),
+        tower_layers=settle(plan.tower_layers),
+        draft_layers=settle(plan.draft_layers),
+        tables=settle(plan.tables),
     )
 
 
