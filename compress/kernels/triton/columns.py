@@ -25,7 +25,7 @@ LOSS_WARPS = 4
 def round_columns(
     weight: Tensor, factor: Tensor, residual: Tensor, pending: Tensor, grid: Sequence[Tensor], codes: Tensor, top: int
 ) -> None:
-    """Round columns one after the other, each with the errors of those before it; arguments as in the loops of a CPU."""
+    """Round columns in turn, each with the errors of those before it; arguments as of the loops of a CPU."""
     columns, rows = weight.shape
     owner, scales, zeros = grid
     _round_columns[(triton.cdiv(rows, THREAD_ROWS),)](
@@ -112,9 +112,7 @@ def _step_columns(units, pull, metric, scales, inverses, lows, highs, moves, col
 
 
 @triton.jit(do_not_specialize=["columns", "rows"])
-def _grid_loss(
-    target, scales, lows, highs, importance, loss, columns, rows, WEIGHED: tl.constexpr, ROWS: tl.constexpr
-):
+def _grid_loss(target, scales, lows, highs, importance, loss, columns, rows, WEIGHED: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     held = row < rows
     scale = tl.load(scales + row, mask=held, other=1.0)
