@@ -217,7 +217,7 @@ def _is_plain(layer: Any) -> bool:
     return type(layer) is Attention and layer.backend.get_class() is layer.attn_backend
 
 
-def _is_read(layer: Any, layer_cache: LayerCache) -> bool:
+def is_read(layer: Any, layer_cache: LayerCache) -> bool:
     """Return whether these pages are read fast enough where the layer runs: on a CPU always, on a GPU by a kernel."""
     device = layer_cache.keys.turn.forward.device
     if device.type == "cpu":
@@ -265,7 +265,7 @@ class VllmCache:
         shape = layer.num_kv_heads, layer.head_size, layer.head_size_v
         ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         layer_cache = self.stored.layer(index, shape, ranks)
-        if layer_cache is not None and not _is_read(layer, layer_cache):
+        if layer_cache is not None and not is_read(layer, layer_cache):
             size = layer_cache.token_bytes
             self._say(
                 "device",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from in_vllm import in_rounds, needed
+from transformers import AutoConfig
 
 from compress.kv.cache import make_cache
 from compress.model.load import load_model
@@ -169,3 +171,98 @@ def test_sliding_windows_are_coded_too(packed: Callable[..., Path], tmp_path: Pa
     check_same(flat(coded["rounds"])[1:5], flat(coded["rounds"])[5:])
     assert coded["cache"]["kinds"] == ["PagedAttention"] * 4
     assert coded["cache"]["blocks"] == MEMORY // (2 * N * BYTES["eight"])  # of one layer: each has blocks of its own
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    from compress.serving import vllm_cache
+
+    lines: list[str] = []
+    monkeypatch.setattr(vllm_cache.logger, "warning", lines.append)
+    monkeypatch.setattr(vllm_cache, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(vllm_cache, "get_tensor_model_parallel_world_size", lambda: 1)
+    parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
+    engine = SimpleNamespace(
+        kv_transfer_config=None,
+        parallel_config=parallel,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+    monkeypatch.setattr(vllm_cache, "get_current_vllm_config", lambda: engine)
+    return lines
+
+
+def attention(**changes: Any) -> Any:
+    """A layer of vLLM as it is when its quantization method is asked."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    layer = Attention.__new__(Attention)
+    torch.nn.Module.__init__(layer)
+    backend = AttentionBackendEnum.CPU_ATTN
+    impl = SimpleNamespace(scale=0.1, alibi_slopes=None, logits_soft_cap=0)
+    facts = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "head_size_v": 32, "sliding_window": None}
+    facts |= {"attn_type": "decoder", "kv_cache_dtype": "auto", "kv_cache_torch_dtype": torch.float32}
+    facts |= {"has_sink": False, "use_alibi_sqrt": False, "use_mm_prefix": False, "kv_sharing_target_layer_name": None}
+    vars(layer).update({**facts, "impl": impl, "backend": backend, "attn_backend": backend.get_class(), **changes})
+    return layer
+
+
+def cache_of(directory: Path) -> Any:
+    from compress.serving.vllm_cache import VllmCache
+    from compress.serving.vllm_cache_settings import CheckpointCache
+
+    config = AutoConfig.from_pretrained(directory)
+    return VllmCache(CheckpointCache(config.quantization_config["kv_cache"], str(directory), config))
+
+
+@pytest.mark.parametrize(
+    "reason, changes",
+    [
+        ("attention sinks", {"has_sink": True}),
+        ("ALiBi", {"use_alibi_sqrt": True}),
+        ("a cap on scores", {"impl": SimpleNamespace(alibi_slopes=None, logits_soft_cap=50.0)}),
+        ("attention of encoders", {"attn_type": "encoder_only"}),
+        ("tokens of images that attend to later ones", {"use_mm_prefix": True}),
+        ("attention of a kind of their own", {"attn_backend": object}),
+    ],
+)
+def test_what_pages_cannot_hold_keeps_vllms_cache(
+    reason: str, changes: dict[str, Any], mixed: Path, said: list[str]
+) -> None:
+    cache, layer = cache_of(mixed), attention(**changes)
+    for index in (0, 1, 1):  # the last is asked again
+        cache.place(layer, f"model.layers.{index}.self_attn.attn")
+    cache.finish()
+    assert type(layer.impl) is SimpleNamespace
+    first = "(the first is model.layers.0.self_attn.attn): vLLM keeps a cache of its own there"
+    assert said == [f"the kv_cache section is not applied to layers with {reason} {first}"]
+
+
+def test_a_layer_reads_the_pages_of_another_as_they_were_written(mixed: Path, said: list[str]) -> None:
+    from compress.serving import vllm_cache
+
+    cache, target = cache_of(mixed), attention()
+    layers = vllm_cache.get_current_vllm_config().compilation_config.static_forward_context
+    names = [f"model.layers.{index}.self_attn.attn" for index in range(2)]
+    layers[names[0]] = target
+    sharing = attention(kv_sharing_target_layer_name=names[0])
+    for layer, name in zip((target, sharing), names, strict=True):
+        cache.place(layer, name)
+    assert sharing.impl.cache is target.impl.cache and sharing.attn_backend is target.attn_backend and not said
+    draft = attention()
+    cache.place(draft, "mtp.layers.0.self_attn.attn")
+    assert type(draft.impl) is SimpleNamespace
+
+
+def test_a_gpu_without_kernels_is_told_of_vllms_own_types(
+    mixed: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compress.serving import vllm_cache
+
+    monkeypatch.setattr(vllm_cache, "is_read", lambda layer, layer_cache: False)
+    layer = attention()
+    cache_of(mixed).place(layer, "model.layers.0.self_attn.attn")
+    (line,) = said
+    assert "--kv-cache-dtype int8_per_token_head (72 bytes) or --kv-cache-dtype turboquant_k8v4 (52 bytes)" in line
+    assert type(layer.impl) is SimpleNamespace
