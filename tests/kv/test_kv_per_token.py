@@ -74,7 +74,9 @@ def test_bits_go_where_errors_cost_most_and_keep_the_budget(bits: float, levels:
     assert sum(widths) <= 8 * bits and sum(widths) >= 8 * bits - 1
     assert widths == sorted(widths, reverse=True) and widths[0] > widths[-1]
     assert balanced.allocate([1.0] * 8, [64] * 8, balanced.Config(bits=4)) == [4] * 8
-    learned = [(config, spec(layer=i), {"cost": torch.tensor(c), "bits": torch.tensor(0)}) for i, c in enumerate(costs)]
+    learned = [
+        (config, spec(layer=i), {"cost": torch.tensor(c), "bits": torch.tensor([0])}) for i, c in enumerate(costs)
+    ]
     balanced.balance(learned)
     assert [int(static["bits"]) for _, _, static in learned] == widths
 

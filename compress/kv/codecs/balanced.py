@@ -43,8 +43,7 @@ from compress.numerics import checks
 
 NEEDS = frozenset({"keys", "values", "gradients_rotated"})
 WORK = 48  # bytes that calibrating takes for each number of its largest sample
-ALONE = {"by_layer": (True, False)}  # for allocations that choose layer by layer
-ROUNDS = 6  # of the map and the weights of tokens
+FIT_STEPS = 6  # of the map and the weights of tokens
 DAMP = 1e-3  # both moments get this share of their mean diagonal
 WIDTHS = (2, 3, 4, 5, 6, 8)  # bits that a layer may have
 
@@ -67,7 +66,7 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
     """Samples and gradients [tokens, h, width]; sums over tokens are in float64."""
     x, slopes = (samples[name].transpose(0, 1).double() for name in (spec.kind, "gradients_rotated"))
     costs, errors = x.new_ones(x.shape[:2]), x.new_ones(x.shape[:2])
-    for _ in range(ROUNDS):
+    for _ in range(FIT_STEPS):
         mean = (costs[..., None] * x).sum(1, keepdim=True) / costs.sum(1)[:, None, None]
         moment = _moment(x - mean, costs)
         root, inverse = roots(moment)
@@ -77,8 +76,8 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
     return {
         "forward": (shape[0] / size @ rotation(spec.width).to(x)).half(),
         "mean": mean[:, 0].half(),
-        "cost": (errors * costs).mean(1).sum().float(),
-        "bits": torch.tensor(_whole(config.bits), dtype=torch.uint8, device=x.device),
+        "cost": (errors * costs).mean(1).sum(0, keepdim=True).float(),
+        "bits": torch.tensor([_whole(config.bits)], dtype=torch.uint8, device=x.device),
     }
 
 
@@ -101,7 +100,7 @@ def balance(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]]) -> None:
         sizes = [spec.heads * spec.width for spec, _ in own]
         widths = allocate([float(static["cost"]) for _, static in own], sizes, config)
         for (_, static), bits in zip(own, widths, strict=True):
-            static["bits"] = torch.tensor(bits, dtype=torch.uint8)
+            static["bits"] = torch.tensor([bits], dtype=torch.uint8)
 
 
 def allocate(costs: Sequence[float], sizes: Sequence[int], config: Config) -> list[int]:
@@ -136,19 +135,19 @@ def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
     return {
         "forward": ((spec.heads, spec.width, spec.width), torch.float16),
         "mean": ((spec.heads, spec.width), torch.float16),
-        "cost": ((), torch.float32),
-        "bits": ((), torch.uint8),
+        "cost": ((1,), torch.float32),
+        "bits": ((1,), torch.uint8),
     }
 
 
 def check(static: Mapping[str, Tensor], config: Config, spec: Spec) -> None:
     """Check that a layer's bits are possible and that the map can be undone; ValueError."""
-    checks.within("bits", static["bits"].reshape(1).int(), WIDTHS[0], WIDTHS[-1])
+    checks.within("bits", static["bits"].int(), WIDTHS[0], WIDTHS[-1])
     if bool(torch.linalg.inv_ex(static["forward"].double())[1].any()):
         raise ValueError("forward holds a singular matrix")
 
 
-def paged(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> PagedCodes:
+def page_coding(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> PagedCodes:
     """Return how pages hold the keys or the values of a layer; without calibrated tensors, rotated only."""
     bits = int(static["bits"]) if static else _whole(config.bits)
     forward = static["forward"].float() if static else rotation(spec.width)
@@ -158,4 +157,4 @@ def paged(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> PagedCode
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
-    return PerToken(spec, paged(config, spec, static))
+    return PerToken(spec, page_coding(config, spec, static))
