@@ -72,7 +72,7 @@ def encode(x: Tensor, layout: PageCodes, table: Tensor | None = None) -> PageRow
     """x [..., d] float32 in the turned space -> its parts; table: float32 [2^bits] ascending, of levels."""
     if layout.levels:
         assert table is not None
-        codes, parameters = _encode_levels(x.float(), table.to(x.device))
+        codes, parameters = _encode_levels(x.float().contiguous(), table.to(x.device))
     else:
         codes, parameters = _encode_uniform(x.float(), layout)
     return PageRows(pack(codes, layout), parameters.view(torch.uint8))
@@ -171,6 +171,14 @@ def _turn(x: Tensor, matrix: Tensor) -> Tensor:
     if matrix.dim() == 2:
         return x @ matrix
     return (x.unflatten(-2, (len(matrix), -1)) @ matrix).flatten(-3, -2)
+
+
+class PagedCodes(NamedTuple):
+    """How pages hold the keys or the values of a layer."""
+
+    codes: PageCodes
+    turn: Turn  # of all KV heads
+    levels: Tensor | None  # float32 [2^bits], where codes are of levels
 
 
 @dataclass(frozen=True)
