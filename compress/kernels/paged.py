@@ -105,7 +105,7 @@ def attend(  # noqa: PLR0913, PLR0917 (what an engine has)
             return keys[:, 0], values[:, 0]
 
         rows = slice(start, start + count)
-        attend_in_tiles(q[rows], pages.shape[1], read, Span(length, layout.tokens, window), out[rows])
+        attend_in_tiles(q[rows], pages.shape[1], read, SeenSpan(length, layout.tokens, window), out[rows])
     return out
 
 
@@ -135,7 +135,7 @@ def spans(requests: Requests) -> list[tuple[int, int, int]]:
     ]
 
 
-class Span(NamedTuple):
+class SeenSpan(NamedTuple):
     """Which tokens the queries of a request see."""
 
     length: int
@@ -148,7 +148,7 @@ class Span(NamedTuple):
         return seen // self.tokens * self.tokens
 
 
-def attend_in_tiles(q: Tensor, heads: int, read: Read, span: Span, out: Tensor) -> None:
+def attend_in_tiles(q: Tensor, heads: int, read: Read, span: SeenSpan, out: Tensor) -> None:
     """Write to out [n, H, d_v] what the n queries q [n, H, d] of one request see, a tile of tokens at a time."""
     count, groups, width = q.shape[0], q.shape[1] // heads, out.shape[2]
     size = -(-TILE_TOKENS // span.tokens) * span.tokens

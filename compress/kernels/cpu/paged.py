@@ -23,7 +23,7 @@ from compress.kernels.cpu.attention_tables import BLOCK, PART, HeadSizes, Tables
 from compress.kernels.cpu.dots import ROWS, STORED, Dots, stored_rows
 from compress.kernels.cpu.paged_codes import DecodePages, PageEmitter, lanes_for
 from compress.kernels.cpu.paged_encode import EncodePages
-from compress.kernels.paged import LevelPair, PageLayout, Requests, Span
+from compress.kernels.paged import LevelPair, PageLayout, Requests, SeenSpan
 
 LEAST_TOKENS = 8  # pages have multiples of so many, which are read beside each other
 # Facts of a request: its first row of q, its queries and tokens, the first position that is seen, rounded down, its
@@ -61,7 +61,7 @@ def attend(
     facts: list[int] = []
     units = records = 0
     for index, (row, count, length) in enumerate(paged.spans(requests)):
-        span, rows = Span(length, layout.tokens, window), slice(row, row + count)
+        span, rows = SeenSpan(length, layout.tokens, window), slice(row, row + count)
         blocks = requests.block_table[index].data_ptr()
         if count > MOST:
             read = _reader(pages, blocks, layout, levels)

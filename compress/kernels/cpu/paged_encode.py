@@ -60,9 +60,9 @@ class EncodePages(PageEmitter):
         for group in range(codes.width // codes.group):
             own = x[group * per : (group + 1) * per]
             low, high = (self._extreme(kind, own) for kind in ("min", "max"))
-            least = self._half_of(self._bound(low, -HALF_MOST))
+            least = self._half_of(self._clamp(low, -HALF_MOST))
             base = b.fpext(least, self.float)
-            scale = self._half_of(self._bound(b.fdiv(b.fsub(high, base), self.float(most)), 0.0))
+            scale = self._half_of(self._clamp(b.fdiv(b.fsub(high, base), self.float(most)), 0.0))
             step = b.fpext(scale, self.float)
             divisor = b.select(b.fcmp_ordered(">", step, self.float(0.0)), step, self.float(1.0))
             for i, value in enumerate(own):
@@ -89,7 +89,7 @@ class EncodePages(PageEmitter):
         for value, held in zip(x, self.values[:count], strict=True):
             level = b.load(held)
             above, below = self.multiply_add(value, level, above), self.multiply_add(level, level, below)
-        norm = self._half_of(self._bound(b.fdiv(self.total(above), self.total(below)), 0.0))
+        norm = self._half_of(self._clamp(b.fdiv(self.total(above), self.total(below)), 0.0))
         self._find_levels(side, x, self._positive(b.fpext(norm, self.float)))
         return [norm]
 
@@ -135,7 +135,7 @@ class EncodePages(PageEmitter):
             most = self.intrinsic(f"llvm.{kind}num.v{self.lanes}f32", self.floating, most, vector)
         return self.intrinsic(f"llvm.vector.reduce.f{kind}.v{self.lanes}f32", self.float, most)
 
-    def _bound(self, value: Any, least: float) -> Any:
+    def _clamp(self, value: Any, least: float) -> Any:
         """Return a number between `least` and the largest float16."""
         for name, limit in (("max", least), ("min", HALF_MOST)):
             value = self.intrinsic(f"llvm.{name}num.f32", self.float, value, self.float(limit))
