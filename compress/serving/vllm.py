@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.attention import Attention, MLAAttention
@@ -30,7 +30,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from compress.errors import UnsupportedModelError
 from compress.runtime import hf
-from compress.serving import config, layers
+from compress.serving import config
 from compress.serving.config import PackedConfig, PackedModules
 from compress.serving.layers import ACTIVATIONS, PackedExpertLayer, PackedLinears, Share
 from compress.serving.tables import PackedTable, plain_rows
@@ -118,7 +118,7 @@ class VllmLinears(PackedLinears, LinearMethodBase):
 
 
 class VllmExperts(PackedExpertLayer, FusedMoEMethodBase):
-    """Build and run the experts of a block one by one."""
+    """Build and run the experts of a block."""
 
     def __init__(self, moe: Any, module: str, listed: PackedModules) -> None:
         """module: the experts' name in the checkpoint."""
@@ -141,10 +141,6 @@ class VllmExperts(PackedExpertLayer, FusedMoEMethodBase):
                 f"{self.module}: experts with biases, without a gate or with activation {activation} are not served "
                 "by vLLM; serve with transformers"
             )
-        if torch.empty(0).is_cuda and not get_current_vllm_config().model_config.enforce_eager:
-            raise UnsupportedModelError(
-                f"{self.module}: packed experts are not recorded in CUDA graphs; serve with --enforce-eager"
-            )
         self.activation, self.dtype = ACTIVATIONS[activation], params_dtype
         parallel, local = self.moe.moe_parallel_config, layer._map_global_expert_id_to_local_expert_id
         first = intermediate_size_per_partition * parallel.tp_rank
@@ -155,7 +151,8 @@ class VllmExperts(PackedExpertLayer, FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Check that every tensor has come."""
-        layers.finish_layer(layer, self.shards_of(layer), self.dtype, self.totals, logger.info)
+        local = layer._map_global_expert_id_to_local_expert_id
+        self.finish(layer, layer.global_num_experts, local, logger.info)
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
         return None
@@ -170,8 +167,7 @@ class VllmExperts(PackedExpertLayer, FusedMoEMethodBase):
         shared_experts_input: Any = None,
     ) -> Tensor:
         """Return the weighted sums [tokens, hidden] over the experts of this rank; x [tokens, hidden]."""
-        local = layer._map_global_expert_id_to_local_expert_id
-        return self.run(layer, x, (topk_weights, topk_ids), layer.global_num_experts, local)
+        return self.run(layer, x, (topk_weights, topk_ids), layer.global_num_experts)
 
 
 class VllmTable(PackedTable, QuantizeMethodBase):

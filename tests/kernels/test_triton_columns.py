@@ -1,4 +1,4 @@
-"""Columns stepped through on a GPU, in Triton's interpreter: what the loops of a CPU do; machine code without spills."""
+"""Columns stepped through on a GPU, in Triton's interpreter: what a CPU's loops do; machine code without spills."""
 
 from __future__ import annotations
 

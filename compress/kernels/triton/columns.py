@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 32  # of a program, one for each thread of a warp
+THREAD_ROWS = 32  # of a program: one for each thread of a warp
 LOSS_ROWS = 128
 LOSS_WARPS = 4
 
@@ -25,12 +25,12 @@ LOSS_WARPS = 4
 def round_columns(
     weight: Tensor, factor: Tensor, residual: Tensor, pending: Tensor, grid: Sequence[Tensor], codes: Tensor, top: int
 ) -> None:
-    """Round columns one after the other, each with the errors of those before it; arguments as in the loops of a CPU."""
+    """Round columns in turn, each with the errors of those before it; arguments as of the loops of a CPU."""
     columns, rows = weight.shape
     owner, scales, zeros = grid
-    _round_columns[(triton.cdiv(rows, ROWS),)](
+    _round_columns[(triton.cdiv(rows, THREAD_ROWS),)](
         weight, factor, residual, pending, owner.to(weight.device), scales, zeros, codes, columns, rows,
-        *factor.stride(), top, ROWS=ROWS, num_warps=1,
+        *factor.stride(), top, ROWS=THREAD_ROWS, num_warps=1,
     )  # fmt: skip
 
 
@@ -38,8 +38,8 @@ def step_columns(units: Tensor, pull: Tensor, metric: Tensor, grid: Sequence[Ten
     """Step columns one after the other to the best level; arguments as in the loops of a CPU."""
     columns, rows = units.shape
     moves = torch.empty_like(units)
-    _step_columns[(triton.cdiv(rows, ROWS),)](
-        units, pull, metric, *grid, moves, columns, rows, ROWS=ROWS, num_warps=1
+    _step_columns[(triton.cdiv(rows, THREAD_ROWS),)](
+        units, pull, metric, *grid, moves, columns, rows, ROWS=THREAD_ROWS, num_warps=1
     )  # fmt: skip
 
 
@@ -112,9 +112,7 @@ def _step_columns(units, pull, metric, scales, inverses, lows, highs, moves, col
 
 
 @triton.jit(do_not_specialize=["columns", "rows"])
-def _grid_loss(
-    target, scales, lows, highs, importance, loss, columns, rows, WEIGHED: tl.constexpr, ROWS: tl.constexpr
-):
+def _grid_loss(target, scales, lows, highs, importance, loss, columns, rows, WEIGHED: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     held = row < rows
     scale = tl.load(scales + row, mask=held, other=1.0)
