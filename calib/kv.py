@@ -44,7 +44,7 @@ from compress.numerics import kl
 
 NAME = "compress_kv_samples"
 SINKS = ("keys_sink", "values_sink")  # float32 [samples, sink, h, width], what the others leave out
-KIND_GRADIENTS = ("gradients", "gradients_rotated")  # by keys before and after RoPE; by values either is the same
+KIND_GRADIENTS = ("gradients", "gradients_rotated")  # keys before and after RoPE; values: the same twice
 GRADIENTS = frozenset({*KIND_GRADIENTS, "gradients_output"})
 QUERIES = ("queries", "queries_pre", "queries_scaled")
 SAMPLES = ("keys", "keys_pre", "values", *QUERIES, "attended", *SINKS, *sorted(GRADIENTS))

@@ -67,6 +67,12 @@ def servable(settings: CacheSettings, layer_count: int) -> tuple[Codings, str | 
     return tuple(layers), line
 
 
+def are_alone(codings: Codings) -> bool:
+    """Return whether no token of any coded layer is exact or depends on others, as in pages."""
+    coded = [coding for layer in codings for coding in layer.values() if coding.method != EXACT]
+    return bool(coded) and all(coding.policy == NO_EXACT and _nearest(coding)[1] is None for coding in coded)
+
+
 def _nearest(coding: Coding) -> tuple[Coding, str | None]:
     """Return what pages can hold, and why the coding is not that."""
     plugin = plugins.load("kv", coding.method)

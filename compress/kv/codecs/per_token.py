@@ -38,7 +38,6 @@ class Config:
     bits: int = 4  # [bits] of one code: 1 to 8
     group_size: int | None = None  # [channels] that share a scale and a least value; null: those of a head
     levels: Levels = "uniform"  # integers between the least and the largest number, or levels for a Gaussian
-    rotation: Literal["hadamard", "none"] = "hadamard"  # of the channels of a head
 
     def __post_init__(self) -> None:
         check_bits(self.bits)
@@ -61,7 +60,7 @@ def page_codes(spec: Spec, bits: int, group_size: int | None, kind: Levels) -> P
 
 def page_coding(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> PagedCodes:
     """Return how pages hold the keys or the values of a layer."""
-    forward = rotation(spec.width) if config.rotation == "hadamard" else torch.eye(spec.width, device="cpu")
+    forward = rotation(spec.width)
     codes = page_codes(spec, config.bits, config.group_size, config.levels)
     return PagedCodes(codes, Turn(forward, forward.mT.contiguous()), levels(config.bits) if codes.levels else None)
 
