@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,9 +27,7 @@ HEADS = {"num_attention_heads": 4, "head_dim": 32}  # two query heads for each K
 GEMMA = {**HEADS, "num_key_value_heads": 2, "intermediate_size": 144, "query_pre_attn_scalar": 32}
 OPTIONS = {"kv_cache_memory_bytes": MEMORY, "block_size": N, "max_model_len": 256, "max_logprobs": -1}
 UNSET = "import os; os.environ.pop('VLLM_CPU_KVCACHE_SPACE')"  # it goes before `kv_cache_memory_bytes`
-VALUES = [{"match": 1, "values": {"bits": 4}}]
-CODED = {"bits": 8, "sink": 0, "residual_length": 0, "flush": 1, "layers": VALUES, "exact_prefill": False}
-MIXED = tuple(f"kv_cache.{key}={json.dumps(value)}" for key, value in CODED.items())
+MIXED = "kv_cache.layers=[{match: 1, values: {bits: 4}}]"  # of 8 bits elsewhere
 BYTES = {"eight": 2 * (32 + 4), "mixed": 32 + 4 + 16 + 4}  # of a token and KV head of 32 channels
 
 
@@ -81,8 +78,8 @@ def divergence(answer: dict[str, Any], other: dict[str, Any]) -> float:
 @pytest.fixture(scope="module")
 def mixed(packed: Callable[..., Path]) -> Path:
     """8-bit keys, 8- and 4-bit values by layer; weights as they are."""
-    learned = ("kv_cache.method=balanced", "kv_cache.by_layer=false", *runs.SMALL)  # means and maps for each head
-    return packed("llama", "kv8", *learned, *MIXED, **HEADS)
+    learned = ("kv_cache.method=balanced", *runs.SMALL)  # means and maps for each head
+    return packed("llama", "kv8p", *learned, MIXED, **HEADS)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +166,7 @@ def test_sliding_windows_are_coded_too(packed: Callable[..., Path], tmp_path: Pa
     """Three layers in four see 32 tokens; pages that differ by layer are not padded."""
     kinds = ("sliding_attention", "sliding_attention", "full_attention", "sliding_attention")
     changes = {"num_hidden_layers": 4, "layer_types": kinds, "sliding_window": N, **GEMMA}
-    directory = packed("gemma3_text", "kv8", "kv_cache.method=per_token", *MIXED, **changes)
+    directory = packed("gemma3_text", "kv8p", MIXED, **changes)
     coded = asked(directory, tmp_path, [SCORED, *ALONE[:4], fresh(*FOUR)])
     exact = asked(directory.parent / "model", tmp_path, [SCORED])
     assert 1e-8 < divergence(exact["rounds"][0][0], coded["rounds"][0][0]) < FLIPPED
