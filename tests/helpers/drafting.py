@@ -1,7 +1,7 @@
 """A tiny GLM-4.5 with a draft head that was trained with it for seconds, and how many drafted tokens are accepted.
 
-    folder = save_drafting(tmp_path / "model")          # two blocks, hidden 64, one head, stored as publishers store it
-    accepted_length(model, heads, drafted=2)            # 1 + accepted drafts a step
+folder = save_drafting(tmp_path / "model")          # two blocks, hidden 64, one head, stored as publishers store it
+accepted_length(model, heads, drafted=2)            # 1 + accepted drafts a step
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def lines(count: int, seed: int, length: int) -> list[str]:
 
 
 @functools.cache
-def trained(steps: int = STEPS) -> tuple[PreTrainedModel, Any]:
+def trained() -> tuple[PreTrainedModel, Any]:
     """The model and its head, in float32."""
     torch.manual_seed(0)
     model = of_type("glm4_moe", GLM)
@@ -68,9 +68,9 @@ def trained(steps: int = STEPS) -> tuple[PreTrainedModel, Any]:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5)
     own = [*model.parameters(), *heads.layers.parameters()]
     optimizer = torch.optim.AdamW(own, lr=4e-3, betas=(0.9, 0.95))
-    for step in range(steps):
+    for step in range(STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = 4e-3 * min(1.0, (step + 1) / 10) * (1 - step / steps) + 1e-5
+            group["lr"] = 4e-3 * min(1.0, (step + 1) / 10) * (1 - step / STEPS) + 1e-5
         tokens = texts(BATCH, 1000 + step)
         hidden = model.model(tokens).last_hidden_state
         behind = next(run(heads, hidden, tokens))
@@ -94,28 +94,40 @@ def run(heads: Any, hidden: Tensor, tokens: Tensor, drafted: int = 1) -> Any:
         yield hidden
 
 
-def save_drafting(folder: Path, steps: int = STEPS, copies: bool = True) -> Path:
-    """Store both as GLM-4.5 is published: the head is the layer behind the last, its experts one by one."""
-    model, heads = trained(steps)
+def save_drafting(folder: Path) -> Path:
+    """Store both as GLM-4.5 is published: the head is the layer behind the last, with copies of both tables."""
+    model, heads = trained()
     save(model, folder)
-    file, prefix, head = folder / "model.safetensors", "model.layers.2.", {}
+    stored = load_file(folder / "model.safetensors")
+    head = published(heads, "model.layers.2.")
+    head["model.layers.2.embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
+    head["model.layers.2.shared_head.head.weight"] = stored["lm_head.weight"].clone()
+    return added(folder, head)
+
+
+def added(folder: Path, more: dict[str, Tensor]) -> Path:
+    """Store further tensors in a checkpoint of one file."""
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **more}, file, metadata={"format": "pt"})
+    return folder
+
+
+def published(heads: Any, prefix: str) -> dict[str, Tensor]:
+    """The tensors of one head as DeepSeek-V3 and GLM-4.5 name them, experts one by one."""
+    head = {}
     for name, tensor in heads.layers[0].state_dict().items():
         inner = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        parts = {inner: tensor}
         if inner.endswith("experts.gate_up_proj"):
-            for number, matrix in enumerate(tensor):
-                gate, up = matrix.chunk(2)
-                head |= {f"{prefix}mlp.experts.{number}.gate_proj.weight": gate.clone()}
-                head |= {f"{prefix}mlp.experts.{number}.up_proj.weight": up.clone()}
-        elif inner.endswith("experts.down_proj"):
-            head |= {f"{prefix}mlp.experts.{n}.down_proj.weight": matrix.clone() for n, matrix in enumerate(tensor)}
-        else:
-            head[prefix + inner] = tensor.clone()
-    stored = load_file(file)
-    if copies:
-        head[f"{prefix}embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
-        head[f"{prefix}shared_head.head.weight"] = stored["lm_head.weight"].clone()
-    save_file({**stored, **head}, file, metadata={"format": "pt"})
-    return folder
+            halves = [matrix.chunk(2) for matrix in tensor]
+            named = [
+                (n, key, part) for n, pair in enumerate(halves) for key, part in zip(("gate", "up"), pair, strict=True)
+            ]
+            parts = {f"mlp.experts.{number}.{key}_proj.weight": part for number, key, part in named}
+        if inner.endswith("experts.down_proj"):
+            parts = {f"mlp.experts.{number}.down_proj.weight": part for number, part in enumerate(tensor)}
+        head |= {prefix + key: part.clone() for key, part in parts.items()}
+    return head
 
 
 @torch.no_grad()
