@@ -118,12 +118,14 @@ def _started(engine: str, model: Path, load: Load) -> Iterator[Callable[[int], T
             next_answer()
             yield ask
         finally:
-            asked.close()
+            with suppress(BrokenPipeError):
+                asked.close()
             try:
                 process.wait(timeout=30)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            answers.close()
 
 
 ANSWER = "compress-serving "  # what a line begins with that is an answer
