@@ -229,9 +229,12 @@ def cache_bytes_line(found: dict[str, Any]) -> str:
     if found["static"]:
         share = found["static"] / found["context"]
         static = f", {share:,.0f} of them calibrated tensors ({size(found['static'])}, once for all sequences)"
+    states = ""
+    if found.get("states"):
+        states = f"; states: {size(found['states'])} a sequence; exact: {size(found['exact_states'])} in float32"
     return (
         f"cache: {found['bytes_per_token']:,.0f} bytes a token at {found['context']:,} tokens{static}; exact: "
-        f"{found['exact_bytes_per_token']:,.0f}"
+        f"{found['exact_bytes_per_token']:,.0f}{states}"
     )
 
 

@@ -4,7 +4,8 @@ Bytes a token are those at a stated context. Keys and values drawn at random fil
 at two lengths a whole flush of all codecs apart, and the line through these is carried on to the context. What is
 calibrated counts once for a model, whatever the number of sequences; divided by the tokens of one sequence it is part
 of the bytes a token. Layers that stay as transformers has them are left out. A layer that evicts is filled with the
-tokens that stay at that context (compress/kv/evict/select.py), and with what it remembers of their places.
+tokens that stay at that context (compress/kv/evict/select.py), and with what it remembers of their places. States of
+recurrences do not grow with the text: they are counted apart.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def check(config: Any, settings: CacheSettings) -> Codings:
             "kv_cache: layers of this model attend to images, whose cache its own code reads; remove kv_cache"
         )
     types = caches.layer_types(config)
-    if caches.CODED not in types:
+    if caches.CODED not in types and not _is_states_alone(settings):
         raise RecipeError(caches.no_layer(types))
     if getattr(config.get_text_config(), "use_cache", True) is False:
         raise RecipeError(
@@ -62,8 +63,10 @@ def check(config: Any, settings: CacheSettings) -> Codings:
         raise RecipeError(
             f"kv_cache: this model takes no cache but one of its own class, {cached.own_cache}; remove kv_cache"
         )
-    if not cached.by_layer:
+    if not cached.by_layer and not _is_states_alone(settings):
         raise RecipeError(caches.no_layer())
+    if settings.states is not None and not cached.states:
+        raise RecipeError("kv_cache.states: no layer of this model keeps the state of a recurrence; remove states")
     _check_model(config, settings, cached)
     codings = caches.coded_layers(config, settings)
     for index, layer in enumerate(codings):
@@ -78,6 +81,11 @@ def check(config: Any, settings: CacheSettings) -> Codings:
     return codings
 
 
+def _is_states_alone(settings: CacheSettings) -> bool:
+    """Return whether nothing is coded but states."""
+    return settings.states is not None and {settings.keys.method, settings.values.method} == {EXACT}
+
+
 def _check_model(config: Any, settings: CacheSettings, cached: CachedLayers) -> None:
     """Raise RecipeError where the model does not allow what the settings ask of all layers."""
     caches.make_cache(config, settings)  # for its errors
@@ -90,14 +98,19 @@ def _check_model(config: Any, settings: CacheSettings, cached: CachedLayers) -> 
         )
 
 
-def left_exact(config: Any) -> str:
+def left_exact(config: Any, settings: CacheSettings) -> str:
     """Return a note on the layers whose type is not coded, "" where there is none."""
-    types = caches.layer_types(config)
-    counts = Counter(kind for kind in types if kind not in (caches.CODED, "dummy"))
-    if not counts:
-        return ""
+    types, coded, whole = caches.layer_types(config), set[int](), set[int]()
+    if settings.states is not None:
+        cached = cached_layers(config)
+        coded, whole = {*cached.states}, {*cached.states} - {*cached.by_layer}
+    counts = Counter(t for index, t in enumerate(types) if t not in (caches.CODED, "dummy") and index not in whole)
     exact = ", ".join(f"{count} of {kind}" for kind, count in counts.items())
-    return f"the cache of {sum(counts.values())} of {len(types)} layers ({exact}) stays as it is; the others' is coded"
+    others = f"the cache of {sum(counts.values())} of {len(types)} layers ({exact}) stays as it is"
+    if not coded:
+        return f"{others}; the others' is coded" if counts else ""
+    states = f"the states of {len(coded)} of {len(types)} layers are coded"
+    return f"{states}; {others}" if counts else states
 
 
 def _check_eviction(
@@ -158,7 +171,7 @@ def sample_nbytes(config: Any, settings: CacheSettings, tokens: int) -> tuple[in
         channels["keys_pre"], channels["queries"] = channels["keys"], cached.queries * heads.keys[1]
         channels |= dict.fromkeys(("queries_pre", "queries_scaled", "gradients_output"), channels["queries"])
         channels |= {"gradients": channels["keys"] + channels["values"], **dict.fromkeys(SINKS, 0)}
-        channels["attended"] = heads.keys[0]
+        channels |= {"gradients_rotated": channels["gradients"], "attended": heads.keys[0]}
         work = max(module.WORK for module in modules if module.NEEDS)
         held = max(held, 4 * sum(channels[name] for name in needed | {*KINDS}))
         learning = max(learning, 4 * max(channels.values()), work * max(channels[x] for x in needed - GRADIENTS))
@@ -184,6 +197,8 @@ class CacheBytes:
     bytes_per_token: float  # static included
     exact_bytes_per_token: float  # of the uncompressed cache
     static: int  # bytes of calibrated tensors, once for a model
+    states: int = 0  # bytes of the states of a sequence, whatever its length, where they are coded
+    exact_states: int = 0  # of these as the model computes them, in float32
 
     def plain(self) -> dict[str, Any]:
         """Return this as JSON values."""
@@ -282,8 +297,8 @@ def bytes_at_context(
     """Return the bytes of a cache of a model of this configuration; static: what its codecs were calibrated to."""
     context = context or min(CONTEXT, max_positions(config.get_text_config()) or CONTEXT)
     layers = CodedLayers(config, settings, static, dtype)
-    size = layers.nbytes(context)
-    return CacheBytes(context, (size.total + size.static) / context, layers.exact_token_nbytes, size.static)
+    size, states = layers.nbytes(context), layers.cached.state_nbytes if settings.states is not None else (0, 0)
+    return CacheBytes(context, (size.total + size.static) / context, layers.exact_token_nbytes, size.static, *states)
 
 
 def _stored_tokens(config: Any, settings: CacheSettings, context: int) -> list[int]:
