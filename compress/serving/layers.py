@@ -193,15 +193,12 @@ class PackedExpertLayer:
         """Build the experts, whose tensors have all come; arguments and errors as those of `run` and `finish_layer`."""
         shards = self.shards_of(layer)
         finish_layer(layer, shards, self.dtype, self.totals, say)
-        experts = [
-            [_whole_linear(expert[shard]) for shard in PROJECTION_OF_SHARD] for expert in getattr(layer, SHARDS_CHILD)
-        ]
-        self.runner = ExpertRunner(experts, self.dtype)
+        experts = getattr(layer, SHARDS_CHILD)
+        linears = [[_whole_linear(expert[shard]) for shard in PROJECTION_OF_SHARD] for expert in experts]
+        self.runner = ExpertRunner(linears, self.dtype)
         self._local_numbers = torch.tensor([local(i) for i in range(count)], device=layer.qweight.device)
         if self.runner.together is None and layer.qweight.is_cuda:
-            say(
-                f"{self.module}: no kernel runs all experts in one call, each is given all tokens in graphs: {self.runner.reason}"
-            )
+            say(f"{self.module}: in CUDA graphs every expert is given all tokens: {self.runner.reason}")
 
     def run(self, layer: Any, x: Tensor, routing: tuple[Tensor, Tensor], count: int) -> Tensor:
         """Return the weighted sums [tokens, hidden] over the experts of this rank; x [tokens, hidden].
