@@ -43,6 +43,7 @@ def kernels(device: str) -> list[Case]:
     for bits, state_bits, code in searches if device == "cuda" else [(2, 8, "mul1")]:
         name = f"search {bits} bits, {state_bits} of a state, {code}"
         cases.append(Case(name, functools.partial(search, device, bits, state_bits, code)))
+    cases.append(Case("columns", functools.partial(step_through, device)))
     for method, bits in [("kivi", 2), ("kivi", 4), ("kivi", 8), ("lloyd", 2), ("lloyd", 3), ("lloyd", 4)]:
         cases.append(Case(f"attention {method} {bits}", functools.partial(attend, device, method, bits)))
     cases += [Case(f"inputs {dtype}", functools.partial(scaled_product, device, dtype)) for dtype in SCALED]
@@ -186,6 +187,28 @@ def search(device: str, bits: int, state_bits: int, code: str) -> Row:
     found = fast.encode(values.to(device)).cpu()
     assert torch.equal(found, wanted), f"{(found != wanted).sum()} of {found.numel()} states differ"
     return {"by": type(fast.on_gpu or fast.compiled).__name__, "device_s": time.perf_counter() - began}
+
+
+def step_through(device: str) -> Row:
+    """Compare GPTQ whose columns are stepped through by kernels with that of a CPU: nearly all codes are the same."""
+    import torch
+
+    from compress.quant import gptq
+    from compress.types import Stats
+
+    columns = 1024 if device == "cuda" else 160
+    generator = torch.Generator().manual_seed(1)
+    weight, x = torch.randn(192, columns, generator=generator), torch.randn(3 * columns, columns, generator=generator)
+    hessian, seconds, made = x.T @ x / len(x), 0.0, []
+    for where in ("cpu", device, device):  # the second time nothing is compiled
+        began = time.perf_counter()
+        stats = Stats(hessian.to(where), len(x))
+        packed = gptq.quantize(weight.to(where), stats, gptq.Config(bits=4, group_size=128)).weight
+        made.append({name: tensor.cpu() for name, tensor in packed.tensors.items()})
+        seconds = time.perf_counter() - began
+    same = min((made[-1][name] == wanted).float().mean().item() for name, wanted in made[0].items())
+    assert same > 0.95, f"{same} are the same"
+    return {"same": same, "device_s": seconds}
 
 
 def attend(device: str, method: str, bits: int) -> Row:

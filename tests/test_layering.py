@@ -294,7 +294,10 @@ OTHER_TOOLS = {"kv_eviction.py", "lossless.py", "peers.py", "peft_example.py"}
 
 
 def test_one_module_opens_models() -> None:
-    assert offenders(lambda name: openers(parse(name))).keys() == {OPENS}
+    assert offenders(lambda name: openers(parse(name))).keys() == {
+        OPENS,
+        "compress.runtime.draft_heads",
+    }  # for generate
     benchmarks = [path for path in (ROOT / "benchmarks").glob("*.py") if openers(structure.parse(path))]
     assert {path.name for path in benchmarks} <= OTHER_TOOLS
     assert unguarded(parse(OPENS)) == []

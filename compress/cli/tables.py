@@ -29,7 +29,7 @@ PROGRESS_LINE_SECONDS = 10.0
 PIPE_WIDTH = 160  # columns where there is no terminal that has a width
 
 WORDS = frozenset(
-    ["", "layers", "layer", "shape", "method", "format", "by", "notes", "recipe", "filters"]
+    ["", "layers", "layer", "shape", "method", "format", "by", "notes", "recipe", "filters", "weights", "cache"]
 )  # other columns: numbers
 
 out = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
@@ -229,9 +229,12 @@ def cache_bytes_line(found: dict[str, Any]) -> str:
     if found["static"]:
         share = found["static"] / found["context"]
         static = f", {share:,.0f} of them calibrated tensors ({size(found['static'])}, once for all sequences)"
+    states = ""
+    if found.get("states"):
+        states = f"; states: {size(found['states'])} a sequence; exact: {size(found['exact_states'])} in float32"
     return (
         f"cache: {found['bytes_per_token']:,.0f} bytes a token at {found['context']:,} tokens{static}; exact: "
-        f"{found['exact_bytes_per_token']:,.0f}"
+        f"{found['exact_bytes_per_token']:,.0f}{states}"
     )
 
 

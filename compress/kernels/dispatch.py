@@ -55,6 +55,11 @@ def kv(device: torch.device | str, name: str) -> Any:
     return _module(processor(device), f"kv_{name}")
 
 
+def pages(device: torch.device) -> Any:
+    """Return the kernel file that reads and writes packed pages on a device, None if there is none."""
+    return _module(processor(device), "paged")
+
+
 def experts(device: torch.device | str) -> Any:
     """Return the kernel file that multiplies with the weights of experts, None if there is none; see grouped.py."""
     return _module(processor(device), "grouped")

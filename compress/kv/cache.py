@@ -20,12 +20,13 @@ from collections.abc import Collection, Mapping
 from typing import Any, cast, get_args
 
 from torch import Tensor
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttentionLayer, get_layer_types_and_kwargs
 
 from compress import plugins
 from compress.errors import RecipeError
 from compress.kv.layer import CachePath, CodedLayer, KVCache, MakeLayer
 from compress.kv.settings import KINDS, CacheSettings, Coding, Codings, cache_settings, exact
+from compress.kv.states import coded_layer
 
 OLD_PATHS: dict[str, CachePath] = {"materialise": "decode", "scores": "fused"}  # names that old code uses
 CODED = "full_attention"  # the type of layer that is coded
@@ -55,6 +56,11 @@ def no_layer(types: Collection[str] = ()) -> str:
 def layer_types(config: Any) -> list[str]:
     """Return the types of the decoder's layers, as caches count them."""
     return get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
+
+
+def query_heads(config: Any) -> int:
+    """Return the number of query heads that a configuration states, 0 if it states none."""
+    return getattr(config.get_text_config(decoder=True), "num_attention_heads", None) or 0
 
 
 def coded_layers(config: Any, settings: CacheSettings) -> Codings:
@@ -96,19 +102,24 @@ def make_cache(
     """
     decoder = config.get_text_config(decoder=True)
     types, arguments = get_layer_types_and_kwargs(decoder)
+    if isinstance(arguments, Mapping):  # in earlier versions of transformers: the same for all layers
+        arguments = [arguments] * len(types)
     settings = cache_settings(settings)
     codings = settings.by_layer(len(types))
-    cache = KVCache(codings, settings.exact_prefill, decoder.num_attention_heads, static or {}, named_path(path))
-    cache.reading = settings.read
+    cache = KVCache(codings, settings.exact_prefill, query_heads(config), static or {}, named_path(path))
+    cache.reading, cache.states = settings.read, settings.states
     make_layer = _layer_maker(decoder, settings, types)
     for index, (layer_type, keywords) in enumerate(zip(types, arguments, strict=True)):
         if layer_type == CODED:
             cache.layers.append(make_layer(index, cache))
             continue
-        if settings.other_layers == "error" and layer_type != "dummy":
+        made_by = DYNAMIC_LAYER_TYPE_MAPPING[layer_type]
+        if settings.states is not None and issubclass(made_by, LinearAttentionLayer):
+            made_by = coded_layer(made_by)
+        elif settings.other_layers == "error" and layer_type != "dummy":
             raise RecipeError(
                 f"kv_cache: layer {index} is {layer_type}, which is not coded; set kv_cache.other_layers: exact to "
                 "leave such layers as transformers has them"
             )
-        cache.layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**keywords))
+        cache.layers.append(made_by(**keywords))
     return cache

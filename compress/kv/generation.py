@@ -158,7 +158,8 @@ def _prepare(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *
     """Replace the class's method; rest: generation mode, batch size, most tokens in the cache."""
     implementation = generation_config.cache_implementation
     is_chosen = implementation is not None and implementation != model.generation_config.cache_implementation
-    has_cache = model_kwargs.get("past_key_values") is not None
+    name = hooks.cache_argument(model)
+    has_cache = model_kwargs.get(name) is not None
     if (
         has_cache
         or is_chosen
@@ -167,8 +168,8 @@ def _prepare(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *
     ):
         return getattr(type(model), _METHOD)(model, generation_config, model_kwargs, *rest, **others)
     check_length(model.config, others.get("max_cache_length", rest[-1] if rest else 0))
-    model_kwargs["past_key_values"] = fresh(model)
-    hooks.use(model, model_kwargs["past_key_values"])
+    model_kwargs[name] = fresh(model)
+    hooks.use(model, model_kwargs[name])
     return None
 
 
@@ -182,7 +183,8 @@ def _works(model: Any, use: Use) -> bool:
     """Return whether a token goes through the model with handles in place of keys and values."""
     cache = make_cache(model.config, use.settings, use.static, "fused")
     try:
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+        ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        model(input_ids=ids, use_cache=True, **{hooks.cache_argument(model): cache})
     except (AttributeError, TypeError):  # it looks into the keys, or multiplies them itself
         return False
     return True

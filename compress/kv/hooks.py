@@ -95,7 +95,7 @@ def _is_block(module: nn.Module, index: int) -> bool:
 def _padding(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Count the leading zeros of the attention mask [B, tokens] of a first chunk."""
     cache, mask = cache_of(kwargs), kwargs.get("attention_mask")
-    if cache is None or cache.get_seq_length() or not isinstance(mask, Tensor) or mask.dim() != 2:
+    if cache is None or max(_lengths(cache).values(), default=1) or not isinstance(mask, Tensor) or mask.dim() != 2:
         return
     pads = (mask.cumsum(-1) == 0).sum(-1)
     cache.pads = pads if bool(pads.any()) else None
@@ -174,6 +174,12 @@ def _wrap(wrapper: Callable[..., Any], method: Callable[..., Any]) -> Callable[.
 def cache_of(kwargs: dict[str, Any]) -> KVCache | None:
     """Return the compressed cache among the arguments; its name differs between models."""
     return next((value for value in kwargs.values() if isinstance(value, KVCache)), None)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return the name by which a model takes its cache; models without attention have one of their own."""
+    names = inspect.signature(model.forward).parameters
+    return next((name for name in ("past_key_values", "cache_params") if name in names), "past_key_values")
 
 
 def use(model: Any, cache: KVCache) -> None:

@@ -37,6 +37,7 @@ from compress.kv import static as calibrated
 from compress.kv.codec import Codec, Spec
 from compress.kv.rope import Rope
 from compress.kv.settings import KINDS, CacheSettings, Coding, Codings, Reading
+from compress.kv.states import CodedStates, StateCodes
 from compress.kv.token_store import Bytes, Store
 
 CachePath = Literal["decode", "fused"]
@@ -268,6 +269,7 @@ class KVCache(Cache):
         self.pads: Tensor | None = None  # int64 [B]: padding columns at the left of the first chunk
         self.rope = Rope()
         self.reading: Reading | None = None  # which of the stored tokens attention reads; None: all
+        self.states: int | None = None  # bits of states that are no keys and values; None: as transformers has them
         self.codecs: dict[Spec, Codec] = {}  # caches of one model and one recipe may share it
         super().__init__(layers=[])
 
@@ -280,6 +282,14 @@ class KVCache(Cache):
             self.codecs[spec] = build(self.codings[index][kind], spec, self.static)
         check(self.codecs[spec], self.path)
         return self.codecs[spec]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        """Return a state, which the layer may change in place; all others are codes from here on."""
+        for layer in self.layers:
+            for coded in layer.coded_states.values() if isinstance(layer, CodedStates) else ():
+                coded.settle()
+        state: Any = super().get_recurrent_state(layer_idx, state_idx)
+        return state.lend() if isinstance(state, StateCodes) else state
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
@@ -314,10 +324,13 @@ class KVCache(Cache):
         for layer in self.layers:
             if isinstance(layer, CodedLayer):
                 total += layer.nbytes()
-            else:
-                tensors = exact_tensors(layer)
-                nbytes = sum(x.untyped_storage().nbytes() for x in tensors)
-                total += Bytes(exact=sum(x.numel() * x.element_size() for x in tensors), allocated=nbytes)
+                continue
+            tensors = exact_tensors(layer)
+            nbytes = sum(x.untyped_storage().nbytes() for x in tensors)
+            total += Bytes(exact=sum(x.numel() * x.element_size() for x in tensors), allocated=nbytes)
+            for state in layer.coded_states.values() if isinstance(layer, CodedStates) else ():
+                scales = state.parts()["scales"].nbytes
+                total += Bytes(codes=state.nbytes - scales, scales=scales, allocated=state.nbytes)
         return total
 
 
@@ -325,7 +338,7 @@ def exact_tensors(layer: Any) -> list[Tensor]:
     """Return the tensors of a layer of transformers: keys and values, states of convolutions and recurrences."""
     states = [getattr(layer, name, None) or {} for name in ("conv_states", "recurrent_states")]
     tensors = [*(getattr(layer, kind, None) for kind in KINDS), *(x for each in states for x in each.values())]
-    return [x for x in tensors if x is not None]
+    return [x for x in tensors if isinstance(x, Tensor)]
 
 
 def build(coding: Coding, spec: Spec, static: Mapping[str, Tensor]) -> Codec:

@@ -15,6 +15,9 @@
     evict: {method: snapkv, keep: 0.5}   # half of the tokens are forgotten, the others coded: compress/kv/evict
     other_layers: exact        # sliding, linear ... layers stay as transformers has them; error: they are refused
     read: {method: double_sparsity, keep: 0.0625}   # a file of compress/kv/sparse: which stored tokens attention reads
+    states: 12                 # [bits] of the states of linear attention and Mamba (compress/kv/states.py)
+
+With `states`, `method` may be left out: keys and values then stay exact.
 
 `cache_settings` checks this, as plain data, and makes the `CacheSettings` that every part of the program uses. `layers`
 may be a mapping, too: {"2-5": {...}}. A model's number of layers is known later: `CacheSettings.by_layer` takes it.
@@ -154,6 +157,7 @@ class CacheSettings:
     # where others are coded; or error
     evict: Eviction | None = None  # which tokens are forgotten, {method: ..., keep: ...}; null: none
     read: Reading | None = None  # which stored tokens attention reads, {method: ..., keep: ...}; null: all
+    states: Literal[12] | None = None  # [bits] of states of linear attention and Mamba; null: as transformers has them
 
     def of(self, kind: str) -> Coding:
         """Return the coding of "keys" or "values" where no rule of `layers` matches."""
@@ -182,6 +186,7 @@ class CacheSettings:
             "other_layers": self.other_layers,
             **({"evict": self.evict.plain()} if self.evict is not None else {}),
             **({} if self.read is None else {"read": self.read.plain()}),
+            **({} if self.states is None else {"states": self.states}),
         }
 
     def needs(self) -> frozenset[str]:
@@ -208,9 +213,11 @@ def cache_settings(section: CacheSettings | Mapping[str, Any], error: ErrorAt = 
         return section
     whole = _SectionBlock(section, "kv_cache", error)
     common = whole.without(SECTION_KEYS)
+    states = whole.value("states", Literal[12] | None, None)
     codings = {}
     for kind in KINDS:
-        coding = _laid_over(Coding("", None, Policy()), common, SECTION_KEYS)
+        coding = exact() if states and not section.keys() & {"method", kind} else Coding("", None, Policy())
+        coding = _laid_over(coding, common, SECTION_KEYS)
         if kind in section:
             coding = _laid_over(coding, whole.inner(kind, section[kind], f"kv_cache.{kind}"))
         if not coding.method:
@@ -235,6 +242,7 @@ def cache_settings(section: CacheSettings | Mapping[str, Any], error: ErrorAt = 
         whole.value("other_layers", OtherLayers, "exact"),
         eviction,
         reading,
+        states,
     )
 
 

@@ -16,7 +16,8 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from compress.errors import CompressError
 from compress.kv import generation, hooks, rope
-from compress.kv.cache import layer_types
+from compress.kv.cache import layer_types, query_heads
+from compress.kv.states import StateCodes, is_matrix
 from compress.kv.static import head_shape
 from compress.model import blockwise, graph, meta_pass
 
@@ -45,6 +46,7 @@ class CachedLayers:
     is_half_split: bool = True  # the rotary embedding turns channel j with channel j + rotary / 2
     is_sliceable: bool = True  # tokens may be dropped between its layers
     own_cache: str = ""  # the class of cache without which the model does not generate; "": it takes others
+    states: dict[int, tuple[int, ...]] = field(default_factory=dict)  # [1, heads, ..., rows, columns] of recurrences
 
     @property
     def widest(self) -> int:
@@ -52,6 +54,12 @@ class CachedLayers:
         queries = (self.queries * heads.keys[1] for heads in self.by_layer.values())
         sums = (h.keys[0] * h.keys[1] + h.values[0] * h.values[1] for h in self.by_layer.values())
         return max((a + b for a, b in zip(queries, sums, strict=True)), default=0)
+
+    @property
+    def state_nbytes(self) -> tuple[int, int]:
+        """Return the bytes of the states of a sequence, coded and in float32."""
+        states = [torch.empty(shape, device="meta") for shape in self.states.values()]
+        return sum(StateCodes(x).nbytes for x in states), sum(x.nbytes for x in states)
 
 
 @dataclass
@@ -61,6 +69,7 @@ class _Seen:
     cached: dict[int, tuple[torch.Size, torch.Size]] = field(default_factory=dict)  # [B, h, n, width]
     attended: list[tuple[torch.Size, torch.Size, bool]] = field(default_factory=list)  # and whether it has sinks
     rotary: dict[int, int] = field(default_factory=dict)
+    states: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 class _Recorder(DynamicCache):
@@ -74,6 +83,11 @@ class _Recorder(DynamicCache):
         self.seen.cached[layer_idx] = key_states.shape, value_states.shape
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return states if self.gives is None else tuple(map(self.gives, states))
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if is_matrix(recurrent_states):
+            self.seen.states[layer_idx] = tuple(recurrent_states.shape)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
 
 class _Opaque:
@@ -102,7 +116,7 @@ def cached_layers(config: PretrainedConfig) -> CachedLayers:
         shapes = (keys[1], keys[3]), (values[1], values[3])
         by_layer[layer] = CachedHeads(*shapes, seen.rotary.get(layer, 0), "" if is_read else reason)
     facts = _is_fused(model, seen), _is_half_split(model), hooks.decoder_blocks(model) is not None
-    return CachedLayers(by_layer, _query_heads(config), *facts)
+    return CachedLayers(by_layer, query_heads(config), *facts, states=seen.states)
 
 
 def _own_cache(model: PreTrainedModel) -> str:
@@ -116,16 +130,11 @@ def _own_cache(model: PreTrainedModel) -> str:
 
 def cached_by_config(config: PretrainedConfig) -> CachedLayers:
     """Return what a configuration says of the cache of its layers."""
-    if not _query_heads(config):
+    if not query_heads(config):
         return CachedLayers({}, 0)
     queries, heads, width = head_shape(config)
     same = CachedHeads((heads, width), (heads, width), width)
     return CachedLayers(dict.fromkeys(range(len(layer_types(config))), same), queries)
-
-
-def _query_heads(config: PretrainedConfig) -> int:
-    """Return the number of query heads that a configuration states, 0 if it states none."""
-    return getattr(config.get_text_config(decoder=True), "num_attention_heads", None) or 0
 
 
 def _pass(model: PreTrainedModel) -> tuple[_Seen, bool]:
@@ -175,7 +184,7 @@ def _run(model: PreTrainedModel, cache: DynamicCache, seen: _Seen) -> None:
 
     modules = [m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int)]
     with blockwise.attached([module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]):
-        model(input_ids=_probe(), past_key_values=cache, use_cache=True)
+        model(input_ids=_probe(), use_cache=True, **{hooks.cache_argument(model): cache})
 
 
 def _probe() -> Tensor:

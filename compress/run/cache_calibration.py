@@ -40,7 +40,7 @@ def build(output: Output, run: RunState, progress: Progress) -> tuple[dict[str, 
         record = {"section": section, "calibration": calibration}
         output.finish_stage(CACHE_STAGE, record)
     section = record["section"]
-    if note := kv_cache.left_exact(run.prepared.skeleton.config):
+    if note := kv_cache.left_exact(run.prepared.skeleton.config, recipe.kv_cache):
         run.notes["kv_cache"] = [note]
     return section, {"calibration": record["calibration"], "size": _size(output.model, run, section), **section}
 

@@ -6,6 +6,7 @@
         "layers": {"0": {"keys": {...}, "values": {...}}},      layers that differ
         "exact_prefill": true, "other_layers": "error",
         "read": {"method": "double_sparsity", ...},             only where attention chooses the tokens that it reads
+        "states": 12,                                           only where states of recurrences are coded
         "static": {"file": "kv_cache.safetensors", "sha256": "..."}     only where a codec is calibrated
     }}
 
@@ -53,6 +54,7 @@ def plain_section(settings: CacheSettings, layer_count: int) -> dict[str, Any]:
         "other_layers": settings.other_layers,
         **({"evict": settings.evict.plain()} if settings.evict is not None else {}),
         **({} if settings.read is None else {"read": settings.read.plain()}),
+        **({} if settings.states is None else {"states": settings.states}),
     }
 
 

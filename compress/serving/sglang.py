@@ -51,18 +51,22 @@ FUSED_BY_EVERY_MODEL = {
 }  # in every model
 ADDED = ("packed_modules_mapping", "hf_config")  # what SGLang lays beside what config.json holds
 ENGINE_PROJECTIONS = ("w1", "w3", "w2")  # SGLang's names, if its experts are not at transformers' place
+CACHE_NOTE = (
+    "the checkpoint's kv_cache section is not applied: SGLang has no hook for the cache of a plugin; "
+    "--kv-cache-dtype fp8_e4m3 is the nearest of its own types, vLLM applies the section"
+)
 BUILD = "sglang.srt.model_loader.loader._initialize_model"
 
 
 class SglangConfig(PackedConfig, QuantizationConfig):
     """`quantization_config` of config.json, with the names that SGLang's modules have."""
 
-    engine, nearest_cache = "SGLang", "fp8_e4m3"
-
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SglangConfig:
         read = hf.CompressConfig.read({key: value for key, value in config.items() if key not in ADDED})
-        packed_config = cls(read, logger.warning)
+        packed_config = cls(read)
+        if read.kv_cache is not None:
+            logger.warning(CACHE_NOTE)
         packed_config.packed_modules_mapping = {**FUSED_BY_EVERY_MODEL, **(config.get("packed_modules_mapping") or {})}
         return packed_config
 

@@ -7,6 +7,7 @@ compress/serving/__init__.py, in every process that it starts, before a model is
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear, UnquantizedLinearMethod
@@ -32,19 +34,27 @@ from compress.serving import config
 from compress.serving.config import PackedConfig, PackedModules
 from compress.serving.layers import ACTIVATIONS, PackedExpertLayer, PackedLinears, Share
 from compress.serving.tables import PackedTable, plain_rows
+from compress.serving.vllm_cache import VllmCache
+from compress.serving.vllm_cache_settings import CheckpointCache
 
 logger = init_logger("vllm.compress")
+CACHE_TENSORS = re.compile(r"^layers\.\d+\.(keys|values|read)\.")  # names that compress/kv/static.py gives
 DRAFT = "draft_model."  # what vLLM puts before the names of the layers of a draft model
 
 
 class VllmConfig(PackedConfig, QuantizationConfig):
     """`quantization_config` of config.json, with the names that vLLM's modules have."""
 
-    engine, nearest_cache = "vLLM", "fp8"
+    cache: VllmCache | None = None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> VllmConfig:
-        return cls(hf.CompressConfig.read(config), logger.warning)
+        return cls(hf.CompressConfig.read(config))
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Take the cache of the checkpoint, of which vLLM says here where it lies."""
+        if self.kv_cache is not None:
+            self.cache = VllmCache(CheckpointCache(self.kv_cache, model_name, hf_config, revision))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename what is listed as vLLM renames the checkpoint's modules."""
@@ -53,9 +63,12 @@ class VllmConfig(PackedConfig, QuantizationConfig):
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
         """Return how stored names of experts are changed; asked once the layers are built.
 
-        Nothing is left out: vLLM's own drops tensors by name.
+        Left out are the calibrated tensors of the cache, where vLLM takes their file for one of weights. vLLM's own
+        drops tensors by other names.
         """
-        return WeightsMapper(orig_to_new_regex=self.listed.patterns())
+        if self.cache is not None:
+            self.cache.finish()
+        return WeightsMapper(orig_to_new_regex={**self.listed.patterns(), CACHE_TENSORS: None})
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """Return what builds and runs a layer; None or vLLM's own for what is not packed."""
@@ -67,6 +80,8 @@ class VllmConfig(PackedConfig, QuantizationConfig):
             return self._experts(layer, prefix)
         if isinstance(layer, VocabParallelEmbedding):
             return self._table(layer, prefix)
+        if isinstance(layer, Attention | MLAAttention) and self.cache is not None:
+            self.cache.place(layer, prefix)
         return None
 
     def _experts(self, layer: RoutedExperts, prefix: str) -> VllmExperts | None:

@@ -65,14 +65,6 @@ def test_experts_that_run_together(eager: bool, packed: Callable[..., Path], tmp
     assert statistics.median(errors) < 0.005 and max(errors) < ROUNDED
 
 
-def test_a_cache_recipe_is_said_not_to_be_applied(packed: Callable[..., Path], tmp_path: Path) -> None:
-    """The weights are served; the reference generates without the cache of the recipe, too."""
-    directory = packed("llama", "w4kv4", *runs.SMALL, "quantize.group_size=32")
-    check(directory, served(directory, tmp_path))
-    said = (tmp_path / "log").read_text()
-    assert "kv_cache section is not applied" in said and "--kv-cache-dtype fp8" in said
-
-
 def test_two_ranks_share_a_model(packed: Callable[..., Path], tmp_path: Path) -> None:
     for case in ("int4", "vq2bit"):
         directory = packed(*CASES[case])
