@@ -4,24 +4,24 @@
     held = for_layer(codings[index], specs, static)       None where the layer stays exact
     pages = Pages(held.keys.codes, held.values.codes, tokens)
 
-A method that pages can hold has `paged(config, spec, static)` in its file.
+A method that pages can hold has `page_coding(config, spec, static)` in its file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from compress import plugins
 from compress.kv import static as calibrated
 from compress.kv.codec import Spec
+from compress.kv.codecs import per_token
 from compress.kv.pages import PagedCodes
 from compress.kv.settings import EXACT, KINDS, CacheSettings, Coding, Codings, Policy
 
-METHOD = "per_token"  # what is served in place of methods that pages cannot hold
 NO_EXACT = Policy(sink=0, residual_length=0, flush=1)
 
 
@@ -46,7 +46,7 @@ def for_layer(
     for kind in KINDS:
         plugin = plugins.load("kv", codings[kind].method)
         own = calibrated.of(static, specs[kind]) if plugin.NEEDS else {}
-        held.append(plugin.paged(codings[kind].config, specs[kind], own))
+        held.append(plugin.page_coding(codings[kind].config, specs[kind], own))
     return PagedLayer(*held)
 
 
@@ -67,17 +67,22 @@ def servable(settings: CacheSettings, layer_count: int) -> tuple[Codings, str | 
     return tuple(layers), line
 
 
+def are_alone(codings: Codings) -> bool:
+    """Return whether no token of any coded layer is exact or depends on others, as in pages."""
+    coded = [coding for layer in codings for coding in layer.values() if coding.method != EXACT]
+    return bool(coded) and all(coding.policy == NO_EXACT and _nearest(coding)[1] is None for coding in coded)
+
+
 def _nearest(coding: Coding) -> tuple[Coding, str | None]:
     """Return what pages can hold, and why the coding is not that."""
     plugin = plugins.load("kv", coding.method)
-    if hasattr(plugin, "paged"):
+    if hasattr(plugin, "page_coding"):
         exact = [name for name in ("sink", "residual_length") if getattr(coding.policy, name)]
         kept = " and ".join(f"{name} {getattr(coding.policy, name)}" for name in exact)
         return replace(coding, policy=NO_EXACT), f"pages keep no token exact ({kept})" if exact else None
     bits = getattr(coding.config, "bits", 8)
     bits = next(width for width in (2, 3, 4, 5, 6, 8) if width >= min(8, bits))
-    settings: dict[str, Any] = {"bits": bits, "levels": "lloyd" if bits < 4 else "uniform"}
-    nearest = Coding(METHOD, plugins.load("kv", METHOD).Config(**settings), NO_EXACT)
+    nearest = Coding("per_token", per_token.Config(bits, levels="lloyd" if bits < 4 else "uniform"), NO_EXACT)
     return nearest, f"pages hold tokens coded alone, after the rotary embedding, and {coding.method} is not that"
 
 

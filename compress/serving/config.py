@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,18 +107,10 @@ def names_of_tables(listed: Collection[str]) -> list[str]:
 class PackedConfig:
     """`quantization_config` of config.json, with the names that an engine's modules have; the base of its own class."""
 
-    engine: str  # its name in messages
-    nearest_cache: str  # the one of its cache types that is most like a compressed one
-
-    def __init__(self, config: hf.CompressConfig, warn: Callable[[str], object]) -> None:
-        """Read the lists; `warn` of a cache section, because engines store keys and values in types of their own."""
+    def __init__(self, config: hf.CompressConfig) -> None:
+        """Read the lists; the engine's own class does what it can with `kv_cache`."""
         super().__init__()
-        self.listed = PackedModules(config)
-        if config.kv_cache is not None:
-            warn(
-                f"the checkpoint's kv_cache section is not applied: {self.engine} has cache types of its own, of which "
-                f"--kv-cache-dtype {self.nearest_cache} is the nearest"
-            )
+        self.listed, self.kv_cache = PackedModules(config), config.kv_cache
 
     def get_name(self) -> str:
         """Return the name of the method in config.json."""

@@ -38,7 +38,6 @@ class Config:
     bits: int = 4  # [bits] of one code: 1 to 8
     group_size: int | None = None  # [channels] that share a scale and a least value; null: those of a head
     levels: Levels = "uniform"  # integers between the least and the largest number, or levels for a Gaussian
-    rotation: Literal["hadamard", "none"] = "hadamard"  # of the channels of a head
 
     def __post_init__(self) -> None:
         check_bits(self.bits)
@@ -59,9 +58,9 @@ def page_codes(spec: Spec, bits: int, group_size: int | None, kind: Levels) -> P
         raise RecipeError(f"{spec.where}: {error}; choose other bits or another group_size") from error
 
 
-def paged(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> PagedCodes:
+def page_coding(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> PagedCodes:
     """Return how pages hold the keys or the values of a layer."""
-    forward = rotation(spec.width) if config.rotation == "hadamard" else torch.eye(spec.width, device="cpu")
+    forward = rotation(spec.width)
     codes = page_codes(spec, config.bits, config.group_size, config.levels)
     return PagedCodes(codes, Turn(forward, forward.mT.contiguous()), levels(config.bits) if codes.levels else None)
 
@@ -81,7 +80,7 @@ class PerToken(Codec):
         return pages.encode(turned, self.codes, self.table)._asdict()
 
     def decode(self, block: Block) -> Tensor:
-        x = self._turned(block)
+        x = self._decode_turned(block)
         return self._turn(x).out_of(x.transpose(1, 2)).transpose(1, 2)
 
     def query(self, q: Tensor, state: Block) -> Tensor:
@@ -91,17 +90,17 @@ class PerToken(Codec):
         return torch.cat((turn.query(q.transpose(1, 2)).transpose(1, 2), bias), -1)
 
     def scores(self, query: Tensor, block: Block) -> Tensor:
-        return query[..., :-1] @ self._turned(block).mT + query[..., -1:]
+        return query[..., :-1] @ self._decode_turned(block).mT + query[..., -1:]
 
     def mix(self, p: Tensor, block: Block) -> Tensor:
-        return p @ self._turned(block)
+        return p @ self._decode_turned(block)
 
     def output(self, mixed: Tensor, mass: Tensor, state: Block) -> Tensor:
         turn = self._turn(mixed)
         x = Turn(turn.forward, turn.inverse).out_of(mixed.transpose(1, 2)).transpose(1, 2)
         return x if turn.mean is None else x + mass * turn.mean[:, None]
 
-    def _turned(self, block: Block) -> Tensor:
+    def _decode_turned(self, block: Block) -> Tensor:
         """Return what the codes stand for, float32 [B, h, n, width]."""
         return pages.decode(block["codes"], block["parameters"], self.codes, self.table)
 
@@ -110,4 +109,4 @@ class PerToken(Codec):
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
-    return PerToken(spec, paged(config, spec, static))
+    return PerToken(spec, page_coding(config, spec, static))
