@@ -13,6 +13,7 @@ from compress.kv.codec import Spec
 from compress.kv.codecs import balanced, per_token
 from compress.kv.pages import PageCodes, Pages
 from compress.kv.settings import cache_settings
+from helpers.kv_cases import through_a_model
 
 ALONE = {"sink": 0, "residual_length": 0, "flush": 1}
 
@@ -130,3 +131,14 @@ def test_what_pages_cannot_hold_has_a_nearest_setting(recipe: dict[str, Any], wo
 def test_layers_that_are_skipped_stay_exact() -> None:
     _, line, held = layer({"method": "per_token", **ALONE, "skip_layers": [0]})
     assert held is None and line is None
+
+
+def test_calibrated_on_a_model_and_read_in_both_ways() -> None:
+    static, (decoded, fused, exact) = through_a_model(
+        {"method": "balanced", "bits": 5.5, **ALONE, "exact_prefill": False}
+    )
+    torch.testing.assert_close(decoded, fused, rtol=1e-3, atol=1e-3)
+    assert 0 < (decoded - exact).abs().mean() < 0.1 * exact.std()
+    assert {tensor.dtype for name, tensor in static.items() if name.endswith("forward")} == {torch.float16}
+    widths = [int(tensor) for name, tensor in static.items() if name.endswith("bits")]
+    assert len(widths) == 4 and sum(widths) <= 4 * 5.5
