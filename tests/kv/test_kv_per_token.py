@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.errors import RecipeError
 from compress.kv import paging
 from compress.kv.codec import Spec
 from compress.kv.codecs import balanced, per_token
@@ -80,6 +81,13 @@ def test_bits_go_where_errors_cost_most_and_keep_the_budget(bits: float, levels:
     ]
     balanced.balance(learned)
     assert [int(static["bits"]) for _, _, static in learned] == widths
+
+
+def test_heads_whose_codes_are_no_whole_bytes_are_refused_before_calibration() -> None:
+    balanced.check_heads(balanced.Config(bits=4), spec(width=20))
+    for bits in (3.0, 4.5):
+        with pytest.raises(RecipeError, match=r"layer 0, keys: 3 bits of 20 channels are no whole bytes; choose"):
+            balanced.check_heads(balanced.Config(bits=bits), spec(width=20))
 
 
 def layer(recipe: dict[str, Any], static: dict[str, Tensor] | None = None) -> Any:
