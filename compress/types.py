@@ -327,6 +327,8 @@ class Plan:
 
     layers: tuple[LayerPlan, ...]
     CHOSEN: ClassVar[str] = "kept by the recipe"  # a reason in `kept_reasons`
+    GATE: ClassVar[str] = "a gate of a recurrence, which carries errors on"  # reasons of what is left alone by default
+    ROUTER: ClassVar[str] = "a router of experts"
 
     kept_reasons: dict[str, str] = field(default_factory=dict)  # linear name -> why it stays as it is
     kept_nbytes: dict[str, int] = field(default_factory=dict)  # source tensor -> bytes of what is not packed
@@ -342,6 +344,11 @@ class Plan:
     written_numel: int = 0  # parameters of the model that is written
     numel: int = 0  # parameters of the original, a tied table counted once
     unused: tuple[str, ...] = ()  # stored tensors that are nothing of the model, or a further copy of a tied weight
+
+    @property
+    def spared(self) -> tuple[str, ...]:
+        """Return the linears that the recipe would quantize, and that are left alone (compress/model/spared.py)."""
+        return tuple(name for name, reason in self.kept_reasons.items() if reason in (self.GATE, self.ROUTER))
 
     @property
     def packed(self) -> tuple[LayerPlan, ...]:

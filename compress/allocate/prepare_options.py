@@ -103,12 +103,15 @@ def options(job: Job) -> Options:
 def _levels(recipe: Recipe, plans: Mapping[str, Plan]) -> dict[str, PlannedOptions]:
     """Return the options of all linears that are open; of two that a method turns into the same, the first.
 
-    Experts keep both: other linears of their unit may be stored in two ways.
+    Experts keep both: other linears of their unit may be stored in two ways. What is left alone at some options is not
+    open (compress/model/spared.py).
     """
     levels: dict[str, PlannedOptions] = {}
+    spared = {name for planned in plans.values() for name in planned.spared}
     for number, planned in plans.items():
         for layer in planned.layers:
-            if recipe.is_open(layer.spec.name) and layer.scheme.config is not None:
+            is_open = recipe.is_open(layer.spec.name) and layer.spec.name not in spared
+            if is_open and layer.scheme.config is not None:
                 known = levels.setdefault(layer.spec.name, {})
                 if layer.spec.is_expert or layer not in known.values():
                     known[number] = layer

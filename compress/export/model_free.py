@@ -66,6 +66,10 @@ class RuledSource(PackedSource):
         names = (name.removesuffix(".weight") for name in self.plain)
         return {name for name in names if told_linears.reason_of_name(name) == told_linears.LOOKED_UP}
 
+    def draft_names(self) -> set[str]:
+        """Return the tensors that are kept because their names are those of draft heads."""
+        return {name for name in self.plain if told_linears.is_further(name.removesuffix(".weight"), self.config)}
+
     def kept_in_float32(self, names: Iterable[str], dtype: torch.dtype) -> set[str]:
         """Return no tensor: all keep the type that they are stored in."""
         return set()

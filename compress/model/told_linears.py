@@ -92,12 +92,24 @@ def reason_of_name(module: str, rules: Rules = KEPT) -> str | None:
 
 def _reason_of_shape(module: str, stored: Readable, config: Mapping[str, Any], rules: Rules) -> str | None:
     """Return why a tensor is no weight of a linear in the model's layers, None where nothing says so."""
-    layers, number = _size(config, "num_hidden_layers"), re.search(r"(?:^|\.)layers\.(\d+)\.", module)
-    if rules is KEPT and layers and number is not None and int(number[1]) >= layers:
+    if rules is KEPT and is_further(module, config):
         return FURTHER_TOKENS
     if not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
         return f"stored as {str(stored.dtype).removeprefix('torch.')}"
     return "a row for each token" if stored.shape[0] == _size(config, "vocab_size") else None
+
+
+def start_of_head(name: str) -> str | None:
+    """Return what the names of all modules of a draft head begin with, of the name of one of its tensors."""
+    start = re.match(KEPT[0][0].replace("(^|\\.)", r"(?:.*?\.)??"), name) or re.match(r".*?(^|\.)layers\.\d+\.", name)
+    return None if start is None else start[0]
+
+
+def is_further(module: str, config: Mapping[str, Any]) -> bool:
+    """Return whether a module is of a layer that predicts further tokens: by its name, or behind the last block."""
+    layers, number = _size(config, "num_hidden_layers"), re.search(r"(?:^|\.)layers\.(\d+)\.", module)
+    is_behind = layers is not None and number is not None and int(number[1]) >= layers
+    return is_behind or re.search(KEPT[0][0], f"{module}.") is not None
 
 
 def _size(config: Mapping[str, Any], key: str) -> int | None:

@@ -30,6 +30,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from compress.errors import CompressError
 from compress.kv.cache import layer_types
 from compress.kv.settings import KINDS, CacheSettings
+from compress.kv.states import StateCodes
 from compress.model import meta_pass
 from compress.model.cache_pass import cached_layers
 from compress.run import kv_cache
@@ -96,19 +97,27 @@ def served_cache(
         return ServedCache(_exact_layers(config, memory.devices), memory.block)
     codings = kv_cache.check(config, settings)
     coded = kv_cache.CodedLayers(config, settings, static or {}, DTYPE, memory.devices)
-    layers, static_nbytes = _exact_layers(config, memory.devices, coded.coded), coded.nbytes(1).static
+    has_states = settings.states is not None
+    layers = _exact_layers(config, memory.devices, coded.coded, has_states)
+    static_nbytes = coded.nbytes(1).static if coded.coded else 0
     policies = [codings[index][kind].policy for index in coded.coded for kind in KINDS]
-    if settings.evict is not None or any(policy.sink or policy.residual_length for policy in policies):
+    if has_states or settings.evict is not None or any(policy.sink or policy.residual_length for policy in policies):
         return ServedCache(layers, 1, coded, static_nbytes)
     near, far = (coded.nbytes(tokens).total for tokens in (1 << 14, 1 << 15))
     layers[LayerCache(-(-(far - near) // (1 << 14)))] += 1
     return ServedCache(layers, memory.block, static=static_nbytes)
 
 
-def _exact_layers(config: Any, devices: int, without: Collection[int] = ()) -> Counter[LayerCache]:
-    """Return what one sequence keeps of the layers of a model in bfloat16, but for some of them."""
+def _exact_layers(
+    config: Any, devices: int, without: Collection[int] = (), has_coded_states: bool = False
+) -> Counter[LayerCache]:
+    """Return what one sequence keeps of the layers of a model in bfloat16, but for some; states may be coded."""
     keywords = get_layer_types_and_kwargs(config.get_text_config(decoder=True))[1]
-    by_layer, states = cached_layers(config).by_layer, _state_nbytes(config)
+    cached, states = cached_layers(config), _state_nbytes(config)
+    by_layer = cached.by_layer
+    for index, shape in cached.states.items() if has_coded_states else ():
+        state = torch.empty(shape, device="meta")  # float32
+        states[index] += StateCodes(state).nbytes - state.nbytes
     layers: Counter[LayerCache] = Counter()
     for index, options in enumerate(keywords):
         heads, token = by_layer.get(index), 0

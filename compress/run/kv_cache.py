@@ -297,10 +297,8 @@ def bytes_at_context(
     """Return the bytes of a cache of a model of this configuration; static: what its codecs were calibrated to."""
     context = context or min(CONTEXT, max_positions(config.get_text_config()) or CONTEXT)
     layers = CodedLayers(config, settings, static, dtype)
-    size = layers.nbytes(context)
-    states = layers.cached.state_nbytes if settings.states is not None else (0, 0)
-    per_token = (size.total + size.static) / context
-    return CacheBytes(context, per_token, layers.exact_token_nbytes, size.static, *states)
+    size, states = layers.nbytes(context), layers.cached.state_nbytes if settings.states is not None else (0, 0)
+    return CacheBytes(context, (size.total + size.static) / context, layers.exact_token_nbytes, size.static, *states)
 
 
 def _stored_tokens(config: Any, settings: CacheSettings, context: int) -> list[int]:

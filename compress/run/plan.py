@@ -13,6 +13,7 @@ from compress import formats, plugins
 from compress.errors import RecipeError, shown
 from compress.formats import dense
 from compress.model.skeleton import Skeleton
+from compress.model.spared import spared_linears
 from compress.quant import incoherence
 from compress.recipe.schema import KEEP, Recipe
 from compress.run import draft_heads, outside_plan
@@ -36,12 +37,17 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     names = {scheme.method for scheme in schemes.values() if scheme is not None}
     methods = {name: plugins.load("quant", name) for name in names}
     layers: list[LayerPlan] = []
+    spared = {name: reason for name, reason in spared_linears(skeleton).items() if recipe.is_open(name)}
     packed_experts = _with_packed(skeleton, [spec for spec in specs if spec.is_expert], schemes)
     for spec in specs:
         scheme = schemes[spec.name]
         if scheme is not None:
             online = skeleton.edits.online if skeleton.edits is not None else {}
-            layers.append(_layer(spec, scheme, methods[scheme.method], online.get(spec.name, NO_TRANSFORMS)))
+            layer = _layer(spec, scheme, methods[scheme.method], online.get(spec.name, NO_TRANSFORMS))
+            if spec.name in spared and (spared[spec.name] == Plan.ROUTER or layer.nbytes < spec.numel):
+                kept[spec.name] = spared[spec.name]
+            else:
+                layers.append(layer)
         elif spec.is_expert and (_owner(spec) in packed_experts or recipe.transform):  # what is edited is not copied
             layers.append(_dense(spec))
         else:
@@ -53,11 +59,23 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     for layer in layers:
         if len(layer.spec.parameters) > 1:  # the bias of an expert becomes a tensor of its own
             kept_nbytes[f"{layer.spec.name}.bias"] = layer.spec.shape[0] * layer.spec.dtype.itemsize
-    chosen = sum(spec.numel for spec in specs if schemes[spec.name] is None)
+    chosen = sum(spec.numel for spec in specs if schemes[spec.name] is None or spec.name in kept)
     of_blocks = Plan(tuple(layers), kept, kept_nbytes, decided, chosen_numel=chosen, one_sided=one_sided)
+    of_blocks = dataclasses.replace(of_blocks, messages=_spared_message(of_blocks))
     with_towers = outside_plan.add_towers(of_blocks, recipe, skeleton, _outside)
     with_tables = outside_plan.add_tables(with_towers, recipe, skeleton, _outside)
     return _with_estimates(draft_heads.add(with_tables, recipe, skeleton, _outside))
+
+
+def _spared_message(plan: Plan) -> tuple[str, ...]:
+    """Return a line on the linears that are left alone by default."""
+    if not plan.spared:
+        return ()
+    ends = ", ".join(sorted({name.rpartition(".")[2] for name in plan.spared}))
+    return (
+        f"{len(plan.spared)} linears that gate a recurrence or choose experts ({ends}) stay as they are; a rule with "
+        "their names quantizes them",
+    )
 
 
 def check_stacks(recipe: Recipe, skeleton: Skeleton, is_allocated: bool) -> None:

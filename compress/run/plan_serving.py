@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from compress.kv.settings import CacheSettings
+from compress.model import load
 from compress.model.architectures import max_positions
 from compress.model.skeleton import Skeleton
 from compress.recipe import Recipe
@@ -49,6 +51,22 @@ def of_job(job: Job, memory: ServingMemory) -> dict[str, Any]:
     ]
     told = {**memory._asdict(), "positions": positions, "has_weights": source.has_weights(job)}
     return {**told, "choices": choices}
+
+
+def beside(job: Job, nbytes: int, settings: CacheSettings | None, memory: ServingMemory) -> dict[str, Any]:
+    """Return what serves of a job's model beside so many bytes of weights, as JSON values; settings: of its cache."""
+    config = load.whole_config(source.of(job))
+    kept = capacity.served_cache(config, settings, memory)
+    return capacity.count(nbytes, kept, memory, max_positions(config.get_text_config()))
+
+
+def cache_nbytes(directory: Path, tokens: int, sequences: int) -> int:
+    """Return the bytes that a CPU's engine needs for so many sequences of so many tokens, not coded, and for one more.
+
+    Some engines keep a block back, and hold whole blocks of 2 MiB.
+    """
+    config, memory = load.whole_config(directory), ServingMemory(0, block=capacity.TOKENS_PER_BLOCK["cpu"])
+    return capacity.served_cache(config, None, memory).nbytes(tokens) * (sequences + 1) + (8 << 20)
 
 
 def _count_held(recipe: Recipe, planned: Plan, devices: Devices) -> HeldWeights:

@@ -118,7 +118,7 @@ def check(plan: Plan, where: Path, matrices: Mapping[str, int], ignored: tuple[s
     left: dict[str, tuple[int, str]] = {}
     covered = packed + plan.chosen_numel
     for name, numel in matrices.items():
-        if name not in plan.kept_reasons or plan.kept_reasons[name] == plan.CHOSEN:
+        if name not in plan.kept_reasons or plan.kept_reasons[name] in (plan.CHOSEN, plan.GATE, plan.ROUTER):
             continue
         if any(fnmatchcase(name, pattern) for pattern in ignored):
             covered += numel

@@ -170,7 +170,7 @@ def register(place_packed: PlacePacked) -> None:
         from transformers.modeling_layers import MtpModel
     except ImportError:
         return
-    stock: Any = MtpModel.from_pretrained.__func__
+    stock: Any = MtpModel.from_pretrained.__func__  # type: ignore[attr-defined]
     if getattr(stock, "opens_packed", False):
         return
 

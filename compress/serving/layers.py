@@ -6,10 +6,12 @@ checkpoint's own pruning of experts.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.nn.functional as F
@@ -193,21 +195,27 @@ class PackedExpertLayer:
         """Build the experts, whose tensors have all come; arguments and errors as those of `run` and `finish_layer`."""
         shards = self.shards_of(layer)
         finish_layer(layer, shards, self.dtype, self.totals, say)
-        experts = [
-            [_whole_linear(expert[shard]) for shard in PROJECTION_OF_SHARD] for expert in getattr(layer, SHARDS_CHILD)
-        ]
-        self.runner = ExpertRunner(experts, self.dtype)
+        experts = getattr(layer, SHARDS_CHILD)
+        linears = [[_whole_linear(expert[shard]) for shard in PROJECTION_OF_SHARD] for expert in experts]
+        self.runner = ExpertRunner(linears, self.dtype)
+        self._number, self.layer = next(_NUMBERS), ref(layer)
+        _LAYERS[self._number] = self
         self._local_numbers = torch.tensor([local(i) for i in range(count)], device=layer.qweight.device)
         if self.runner.together is None and layer.qweight.is_cuda:
-            say(
-                f"{self.module}: no kernel runs all experts in one call, each is given all tokens in graphs: {self.runner.reason}"
-            )
+            say(f"{self.module}: in CUDA graphs every expert is given all tokens: {self.runner.reason}")
 
     def run(self, layer: Any, x: Tensor, routing: tuple[Tensor, Tensor], count: int) -> Tensor:
         """Return the weighted sums [tokens, hidden] over the experts of this rank; x [tokens, hidden].
 
         routing: weights and numbers of experts, [tokens, top_k] each, numbers below `count` or else of no expert.
         """
+        weights, ids = routing
+        if torch.compiler.is_compiling():
+            return _run_layer(x, weights, ids, count, self._number)
+        return self.compute(layer, x, routing, count)
+
+    def compute(self, layer: Any, x: Tensor, routing: tuple[Tensor, Tensor], count: int) -> Tensor:
+        """Do what `run` does, not as an operator."""
         experts, (topk_weights, topk_ids) = getattr(layer, SHARDS_CHILD), routing
         if self.pruning is not None:
             topk_ids, topk_weights = runtime_experts.prune(x, topk_ids.long(), topk_weights, self.pruning, count)
@@ -243,6 +251,22 @@ class PackedExpertLayer:
     def shards_of(layer: Any) -> list[LinearShard]:
         """Return the shards of all experts of a layer."""
         return [part for expert in getattr(layer, SHARDS_CHILD) for part in expert.values()]
+
+
+# For torch.compile: one operator, in which shapes may depend on where tokens go.
+_LAYERS: WeakValueDictionary[int, PackedExpertLayer] = WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+@torch.library.custom_op("compress::expert_layer", mutates_args=())
+def _run_layer(x: Tensor, weights: Tensor, ids: Tensor, count: int, number: int) -> Tensor:
+    method = _LAYERS[number]
+    return method.compute(method.layer(), x, (weights, ids), count)
+
+
+@_run_layer.register_fake
+def _(x: Tensor, weights: Tensor, ids: Tensor, count: int, number: int) -> Tensor:
+    return torch.empty_like(x)
 
 
 def _whole_linear(shard: LinearShard) -> nn.Module:

@@ -69,6 +69,11 @@ class Wanted:
     context: int | None = None  # [tokens] of the cache that counts
 
 
+def serving(wanted: Wanted, choice: RecipeChoice, memory: plan_serving.ServingMemory) -> dict[str, Any]:
+    """Return what an engine serves of a choice in a memory, as JSON values."""
+    return plan_serving.beside(wanted.job, choice.nbytes, with_cache(choice).kv_cache, memory)
+
+
 def none_usable(left_out: Mapping[str, str]) -> str:
     """Return what to say where a model can use no recipe of the study."""
     reasons = dict.fromkeys(left_out.values())

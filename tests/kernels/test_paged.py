@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compress.kernels import dispatch, paged
-from compress.kv.pages import Pages
+from compress.kernels import dispatch, llvm, paged
+from compress.kernels.cpu import paged as kernel
+from compress.kernels.cpu import paged_codes
+from compress.kv.pages import PageCodes, Pages
 from helpers.paged_cases import Case, expected, levels, made, relative, table, uniform
 
 CASES = [
@@ -21,6 +23,8 @@ CASES = [
     Case(levels(6, 64), uniform(6, 128, 64), 48, (4, 2), ((150, 1), (60, 20)), 7),
 ]
 
+pytestmark = pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here")
+
 
 @pytest.mark.parametrize("way", ["kernel", "plain"])
 @pytest.mark.parametrize("case", CASES)
@@ -30,9 +34,62 @@ def test_sums_are_those_of_the_definition(case: Case, way: str, monkeypatch: pyt
         monkeypatch.setattr(paged, "TILE_TOKENS", 64)
         monkeypatch.setattr(paged, "TILE_SCORES", 1 << 10)
     given = made(case)
-    output = paged.attend(**given)  # type: ignore[arg-type]
+    assert kernel.supports(given["q"], given["pages"], given["layout"])
+    output = paged.attend(**given)
     assert output.dtype == torch.float32
     assert relative(output, expected(case, given)) < 2e-6
+
+
+def test_results_do_not_depend_on_where_tokens_lie_or_who_else_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks, threads and other requests change no bit; chunks and sizes of pages the rounding of float32 only."""
+    case = Case(uniform(4, 64), uniform(8, 64), 16, (6, 2), ((700, 3), (300, 40), (20, 1)), 400)
+    given = made(case)
+    output = paged.attend(**given)
+    assert torch.equal(output, paged.attend(**made(case, order=2)))
+    monkeypatch.setattr(kernel, "THREAD", 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    assert relative(paged.attend(**given), output) < 1e-6  # those of torch's products; of ours below
+    few = {**given, "query_starts": torch.tensor([0, 3, 3, 3]).int(), "q": given["q"][:3]}
+    assert torch.equal(paged.attend(**few), output[:3])
+    torch.set_num_threads(threads)
+    start = 0
+    for row, (_, new) in enumerate(case.requests):
+        q, starts = given["q"][start : start + new], torch.tensor([0, new]).int()
+        parts = {"block_table": given["block_table"][row, None], "lengths": given["lengths"][row, None]}
+        assert torch.equal(paged.attend(**{**given, **parts, "q": q, "query_starts": starts}), output[start:][:new])
+        first = {"q": q[: new // 2], "query_starts": starts // 2, "lengths": parts["lengths"] - new + new // 2}
+        chunk = paged.attend(**{**given, **parts, **first})
+        assert new == 1 or relative(chunk, output[start : start + new // 2].double()) < 1e-6
+        start += new
+    for size in (32, 128):
+        assert relative(paged.attend(**made(case._replace(tokens=size))), output.double()) < 1e-6
+
+
+def test_rows_without_a_request_are_zero() -> None:
+    given = made(CASES[0])
+    longer = torch.cat((given["q"], given["q"][:3]))
+    output = paged.attend(**{**given, "q": longer})
+    assert torch.equal(output[:-3], paged.attend(**given))
+    assert not output[-3:].any()
+    nothing = {**given, "lengths": given["lengths"] * 0}
+    assert not paged.attend(**nothing).any()
+
+
+@pytest.mark.parametrize("layout", [(levels(4, 64), uniform(4, 64)), (levels(3, 64), uniform(2, 64))])
+def test_processors_without_permutations_read_the_same(
+    layout: tuple[PageCodes, PageCodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_codes.PageEmitter, "_tables", lambda self, codes, pointer: [])
+    pages, tables = Pages(*layout, 16), [table(codes) for codes in layout]
+    stored = torch.randint(0, 60, (2, 1, 16, pages.token_bytes), dtype=torch.uint8)
+    blocks = torch.tensor([1, 0]).int()
+    keys, values = torch.empty(25, 64), torch.empty(25, 64)
+    pointers = [x.data_ptr() for x in (stored, blocks, *tables, keys, values) if x is not None]
+    llvm.compiled(paged_codes.DecodePages(pages))(*pointers, 0, 25, stored.stride(0))
+    exact = pages.decode_first(stored, blocks, 25, (tables[0], tables[1]))
+    for found, wanted in zip((keys, values), exact, strict=True):
+        assert (found - wanted[:, 0]).abs().max() <= 1e-6 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -187,6 +187,15 @@ def test_a_cache_whose_tokens_are_coded_alone_lies_in_blocks(config_dir: Callabl
         assert kept.nbytes(17) == 2 * 32 * 2 * heads * (16 + 2), devices  # bytes, and a float16 scale
 
 
+def test_coded_states_count_as_they_are_kept(config_dir: Callable[[str], Path]) -> None:
+    config = plain_config(config_dir("hybrid"))
+    plain, coded = (
+        capacity.served_cache(config, settings, ServingMemory(1 << 30, block=1)).nbytes(100)
+        for settings in (None, cache_settings({"states": 12}))
+    )
+    assert plain - coded == 4 * 16 * (16 * 4 - 16 - 8 - 4)  # rows: float32, less codes, residuals and a scale
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_more_memory_serves_no_less(name: str, config_dir: Callable[[str], Path]) -> None:
     kept = capacity.served_cache(plain_config(config_dir(name)), None, ServingMemory(0))

@@ -47,7 +47,7 @@ def answer(asked: dict[str, Any]) -> Any:
 
 
 def generate(llm: Any, asked: dict[str, Any]) -> list[dict[str, Any]]:
-    """scored: the log probabilities of all tokens at each place of the prompts come, too."""
+    """scored: so many log probabilities at each place of the prompts come, too; -1: those of all tokens."""
     from vllm import SamplingParams
 
     adapter = None
@@ -57,7 +57,7 @@ def generate(llm: Any, asked: dict[str, Any]) -> list[dict[str, Any]]:
         adapter = LoRARequest("adapter", 1, asked["lora"])
     if asked.get("fresh"):
         assert llm.reset_prefix_cache()
-    scores = {"prompt_logprobs": -1} if asked.get("scored") else {}
+    scores = {"prompt_logprobs": asked["scored"]} if "scored" in asked else {}
     sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], logprobs=5, ignore_eos=True, **scores)
     prompts: list[Any] = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
     for prompt, file in zip(prompts, asked.get("images", []), strict=False):

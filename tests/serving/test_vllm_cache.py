@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from transformers import AutoConfig
 
 from compress.kv.cache import make_cache
 from compress.model.load import load_model
+from compress.runtime import kv_config
 from helpers import pico, runs
 
 pytestmark = needed
@@ -27,9 +27,7 @@ HEADS = {"num_attention_heads": 4, "head_dim": 32}  # two query heads for each K
 GEMMA = {**HEADS, "num_key_value_heads": 2, "intermediate_size": 144, "query_pre_attn_scalar": 32}
 OPTIONS = {"kv_cache_memory_bytes": MEMORY, "block_size": N, "max_model_len": 256, "max_logprobs": -1}
 UNSET = "import os; os.environ.pop('VLLM_CPU_KVCACHE_SPACE')"  # it goes before `kv_cache_memory_bytes`
-VALUES = [{"match": 1, "values": {"bits": 4}}]
-PER_TOKEN = {"method": "per_token", "bits": 8, "sink": 0, "residual_length": 0, "flush": 1, "layers": VALUES}
-MIXED = tuple(f"kv_cache.{key}={json.dumps(value)}" for key, value in PER_TOKEN.items())
+MIXED = "kv_cache.layers=[{match: 1, values: {bits: 4}}]"  # of 8 bits elsewhere
 BYTES = {"eight": 2 * (32 + 4), "mixed": 32 + 4 + 16 + 4}  # of a token and KV head of 32 channels
 
 
@@ -49,7 +47,7 @@ def fresh(*prompts: list[int], tokens: int = 6, **more: Any) -> dict[str, Any]:
 
 
 ALONE = [fresh(each) for each in (*FOUR, *MANY, *HITS, *AGAIN)]
-SCORED = fresh(prompt(120, 4), tokens=1, scored=True)
+SCORED = fresh(prompt(120, 4), tokens=1, scored=-1)
 
 
 def asked(directory: Path, folder: Path, rounds: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
@@ -80,7 +78,8 @@ def divergence(answer: dict[str, Any], other: dict[str, Any]) -> float:
 @pytest.fixture(scope="module")
 def mixed(packed: Callable[..., Path]) -> Path:
     """8-bit keys, 8- and 4-bit values by layer; weights as they are."""
-    return packed("llama", "kv8", *MIXED, **HEADS)
+    learned = ("kv_cache.method=balanced", *runs.SMALL)  # means and maps for each head
+    return packed("llama", "kv8p", *learned, MIXED, **HEADS)
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +126,13 @@ def test_codes_are_near_to_exact_keys_and_values(alone: dict[str, Any], mixed: P
 def test_scores_are_those_of_transformers_with_the_same_codes(alone: dict[str, Any], mixed: Path) -> None:
     """There, too, a prompt reads its own tokens through the codes; some lie at the edge of the next."""
     model = load_model(mixed, dtype=torch.float32).eval()
-    cache = make_cache(model.config, {**PER_TOKEN, "exact_prefill": False})
+    section = model.config.quantization_config.kv_cache
+    settings = kv_config.read(section, 2)
+    tensors = kv_config.read_static(section, mixed, model.config, settings)
+    cache = make_cache(model.config, settings, static=tensors)
     known = model(torch.tensor(SCORED["prompts"]), past_key_values=cache).logits[0, :-1].log_softmax(-1)
     errors = (known - torch.tensor(flat(alone["rounds"])[-1]["scores"])).abs().amax(-1)
-    assert errors[:8].max() < 1e-4 and errors.max() < FLIPPED and cache.nbytes()["codes"]
+    assert errors[:8].max() < 1e-4 and errors.max() < FLIPPED and cache.nbytes().codes > 0
 
 
 def test_a_recipe_that_pages_cannot_hold_has_its_nearest(packed: Callable[..., Path], tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ def test_sliding_windows_are_coded_too(packed: Callable[..., Path], tmp_path: Pa
     """Three layers in four see 32 tokens; pages that differ by layer are not padded."""
     kinds = ("sliding_attention", "sliding_attention", "full_attention", "sliding_attention")
     changes = {"num_hidden_layers": 4, "layer_types": kinds, "sliding_window": N, **GEMMA}
-    directory = packed("gemma3_text", "kv8", *MIXED, **changes)
+    directory = packed("gemma3_text", "kv8p", MIXED, **changes)
     coded = asked(directory, tmp_path, [SCORED, *ALONE[:4], fresh(*FOUR)])
     exact = asked(directory.parent / "model", tmp_path, [SCORED])
     assert 1e-8 < divergence(exact["rounds"][0][0], coded["rounds"][0][0]) < FLIPPED

@@ -26,6 +26,7 @@ from compress.kernels.grouped import Experts
 
 MOST = 16  # rows of an expert that are one list of calls; more are several
 MOVED = ("source", "target", "scratch")  # addresses that differ between calls
+MOST_LAYOUTS = 256  # that are kept
 STEP = 1 << 40  # how far they are moved to find the arguments that move with them
 FORM_SIZE = 6  # numbers that tell `Fill` of a form
 
@@ -48,6 +49,18 @@ class _Form(NamedTuple):
         return [self.common.shape[1], self.records, *addresses, self.places.shape[0]]
 
 
+class _Layout(NamedTuple):
+    """What a product of some numbers of rows and pairs works in."""
+
+    most: int  # rows of a list of calls
+    threads: int
+    space: int  # bytes of each
+    places: tuple[int, ...]  # in one piece of memory of `nbytes`
+    nbytes: int
+    fields: int  # address of the forms' fields
+    loop: llvm.Function
+
+
 class Grouped:
     """The weights of experts that read the same inputs: of each expert one or several, whose outputs lie side by side.
 
@@ -59,6 +72,7 @@ class Grouped:
         self.experts, self.dtype = [tuple(kernels) for kernels in experts], dtype
         self.inputs, self.width = experts[0][0].shape[1], sum(kernel.shape[0] for kernel in experts[0])
         self.most = min(kernel.most_rows(dtype) for kernels in experts for kernel in kernels)
+        self._layouts: dict[tuple[int, int, int], _Layout] = {}
         self.stacks: list[dict[str, Tensor]] = []
         self._known: dict[int, tuple[dict[int, _Form], Tensor]] = {}  # threads -> forms and their fields
 
@@ -72,34 +86,47 @@ class Grouped:
             rows = (ids + 1).clamp_(0, len(self.experts) + 1).bincount(minlength=len(self.experts) + 2)[1:-1]
             if int(rows.max()) > self.most:
                 return self._decoded_product(x, ids)
-        most = min(x.shape[0], MOST)
-        forms, fields = self._forms(most)
-        longest = max(forms[rows].common.shape[1] for rows in range(1, most + 1))
-        size, pairs, count = x.element_size(), len(ids), len(self.experts)
-        lists = min(pairs, count + pairs // most)
-        threads = torch.get_num_threads() if any(form.is_shared for form in forms.values()) else 1
-        space = max(form.space for form in forms.values())
-        sizes = (
-            size * pairs * self.inputs, size * pairs * self.width, 8 * pairs, 16 * count, 16,
-            max(form.scratch for form in forms.values()), space * threads, 8 * lists * longest,
-        )  # fmt: skip
-        ends = list(accumulate(-(-each // ALIGNED) * ALIGNED for each in sizes))
-        memory = torch.empty(ends[-1], dtype=torch.uint8, device="cpu")
-        starts = [memory.data_ptr() + end for end in (0, *ends[:-1])]
-        source, target, order, counts, result, scratch, spaces, table = starts
+        pairs, count, size = len(ids), len(self.experts), x.element_size()
+        layout = self._layout(x.shape[0], pairs)
+        memory = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
+        base = memory.data_ptr()
+        source, target, order, counts, result, scratch, spaces, table = (base + place for place in layout.places)
         out = x.new_zeros(pairs, self.width)
-        addresses = ids.data_ptr(), x.data_ptr(), order, counts, fields.data_ptr(), table, result
-        numbers = pairs, count, pairs // x.shape[0], size * self.inputs, size * self.width, most
+        numbers = pairs, count, pairs // x.shape[0], size * self.inputs, size * self.width, layout.most
+        addresses = ids.data_ptr(), x.data_ptr(), order, counts, layout.fields, table, result
         llvm.function(Fill)(*addresses, *numbers, source, target, scratch)
-        valid, records = memory[ends[3] : ends[3] + 16].view(torch.int64).tolist()
-        published = torch.zeros(1, dtype=torch.int64, device="cpu")
+        valid, records = memory[layout.places[4] :][:16].view(torch.int64).tolist()
+        published = torch.zeros(1, dtype=torch.int64, device="cpu") if layout.threads > 1 else memory
         runs = [
-            loop_arguments(table, published.data_ptr(), spaces + space * thread, records, thread)
-            for thread in range(threads)
+            loop_arguments(table, published.data_ptr(), spaces + layout.space * thread, records, thread)
+            for thread in range(layout.threads)
         ]
-        run_table(Program.loop(forms[1].size), runs, published)
+        run_table(layout.loop, runs, published)
         llvm.function(Scatter)(target, order, out.data_ptr(), valid, size * self.width)
         return out
+
+    def _layout(self, rows: int, pairs: int) -> _Layout:
+        """Return what a product of so many rows and pairs works in, prepared once."""
+        threads = torch.get_num_threads()
+        if known := self._layouts.get((rows, pairs, threads)):
+            return known
+        most, size, count = min(rows, MOST), self.dtype.itemsize, len(self.experts)
+        forms, fields = self._forms(most)
+        used = [forms[each] for each in range(1, most + 1)]
+        threads_used = threads if any(form.is_shared for form in used) else 1
+        space = max(form.space for form in used)
+        lists, longest = min(pairs, count + pairs // most), max(form.common.shape[1] for form in used)
+        sizes = (
+            size * pairs * self.inputs, size * pairs * self.width, 8 * pairs, 16 * count, 16,
+            max(form.scratch for form in used), space * threads_used, 8 * lists * longest,
+        )  # fmt: skip
+        ends = list(accumulate(-(-each // ALIGNED) * ALIGNED for each in sizes))
+        loop = Program.loop(used[0].size)
+        made = _Layout(most, threads_used, space, (0, *ends[:-1]), ends[-1], fields.data_ptr(), loop)
+        if len(self._layouts) >= MOST_LAYOUTS:
+            self._layouts.clear()
+        self._layouts[rows, pairs, threads] = made
+        return made
 
     def _decoded_product(self, x: Tensor, ids: Tensor) -> Tensor:
         """Return `product` expert by expert, for many rows: weights are decoded where that is faster."""
@@ -216,9 +243,9 @@ class Fill(_Copies):
     """Sorts pairs by their expert, copies the rows that they read, and writes the records of all experts' calls.
 
     ids int64 [pairs]; x in rows of `nbytes`, each read by `per` pairs in turn; order int64 [pairs]: the pairs with an
-    expert, sorted; counts int64 [2, experts]: memory to work in; forms int64 [1 + most, FORM_SIZE]; result: how many pairs
-    have an expert, and the number of records. Rows are copied to `source`; results are to lie at `target`, in rows of
-    `out_nbytes`.
+    expert, sorted; counts int64 [2, experts]: memory to work in; forms int64 [1 + most, FORM_SIZE]; result: how many
+    pairs have an expert, and the number of records. Rows are copied to `source`; results are to lie at `target`, in
+    rows of `out_nbytes`.
     """
 
     def __init__(self) -> None:

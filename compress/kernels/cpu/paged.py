@@ -29,6 +29,7 @@ LEAST_TOKENS = 8  # pages have multiples of so many, which are read beside each 
 # Facts of a request: its first row of q, its queries and tokens, the first position that is seen, rounded down, its
 # parts, the address of its blocks; units and records of the requests before it.
 FACTS = "row new tokens base parts blocks units records".split()  # noqa: SIM905
+LINE = 64  # bytes of memory that are read together
 LEVELS = "key_levels value_levels"  # pointers
 
 
@@ -177,6 +178,7 @@ class AttendPages(_RequestTables, PageEmitter, attention.Attend):
         with self.loop(groups) as group:
             inside = b.mul(group, self.i64(together))
             page, place = self._page(inside)
+            self._ask_for_values(page, place, together)
             sums: list[list[Any]] = [[self.zeros()] * together for _ in range(rows)]
             for j in range(together):
                 token = self.take_token(self.keys, page, b.add(place, self.i64(j)))
@@ -187,6 +189,12 @@ class AttendPages(_RequestTables, PageEmitter, attention.Attend):
                         row[j] = self.multiply_add(q, x, row[j])
             for r, row in enumerate(sums):
                 self.store(self.totals(row), self.scores, b.add(inside, self.i64(r * PART)))
+
+    def _ask_for_values(self, page: Any, inside: Any, count: int) -> None:
+        """Ask for the codes of values that are read when all scores of the part are there."""
+        first = self.code_place(self.values, page, inside)
+        for line in range(0, count * self.values.codes.code_bytes, LINE):
+            self.prefetch(self.pages, self.b.add(first, self.i64(line)), self.byte)
 
     def _mix_block(self, first: Any, columns: int, records: Sequence[Any]) -> None:
         """Add values of a block, times their powers, to the records, some columns at a time."""

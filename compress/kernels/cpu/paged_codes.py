@@ -8,6 +8,7 @@ first, so that nothing is left to do for a channel. Other codes are converted, o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from compress.kernels.paged import PageLayout, TokenCodes
 EIGHT = 8  # lanes of the smallest register that is used
 
 
+@cache
 def lanes_for(layout: PageLayout) -> int:
     """Return the float32 of a vector that planes, groups and widths are whole ones of; 0: there is no such vector."""
     for lanes in (16, EIGHT):

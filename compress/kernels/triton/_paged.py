@@ -63,6 +63,22 @@ def _held(pages, place, known, BITS: tl.constexpr, WIDTH: tl.constexpr, FLIP: tl
 
 
 @triton.jit
+def _add_plane(code, pages, place, known, PLANE: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
+               FIRST: tl.constexpr, COUNT: tl.constexpr, FLIP: tl.constexpr):  # fmt: skip
+    """Codes of the channels from FIRST on with the bits of a narrower plane, where there is one."""
+    if (BITS & PLANE) != 0 and widest(BITS) > PLANE:
+        SIZE: tl.constexpr = WIDTH * PLANE // 8
+        LOW: tl.constexpr = low_bits(BITS, PLANE)
+        c = FIRST + tl.arange(0, COUNT)
+        at = _over_tokens(place, FLIP) + _over_channels(WIDTH * LOW // 8 + c % SIZE, FLIP)
+        octets = tl.load(pages + at, mask=_over_tokens(known, FLIP), other=0).to(tl.int16)
+        shifts = _over_channels((c // SIZE * PLANE).to(tl.int16), FLIP)
+        return code | ((octets >> shifts) & ((1 << PLANE) - 1)) << LOW
+    else:
+        return code
+
+
+@triton.jit
 def _code(held, pages, place, known, BITS: tl.constexpr, WIDTH: tl.constexpr, FIELD: tl.constexpr,
           FLIP: tl.constexpr):  # fmt: skip
     """Codes int16 of a piece."""
@@ -70,15 +86,7 @@ def _code(held, pages, place, known, BITS: tl.constexpr, WIDTH: tl.constexpr, FI
     COUNT: tl.constexpr = WIDTH * WIDE // 8
     code = (held.to(tl.int16) >> (FIELD * WIDE)) & ((1 << WIDE) - 1)
     for k in tl.static_range(3):
-        PLANE: tl.constexpr = 4 >> k
-        if (BITS & PLANE) != 0 and PLANE < WIDE:
-            SIZE: tl.constexpr = WIDTH * PLANE // 8
-            LOW: tl.constexpr = low_bits(BITS, PLANE)
-            c = FIELD * COUNT + tl.arange(0, COUNT)
-            at = _over_tokens(place, FLIP) + _over_channels(WIDTH * LOW // 8 + c % SIZE, FLIP)
-            octets = tl.load(pages + at, mask=_over_tokens(known, FLIP), other=0).to(tl.int16)
-            shifts = _over_channels((c // SIZE * PLANE).to(tl.int16), FLIP)
-            code = code | ((octets >> shifts) & ((1 << PLANE) - 1)) << LOW
+        code = _add_plane(code, pages, place, known, 4 >> k, BITS, WIDTH, FIELD * COUNT, COUNT, FLIP)
     return code
 
 
@@ -247,6 +255,17 @@ def _nearest(x, levels, edges, BITS: tl.constexpr):
 
 
 @triton.jit
+def _store_plane(code, pages, place, PLANE: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """Store a plane of the codes [WIDTH] of a token, if they have it."""
+    if (BITS & PLANE) != 0:
+        SIZE: tl.constexpr = WIDTH * PLANE // 8
+        LOW: tl.constexpr = low_bits(BITS, PLANE)
+        part = tl.reshape((code >> LOW) & ((1 << PLANE) - 1), (8 // PLANE, SIZE))
+        octets = tl.sum(part << (PLANE * tl.arange(0, 8 // PLANE))[:, None], 0)
+        tl.store(pages + place + (WIDTH * LOW // 8 + tl.arange(0, SIZE)), octets.to(tl.uint8))
+
+
+@triton.jit
 def _put(side, x, edges, BITS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
          LEVELS: tl.constexpr):  # fmt: skip
     """Code x [WIDTH] float32 and store it."""
@@ -276,14 +295,7 @@ def _put(side, x, edges, BITS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.cons
         tl.store(parameters + group, scale)
         tl.store(parameters + GROUPS + group, least)
     for k in tl.static_range(4):
-        PLANE: tl.constexpr = 8 >> k
-        if (BITS & PLANE) != 0:
-            SIZE: tl.constexpr = WIDTH * PLANE // 8
-            LOW: tl.constexpr = low_bits(BITS, PLANE)
-            part = tl.reshape((code >> LOW) & ((1 << PLANE) - 1), (8 // PLANE, SIZE))
-            octets = tl.sum(part << (PLANE * tl.arange(0, 8 // PLANE))[:, None], 0)
-            at = place + WIDTH * LOW // 8 + tl.arange(0, SIZE)
-            tl.store(pages + at, octets.to(tl.uint8))
+        _store_plane(code, pages, place, 8 >> k, BITS, WIDTH)
 
 
 @triton.jit

@@ -21,11 +21,10 @@ from compress.kernels.triton import products
 WIDTHS = (64, 128, 256)  # of heads
 LEAST_PIECE = 16  # channels of a piece: the least that tensor cores sum over
 LEAST_ROWS = 8  # of queries: columns of an operand
-MOST_ROWS = {64: 64, 128: 64, 256: 32}  # by the width of heads: what registers have room for
-STEP_TOKENS = {64: 64, 128: 32, 256: 32}  # tokens of a step, likewise
+MOST_ROWS = {64: 64, 128: 32, 256: 16}  # by the width of heads: what registers have room for
+FEW, MANY = (32, 2), (64, 4)  # tokens of a step and warps, with the least and with more rows: nothing is spilled
 MOST_SPLITS = 64
 PROGRAMS = 4  # of a multiprocessor
-WARPS = 4
 SPLIT_TOKENS = 256  # of a split, at least
 
 
@@ -34,6 +33,7 @@ class Tiling(NamedTuple):
 
     rows: int  # of queries, of all heads that share a KV head
     tokens: int  # of a step
+    warps: int
     splits: int
 
 
@@ -80,13 +80,14 @@ def attend(
     tiles = q.shape[0] // (plan.rows // groups) + count
     table = requests.block_table if requests.block_table.stride(1) == 1 else requests.block_table.contiguous()
     levels = (out if x is None else x for x in tables)
-    _paged.attend[tiles, heads, plan.splits](
-        q, pages, table, requests.query_starts, requests.lengths, *levels, sums, stats, count, window or 0,
-        table.stride(0), *pages.stride()[:2], *q.stride()[:2], **constants(layout), GROUPS=groups, ROWS=plan.rows,
-        TOKENS=plan.tokens, SPLITS=plan.splits, num_warps=WARPS,
-    )  # fmt: skip
-    if plan.splits > 1:
-        _paged.merge[q.shape[0] * q.shape[1],](sums, stats, out, WIDTH=width, SPLITS=plan.splits, num_warps=1)
+    with torch.cuda.device_of(q):
+        _paged.attend[tiles, heads, plan.splits](
+            q, pages, table, requests.query_starts, requests.lengths, *levels, sums, stats, count, window or 0,
+            table.stride(0), *pages.stride()[:2], *q.stride()[:2], **constants(layout), GROUPS=groups, ROWS=plan.rows,
+            TOKENS=plan.tokens, SPLITS=plan.splits, num_warps=plan.warps,
+        )  # fmt: skip
+        if plan.splits > 1:
+            _paged.merge[q.shape[0] * q.shape[1],](sums, stats, out, WIDTH=width, SPLITS=plan.splits, num_warps=1)
     return out
 
 
@@ -96,10 +97,11 @@ def write(keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor, layout: Pa
 
     levels = [keys if x is None else x for x in tables]
     edges = [keys if x is None else _edges(x) for x in tables]
-    _paged.encode[slots.shape[0], pages.shape[1]](
-        keys, values, pages, slots, *levels, *edges, *keys.stride()[:2], *values.stride()[:2], *pages.stride()[:2],
-        **constants(layout), num_warps=1,
-    )  # fmt: skip
+    with torch.cuda.device_of(keys):
+        _paged.encode[slots.shape[0], pages.shape[1]](
+            keys, values, pages, slots, *levels, *edges, *keys.stride()[:2], *values.stride()[:2], *pages.stride()[:2],
+            **constants(layout), num_warps=1,
+        )  # fmt: skip
 
 
 def _edges(levels: Tensor) -> Tensor:
@@ -125,4 +127,4 @@ def tiling(layout: PageLayout, groups: int, sizes: tuple[int, int, int, int], de
     programs = (queries // (rows // groups) + requests) * heads
     slots = PROGRAMS * products.properties(device).multiprocessors
     splits = max(1, min(slots // programs, most // SPLIT_TOKENS, MOST_SPLITS))
-    return Tiling(rows, STEP_TOKENS[width], 1 << (splits.bit_length() - 1))
+    return Tiling(rows, *(FEW if rows == LEAST_ROWS else MANY), 1 << (splits.bit_length() - 1))
