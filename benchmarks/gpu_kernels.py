@@ -46,6 +46,9 @@ def kernels(device: str) -> list[Case]:
     cases.append(Case("columns", functools.partial(step_through, device)))
     for method, bits in [("kivi", 2), ("kivi", 4), ("kivi", 8), ("lloyd", 2), ("lloyd", 3), ("lloyd", 4)]:
         cases.append(Case(f"attention {method} {bits}", functools.partial(attend, device, method, bits)))
+    cases += [
+        Case(f"experts {bits} bits", functools.partial(experts, device, bits), COMPILING) for bits in (2, 3, 4, 8)
+    ]
     cases += [Case(f"inputs {dtype}", functools.partial(scaled_product, device, dtype)) for dtype in SCALED]
     if device == "cuda":  # compiles what is timed later, by several processes at once
         cases += [
@@ -233,3 +236,47 @@ def timed_shapes(entry: str) -> Row:
     shapes = [(min(shape[0], 4096), shape[1]) for shape in TIMED["cuda"]]
     errors = [table.check(entry, shape, rows, "cuda") for shape in shapes for rows in TIMED_ROWS["cuda"]]
     return {"worst": max(errors)}
+
+
+def experts(device: str, bits: int) -> Row:
+    """Compare the product of all experts with decoded weights in float64, and a CUDA graph with the product itself."""
+    import torch
+
+    from compress.formats import decode_stored
+    from compress.formats import int as int_format
+    from compress.kernels.triton import grouped
+    from compress.types import PackedWeight
+    from helpers import stored
+
+    shape, count, top = ((768, 2048), 16, 4) if device == "cuda" else ((32, 128), 4, 2)
+    params = int_format.params_for(bits, 64, bits % 2 == 0, shape[1])
+    weights = [[stored.random_weight("int", params, shape) for _ in range(2)] for _ in range(count)]
+    exact = [torch.cat([decode_stored(each, torch.float64) for each in expert]).to(device) for expert in weights]
+    moved = [
+        [PackedWeight(w.stored, {name: t.to(device) for name, t in w.tensors.items()}, w.shape) for w in expert]
+        for expert in weights
+    ]
+    kernel = grouped.prepare(moved, torch.bfloat16)
+    assert kernel is not None
+    worst = 0.0
+    for tokens in (1, 3, 16, 64, 300) if device == "cuda" else (1, 5):
+        generator = torch.Generator().manual_seed(tokens)
+        x = torch.randn(tokens, shape[1], generator=generator).to(device, torch.bfloat16)
+        ids = torch.rand(tokens, count, generator=generator).argsort(-1)[:, :top].flatten()
+        ids[1::7] = -1
+        wanted = [exact[e] @ x[i // top].double() if e >= 0 else 0 * exact[0][:, 0] for i, e in enumerate(ids.tolist())]
+        ids = ids.to(device)
+
+        def run(x: Any, ids: Any = ids) -> Any:
+            return kernel.product(x, ids, kernel.route(ids))
+
+        worst = max(worst, apart(poisoned(run, x), torch.stack(wanted)))
+        if device == "cuda":
+            held, graph = torch.full_like(ids, -1), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = run(x, held)
+            held.copy_(ids)
+            graph.replay()
+            assert torch.equal(y, run(x)), f"a graph of {tokens} tokens gives other numbers"
+    assert worst < TOLERANCE[device], f"wrong: {worst}"
+    return {"worst": worst}
