@@ -92,7 +92,11 @@ def capacity_lines(found: dict[str, Any]) -> list[str]:
         kept = f"in blocks of {row['block']} tokens, as engines have them"
         if row["block"] == 1:
             kept = "in transformers, not in blocks: it keeps exact tokens, or evicts; the most while it grows"
-        static = f"; {tables.size(row['static_nbytes'])} of calibrated tensors, once" if row["static_nbytes"] else ""
+        static = (
+            f"; {tables.size(row['static_nbytes'])} of static tensors, once for all sequences"
+            if row["static_nbytes"]
+            else ""
+        )
         lines.append(f"cache {name}: {kept}{static}")
     for name, row in {row["weights"]: row for row in found["choices"]}.items():
         if row["whole"]:
