@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-THREAD_ROWS = 32  # of a program: one for each thread of a warp
+PROGRAM_ROWS = 32  # one for each thread of a warp
 LOSS_ROWS = 128
 LOSS_WARPS = 4
 
@@ -28,9 +28,9 @@ def round_columns(
     """Round columns in turn, each with the errors of those before it; arguments as of the loops of a CPU."""
     columns, rows = weight.shape
     owner, scales, zeros = grid
-    _round_columns[(triton.cdiv(rows, THREAD_ROWS),)](
+    _round_columns[(triton.cdiv(rows, PROGRAM_ROWS),)](
         weight, factor, residual, pending, owner.to(weight.device), scales, zeros, codes, columns, rows,
-        *factor.stride(), top, ROWS=THREAD_ROWS, num_warps=1,
+        *factor.stride(), top, ROWS=PROGRAM_ROWS, num_warps=1,
     )  # fmt: skip
 
 
@@ -38,8 +38,8 @@ def step_columns(units: Tensor, pull: Tensor, metric: Tensor, grid: Sequence[Ten
     """Step columns one after the other to the best level; arguments as in the loops of a CPU."""
     columns, rows = units.shape
     moves = torch.empty_like(units)
-    _step_columns[(triton.cdiv(rows, THREAD_ROWS),)](
-        units, pull, metric, *grid, moves, columns, rows, ROWS=THREAD_ROWS, num_warps=1
+    _step_columns[(triton.cdiv(rows, PROGRAM_ROWS),)](
+        units, pull, metric, *grid, moves, columns, rows, ROWS=PROGRAM_ROWS, num_warps=1
     )  # fmt: skip
 
 
