@@ -72,7 +72,7 @@ def _spared_message(plan: Plan) -> tuple[str, ...]:
         return ()
     ends = ", ".join(sorted({name.rpartition(".")[2] for name in plan.spared}))
     return (
-        f"{len(plan.spared)} linears that gate a recurrence or choose experts ({ends}) stay as they are; a rule with "
+        f"linears that gate a recurrence or choose experts stay as they are: {len(plan.spared)} ({ends}); a rule with "
         "their names quantizes them",
     )
 
