@@ -1,6 +1,6 @@
 """Try everything that runs on a GPU on a bare machine, in at most nine minutes, and write down what was found.
 
-    python benchmarks/gpu.py [--device cuda] [--sections kernels tests ...] [--json FILE]
+    python benchmarks/gpu.py [--device cuda] [--sections kernels tests ...] [--cases WORDS ...] [--json FILE]
     python benchmarks/gpu.py --device cpu       # the same code, kernels in Triton's interpreter, tiny sizes
 
 It needs a source checkout, torch, triton, transformers, safetensors and numpy; nothing has to be installed. Sections,
@@ -176,7 +176,8 @@ def save(result: Row, file: Path) -> None:
     temporary.write_text(json.dumps(result, indent=1) + "\n")
     temporary.replace(file)
     if out := os.environ.get("OUT"):
-        shutil.copy(file, Path(out) / file.name)
+        with suppress(shutil.SameFileError):
+            shutil.copy(file, Path(out) / file.name)
 
 
 def report(name: str, section: Row) -> None:
@@ -192,6 +193,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--sections", nargs="+", choices=[section.name for section in SECTIONS["cuda"]])
+    parser.add_argument("--cases", nargs="+", default=[""], help="words: only cases with one of them in their name")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/gpu_<device>.json; for cpu: none")
     return parser.parse_args()
 
@@ -203,6 +205,7 @@ def main() -> None:
     slug = re.sub(r"\W+", "_", str(result["facts"]["device"])).lower()
     with tempfile.TemporaryDirectory(prefix="compress-gpu-") as folder:
         os.environ["COMPRESS_GPU_FOLDER"] = folder  # where children write models
+        os.environ["COMPRESS_GPU_CASES"] = ",".join(args.cases)
         file = args.json or (Path(folder) if args.device == "cpu" else HERE / "results") / f"gpu_{slug}.json"
         deadline = began
         for section in SECTIONS[args.device]:

@@ -105,7 +105,9 @@ def main() -> None:
 
     threads = max(1, len(os.sched_getaffinity(0)) // shares)
     torch.set_num_threads(threads if "OMP_NUM_THREADS" not in os.environ else int(os.environ["OMP_NUM_THREADS"]))
-    cases: list[Case] = gpu_sections.SECTIONS[section](device)[share::shares]
+    words = os.environ.get("COMPRESS_GPU_CASES", "").split(",")
+    named = [case for case in gpu_sections.SECTIONS[section](device) if any(word in case.name for word in words)]
+    cases: list[Case] = named[share::shares]
     known = {row["case"] for row in read(rows) if "case" in row}
     if not known:
         write(rows, {"cases": [case.name for case in cases]})

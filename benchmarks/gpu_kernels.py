@@ -25,6 +25,7 @@ SCALED = {  # type of inputs -> of the weight that is multiplied in the same typ
     "mxfp4": ("e2m1", 32, "e8m0"),
     "nvfp4": ("e2m1", 16, "e4m3", 1, True),
 }
+PAGES = ["k8v8", "k8v4", "k4v4", "k3v3 levels", "k6v5", "k4v4 128"]  # bits of keys and values, width of heads
 COMPILING = 120  # seconds that a case may take whose kernels are compiled in many forms
 MORE: dict[str, list[dict[str, Any]]] = {  # settings whose kernels differ, at the first shape
     "gptq": [{"bits": bits, "symmetric": symmetric} for bits in range(2, 9) for symmetric in (True, False)],
@@ -43,8 +44,13 @@ def kernels(device: str) -> list[Case]:
     for bits, state_bits, code in searches if device == "cuda" else [(2, 8, "mul1")]:
         name = f"search {bits} bits, {state_bits} of a state, {code}"
         cases.append(Case(name, functools.partial(search, device, bits, state_bits, code)))
+    cases.append(Case("columns", functools.partial(step_through, device)))
     for method, bits in [("kivi", 2), ("kivi", 4), ("kivi", 8), ("lloyd", 2), ("lloyd", 3), ("lloyd", 4)]:
         cases.append(Case(f"attention {method} {bits}", functools.partial(attend, device, method, bits)))
+    cases += [
+        Case(f"experts of {bits} bits", functools.partial(experts, device, bits), COMPILING) for bits in (2, 3, 4, 8)
+    ]
+    cases += [Case(f"pages {name}", functools.partial(attend_pages, device, name)) for name in PAGES]
     cases += [Case(f"inputs {dtype}", functools.partial(scaled_product, device, dtype)) for dtype in SCALED]
     if device == "cuda":  # compiles what is timed later, by several processes at once
         cases += [
@@ -188,6 +194,28 @@ def search(device: str, bits: int, state_bits: int, code: str) -> Row:
     return {"by": type(fast.on_gpu or fast.compiled).__name__, "device_s": time.perf_counter() - began}
 
 
+def step_through(device: str) -> Row:
+    """Compare GPTQ whose columns are stepped through by kernels with that of a CPU: nearly all codes are the same."""
+    import torch
+
+    from compress.quant import gptq
+    from compress.types import Stats
+
+    columns = 1024 if device == "cuda" else 160
+    generator = torch.Generator().manual_seed(1)
+    weight, x = torch.randn(192, columns, generator=generator), torch.randn(3 * columns, columns, generator=generator)
+    hessian, seconds, made = x.T @ x / len(x), 0.0, []
+    for where in ("cpu", device, device):  # the second time nothing is compiled
+        began = time.perf_counter()
+        stats = Stats(hessian.to(where), len(x))
+        packed = gptq.quantize(weight.to(where), stats, gptq.Config(bits=4, group_size=128)).weight
+        made.append({name: tensor.cpu() for name, tensor in packed.tensors.items()})
+        seconds = time.perf_counter() - began
+    same = min((made[-1][name] == wanted).float().mean().item() for name, wanted in made[0].items())
+    assert same > 0.95, f"{same} are the same"
+    return {"same": same, "device_s": seconds}
+
+
 def attend(device: str, method: str, bits: int) -> Row:
     """Compare fused attention over a coded cache with attention over what it decodes to."""
     import kv_attention
@@ -210,3 +238,84 @@ def timed_shapes(entry: str) -> Row:
     shapes = [(min(shape[0], 4096), shape[1]) for shape in TIMED["cuda"]]
     errors = [table.check(entry, shape, rows, "cuda") for shape in shapes for rows in TIMED_ROWS["cuda"]]
     return {"worst": max(errors)}
+
+
+def experts(device: str, bits: int) -> Row:
+    """Compare the product of all experts with decoded weights in float64, and a CUDA graph with the product itself."""
+    import torch
+
+    from compress.formats import decode_stored
+    from compress.formats import int as int_format
+    from compress.kernels.triton import grouped
+    from compress.types import PackedWeight
+    from helpers import stored
+
+    shape, count, top = ((768, 2048), 16, 4) if device == "cuda" else ((32, 128), 4, 2)
+    params = int_format.params_for(bits, 64, bits % 2 == 0, shape[1])
+    weights = [[stored.random_weight("int", params, shape) for _ in range(2)] for _ in range(count)]
+    exact = [torch.cat([decode_stored(each, torch.float64) for each in expert]).to(device) for expert in weights]
+    moved = [
+        [PackedWeight(w.stored, {name: t.to(device) for name, t in w.tensors.items()}, w.shape) for w in expert]
+        for expert in weights
+    ]
+    kernel = grouped.prepare(moved, torch.bfloat16)
+    assert kernel is not None
+    worst = 0.0
+    for tokens in (1, 3, 16, 64, 300) if device == "cuda" else (1, 5):
+        generator = torch.Generator().manual_seed(tokens)
+        x = torch.randn(tokens, shape[1], generator=generator).to(device, torch.bfloat16)
+        ids = torch.rand(tokens, count, generator=generator).argsort(-1)[:, :top].flatten()
+        ids[1::7] = -1
+        wanted = [exact[e] @ x[i // top].double() if e >= 0 else 0 * exact[0][:, 0] for i, e in enumerate(ids.tolist())]
+        ids = ids.to(device)
+
+        def run(x: Any, ids: Any = ids) -> Any:
+            return kernel.product(x, ids, kernel.route(ids))
+
+        worst = max(worst, apart(poisoned(run, x), torch.stack(wanted)))
+        if device == "cuda":
+            held, graph = torch.full_like(ids, -1), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = run(x, held)
+            held.copy_(ids)
+            graph.replay()
+            assert torch.equal(y, run(x)), f"a graph of {tokens} tokens gives other numbers"
+    assert worst < TOLERANCE[device], f"wrong: {worst}"
+    return {"worst": worst}
+
+
+def attend_pages(device: str, name: str) -> Row:
+    """Compare what a device writes to pages and reads of them with a CPU's: one query, drafts, a chunk, a window."""
+    import torch
+
+    from compress.kernels import paged
+    from compress.kv.pages import Pages
+    from helpers import paged_cases
+
+    codes, *rest = name.split()
+    width = int(rest[-1]) if rest and rest[-1].isdigit() else 64
+    make = paged_cases.levels if "levels" in rest else paged_cases.uniform
+    keys, values = make(int(codes[1]), width), make(int(codes[3]), width)
+    long = 3000 if device == "cuda" else 150
+    worst: dict[str, float] = {}
+    for requests, window in [(((long, 1), (37, 1)), None), (((long, 3), (600, 200 if long > 600 else 9)), 100)]:
+        case = paged_cases.Case(keys, values, 16, (6, 2), requests, window, torch.bfloat16)
+        given = paged_cases.made(case)
+        exact = paged_cases.expected(case, given).to(device)
+        moved: dict[str, Any] = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in given.items()}
+        worst[f"read {len(worst)}"] = apart(paged.attend(**moved), exact)
+    layout, generator = Pages(keys, values, 16), torch.Generator().manual_seed(1)
+    states = torch.randn(40, 2, width, generator=generator), torch.randn(40, 2, width, generator=generator)
+    slots = torch.arange(40) * 3 - 1
+    tables = paged_cases.table(keys), paged_cases.table(values)
+    pages = torch.zeros(8, 2, 16, layout.token_bytes, dtype=torch.uint8)
+    on_device = pages.to(device)
+    layout.encode_into(pages, slots, states, tables)
+    levels = [None if x is None else x.to(device) for x in tables]
+    paged.write(states[0].to(device), states[1].to(device), on_device, slots.to(device), layout, *levels)
+    differing = (on_device.cpu() != pages).double().mean().item()
+    assert max(worst.values()) < TOLERANCE[device] and differing < (2e-3 if layout.keys.levels else 1e-9), (
+        worst,
+        differing,
+    )
+    return {"worst": max(worst.values()), "differing": differing}

@@ -18,7 +18,7 @@ from gpu_kernels import ENTRIES, TIMED, TIMED_ROWS, kernels
 from measure import ROOT
 
 SAME_KL = 0.1  # of KL divergence: how far two devices may be apart, whose sums are rounded differently
-SAME_ERROR = 0.03  # of a linear's relative output error
+SAME_ERROR = 0.1  # of a linear's relative output error, which depends on the damping: the text has few different bytes
 TOKENS = {"cuda": [32768, 131072], "cpu": [1024]}
 LEAST_S = {"cuda": 0.1, "cpu": 0.02}  # for each kind of product that is timed
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -43,7 +44,8 @@ from compress.numerics import kl
 
 NAME = "compress_kv_samples"
 SINKS = ("keys_sink", "values_sink")  # float32 [samples, sink, h, width], what the others leave out
-GRADIENTS = frozenset({"gradients", "gradients_output"})
+KIND_GRADIENTS = ("gradients", "gradients_rotated")  # keys before and after RoPE; values: the same twice
+GRADIENTS = frozenset({*KIND_GRADIENTS, "gradients_output"})
 QUERIES = ("queries", "queries_pre", "queries_scaled")
 SAMPLES = ("keys", "keys_pre", "values", *QUERIES, "attended", *SINKS, *sorted(GRADIENTS))
 Samples = dict[str, list[Tensor]]  # "gradients" under their kind's name, "gradients.keys"
@@ -158,7 +160,7 @@ def _learn_layer(codings: Codings, index: int, samples: Mapping[str, Tensor], he
         plugin = plugins.load("kv", coding.method)
         if not plugin.NEEDS:
             continue
-        own = {name: samples[f"gradients.{kind}" if name == "gradients" else name] for name in plugin.NEEDS}
+        own = {name: samples[f"{name}.{kind}" if name in KIND_GRADIENTS else name] for name in plugin.NEEDS}
         _, count, width = next(samples[name] for name in (kind, "keys") if name in samples).shape
         layers = len(codings)
         spec = Spec(kind, index, layers, count, width, max(1, heads.queries // count), heads.dtype)  # type: ignore[arg-type]
@@ -337,10 +339,16 @@ class _Tap:
             if name in self.names:
                 first = x.detach()[:, :, : self.sink].transpose(1, 2).float().contiguous()
                 self.found.setdefault(name, []).append(first)
+        self._keep_gradients(key, value)
+
+    def _keep_gradients(self, key: Tensor, value: Tensor) -> None:
+        for name in self.names & {*KIND_GRADIENTS}:
+            value.register_hook(partial(self._add, f"{name}.values"))
+        if "gradients_rotated" in self.names:
+            key.register_hook(partial(self._add, "gradients_rotated.keys"))
         if "gradients" in self.names:
             cos, sin = self._turns()  # of this batch, for when the gradient comes
             key.register_hook(lambda slope: self._add("gradients.keys", rotate(slope, cos, -sin)))
-            value.register_hook(lambda slope: self._add("gradients.values", slope))
 
     def _turns(self) -> tuple[Tensor, Tensor]:
         if self.turns is None:

@@ -59,7 +59,9 @@ def quantize(
         with pipeline.open_run(job, progress, check_and_show) as (loop, blocks):
             loop.run(blocks)
 
-            report = ranks.by_main(lambda: write.finish(blocks.output, blocks.run, loop.head, started, progress))
+            report = ranks.by_main(
+                lambda: write.finish(blocks.output, blocks.run, loop.head, loop.drafts, started, progress)
+            )
             report = ranks.by_main(lambda: acceptance.judge(asked, report, progress))
         if exported is not None:
             report["exported"] = ranks.by_main(lambda: for_runs.export_result(job, exported, progress))

@@ -334,6 +334,7 @@ class Plan:
     kept_nbytes: dict[str, int] = field(default_factory=dict)  # source tensor -> bytes of what is not packed
     schemes: dict[str, Scheme] = field(default_factory=dict)  # linear name -> what the recipe decides for it
     tower_layers: tuple[LayerPlan, ...] = ()  # what is quantized of towers, and of decoder blocks that text skips
+    draft_layers: tuple[LayerPlan, ...] = ()  # what is quantized of draft heads, by stored names
     chosen_numel: int = 0  # weights of the linears that could be packed, and that the recipe leaves as they are
     tables: tuple[LayerPlan, ...] = ()  # outside of the blocks: embeddings, the output head, or one table for both
     embedding_tables: tuple[str, ...] = ()  # names of those tables whose rows are embeddings
@@ -351,7 +352,7 @@ class Plan:
 
     @property
     def packed(self) -> tuple[LayerPlan, ...]:
-        return (*self.layers, *self.tower_layers, *self.tables)
+        return (*self.layers, *self.tower_layers, *self.draft_layers, *self.tables)
 
     @property
     def quantized_nbytes(self) -> int:

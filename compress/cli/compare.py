@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compress.cli.options import (
+    DEFAULT_RESERVE,
     AsJson,
     Base,
     Bos,
     Device,
     Dtype,
     Model,
+    Reserve,
     Seed,
     TextFile,
     check_base,
@@ -28,6 +30,7 @@ from compress.cli.options import (
     note,
     note_prefix,
     parse_nbytes,
+    parse_serve,
     required_text,
 )
 from compress.errors import RecipeError
@@ -47,6 +50,14 @@ def bench(
     base: Annotated[
         str | None, typer.Option(metavar="MODEL", help="The original, timed in turns with the model.")
     ] = None,
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="Time the engine that is installed instead, with several requests at a time."),
+    ] = False,
+    engine: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of --serve: vllm, sglang or transformers. Default: the first.")
+    ] = None,
+    concurrency: Annotated[str, typer.Option(metavar="1,2", help="Of --serve: requests at a time.")] = "1,2,4,8,16,32",
     as_json: AsJson = False,
 ) -> None:
     """Time a model: tokens per second in bfloat16, and each shape of packed layer beside a bfloat16 linear.
@@ -57,6 +68,13 @@ def bench(
     with errors():
         check_paths(model)
         check_base(model, base)
+        if serve:
+            from compress.cli import capacity
+
+            models = [model] if base is None else [model, base]
+            return capacity.bench(
+                models, engine, capacity.Asked(prompt_tokens, new_tokens, concurrency, device), as_json
+            )
         from compress.cli import tables
         from compress.evaluate import speed
         from compress.run.source import resolve
@@ -184,10 +202,13 @@ def recommend(
         Path | None, typer.Option(metavar="FILE", help="A study.json of your own. Default: those that come along.")
     ] = None,
     timing: Annotated[bool, typer.Option(help="Time one block for each, to say what making it takes.")] = True,
+    reserve: Reserve = DEFAULT_RESERVE,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Name three recipes that fit: with the least loss, with the best trade, and the smallest sensible one.
+
+    Of each: the longest context and the most sequences that an engine serves beside the weights, less --reserve.
 
     Sizes of weights are exact, for this model; those of calibrated caches are estimates. Losses are from a study
     of another model, unless --study is of this one.
@@ -196,6 +217,7 @@ def recommend(
         check_device(device)
         check_paths(model, calib)
         limit = parse_nbytes(fits, "--fits")
+        memory = parse_serve(fits, reserve, device)
         from compress import recipe
         from compress.cli import tables
         from compress.run.job import Job
@@ -213,12 +235,14 @@ def recommend(
             costs = _costs(asked, set(chosen.values()), progress) if timing else {}
         result = {
             "fits": limit,
+            "reserve": memory.reserve,
             "context": context,
             "study": {"model": studied.known.model, "text": studied.known.text, "is_same_model": studied.is_same},
             "recommended": {
                 name: {
                     **choosing.plain(choice),
                     "cost": costs.get(choice),
+                    "serves": choosing.serving(asked, choice, memory),
                     "command": shlex.join(choosing.command(asked, choice)),
                 }
                 for name, choice in chosen.items()
@@ -272,6 +296,10 @@ def _show_recommendation(result: dict[str, Any], asked: Wanted, studied: Studied
         print(f"  the smallest is {smallest['recipe']}{cache}: {size(smallest['total'])}; it loses {_loss(smallest)}")
     for name, reason in result["left_out"].items():
         print(f"{name} cannot be used here: {reason}")
+    if result["recommended"]:
+        print(
+            f"{size(result['reserve'])} are kept free for activations and graphs where contexts are counted (--reserve)"
+        )
     print(_origin(studied))
 
 
@@ -284,7 +312,8 @@ def _under_all_names(rows: dict[str, dict[str, Any]]) -> list[tuple[str, dict[st
 
 
 def _lines(row: dict[str, Any], asked: Wanted) -> list[str]:
-    """Return lines on a choice: size, loss, cost and command."""
+    """Return lines on a choice: size, loss, what it serves, cost and command."""
+    from compress.cli import capacity
     from compress.cli.tables import size, time_text
 
     cache = f" + {size(row['cache_nbytes'])} of cache at {asked.context:,} tokens" if asked.context else ""
@@ -294,6 +323,7 @@ def _lines(row: dict[str, Any], asked: Wanted) -> list[str]:
         f"{bound}{size(row['nbytes'])} of weights{cache}{total}, of {size(asked.limit)}",
         f"expected loss: {_loss(row)}",
     ]
+    lines.append(capacity.serving_line(row["serves"]))
     if (cost := row["cost"]) is not None:
         peak = "" if cost["peak"] is None else f", peak memory {size(cost['peak'])}"
         lines.append(f"to make: about {time_text(cost['seconds'])}{peak}")

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.cli.options import AsJson, FormerOut, TextFile, device_named, errors, former_out, note
+from compress.cli.options import (
+    DEFAULT_RESERVE,
+    AsJson,
+    FormerOut,
+    Reserve,
+    TextFile,
+    device_named,
+    errors,
+    former_out,
+    note,
+    parse_serve,
+)
 from compress.cli.run_options import (
     ALLOCATING_RECIPE,
     CALIBRATION_RECIPE,
@@ -24,7 +35,7 @@ from compress.storage import paths
 
 if TYPE_CHECKING:
     from compress.allocate.forecast import Unmeasured
-    from compress.run.job import Job, Prepared
+    from compress.run.job import Job
 
 FALLS_SHORT = 3  # exit code of a run whose checkpoint does not reach what `accept` says
 RESUME = "; run the same command again to go on after the last finished block"
@@ -78,16 +89,32 @@ def _quantize_model_free(options: RunOptions, scheme: str, dry_run: bool, as_jso
 
 
 @takes_run_options(without=("overwrite", "restart", "base_model", "work", "accept"))
-def plan(options: RunOptions, as_json: AsJson = False) -> None:
+def plan(
+    options: RunOptions,
+    serve: Annotated[
+        str | None,
+        typer.Option(
+            "--serve",
+            metavar="SIZE",
+            help="Say what 24GiB, or 8x141GiB, serve: contexts, sequences at a time. No more.",
+        ),
+    ] = None,
+    reserve: Reserve = DEFAULT_RESERVE,
+    as_json: AsJson = False,
+) -> None:
     """Show what a run would do: exact bytes of every layer, predicted memory, and time.
 
     Time is counted, with speeds of this machine that are measured once. A recipe that searches or tunes times a block.
 
     Nothing is measured: for a recipe that allocates bits and has not been measured (`compress allocate --measure`) only
-    sizes.
+    sizes. With --serve a packed checkpoint is planned as it is stored, and config.json alone is enough.
     """
     with errors():
         job = options.job(writes=None)
+        if serve is not None:
+            from compress.cli import capacity
+
+            return capacity.plan_serving(job, parse_serve(serve, reserve, options.device), as_json)
         _plan(job, as_json, _measuring_words(job, options))
 
 
@@ -290,7 +317,7 @@ def _measuring_words(job: Job, options: RunOptions) -> list[str]:
 def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     """Print what a run would do; `words`: the options of a command that measures for it."""
     from compress import api
-    from compress.cli import tables
+    from compress.cli import capacity, tables
     from compress.run.report import plan_facts
 
     with tables.progress_bar() as progress:
@@ -312,7 +339,7 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
     cache = (job.allocation or {}).get("cache")
     if cache is not None:
         result["cache"] = cache
-    if (nbytes := _cache_bytes(job, prepared)) is not None:
+    if (nbytes := capacity.cache_bytes(job, prepared)) is not None:
         result["cache_bytes"] = nbytes
     if as_json:
         print(json.dumps(result))
@@ -331,17 +358,6 @@ def _plan(job: Job, as_json: bool, words: list[str]) -> None:
         print(tables.cache_line(cache))
     for name, reason in list(layers.kept_reasons.items())[:10]:
         print(f"kept as it is: {name} ({reason})")
-
-
-def _cache_bytes(job: Job, prepared: Prepared) -> dict[str, Any] | None:
-    """Return what the recipe's cache takes; None without one, and for one that is still to be calibrated."""
-    from compress.run import kv_cache
-
-    settings = job.recipe.kv_cache
-    if settings is None or settings.needs() or (job.recipe.packs and not job.pack):
-        return None
-    skeleton = prepared.skeleton
-    return kv_cache.bytes_at_context(skeleton.config, settings, {}, skeleton.dtype).plain()
 
 
 def _print_unmeasured(forecast: Unmeasured, as_json: bool, words: list[str]) -> None:

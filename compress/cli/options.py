@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from compress.storage import paths
 
 if TYPE_CHECKING:
     from compress.kv.settings import CacheSettings
+    from compress.run.capacity import ServingMemory
 
 Model = Annotated[str, Argument(metavar="MODEL", help="Checkpoint directory, GGUF file, or a hub id (owner/name).")]
 Adapter = Annotated[Path | None, Option(metavar="DIR", help="LoRA adapter as PEFT saves it, merged in first.")]
@@ -49,11 +51,15 @@ CacheSet = Annotated[
     list[str] | None,
     Option("--set", metavar="KEY=VALUE", help="Override a value of --kv's kv_cache: bits=3. Repeatable."),
 ]
+Reserve = Annotated[
+    str, Option("--reserve", metavar="SIZE", help="Of each device for activations and graphs, in --serve: 2GiB or 10%.")
+]
 AsJson = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 FormerOut = Annotated[
     Path | None, Option("--out", "-o", metavar="DIR", hidden=True, help="The former name of another option.")
 ]
 
+DEFAULT_RESERVE = "10%"  # share of a device: vLLM leaves 8%, and takes activations and graphs from the rest
 OWN_CACHE = "own"  # the value of --kv for the cache that a checkpoint stores
 CACHE_SECTION = "kv_cache."
 UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}  # errors of the disk, whatever the file
@@ -99,6 +105,24 @@ def parse_nbytes(text: str, option: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=option) from error
+
+
+def parse_serve(text: str, reserve: str, device: str) -> ServingMemory:
+    """Return what --serve and --reserve stand for; wrong usage for anything else. device: cpu counts in its blocks."""
+    from compress.run.capacity import TOKENS_PER_BLOCK, ServingMemory
+
+    count, times, each = text.rpartition("x")
+    if times and not (count.strip().isdecimal() and int(count)):
+        raise typer.BadParameter(f"{text!r} is not a size such as 24GiB or 8x141GiB", param_hint="--serve")
+    nbytes = parse_nbytes(each, "--serve")
+    share, percent, _ = reserve.partition("%")
+    if percent and not re.fullmatch(r"\d{1,2}(\.\d+)?", share.strip()):
+        raise typer.BadParameter(
+            f"{reserve!r} is not a share such as 10% or a size such as 2GiB", param_hint="--reserve"
+        )
+    kept = int(nbytes * float(share) / 100) if percent else parse_nbytes(reserve, "--reserve")
+    block = TOKENS_PER_BLOCK["cpu" if device == "cpu" else "cuda"]
+    return ServingMemory(nbytes, int(count or 1), kept, block)
 
 
 def parse_memory(text: str | None) -> int | None:

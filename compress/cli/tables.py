@@ -29,7 +29,7 @@ PROGRESS_LINE_SECONDS = 10.0
 PIPE_WIDTH = 160  # columns where there is no terminal that has a width
 
 WORDS = frozenset(
-    ["", "layers", "layer", "shape", "method", "format", "by", "notes", "recipe", "filters"]
+    ["", "layers", "layer", "shape", "method", "format", "by", "notes", "recipe", "filters", "weights", "cache"]
 )  # other columns: numbers
 
 out = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)

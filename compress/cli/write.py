@@ -273,7 +273,7 @@ def _engine_words(name: str, path: Path, export: Path) -> list[str]:
     engine = ENGINES[name]
     config = {} if "file" in engine else read_config(path)
     if config and "applies_cache" not in engine and kv_config.stored_section(config) is not None:
-        note(f"{name} does not apply the checkpoint's kv_cache; --engine transformers does")
+        note(f"{name} does not apply the checkpoint's kv_cache; --engine vllm and transformers do")
     places = {"MODEL": str(export if "file" in engine else path), "PYTHON": sys.executable}
     packed = config.get("quantization_config")
     has_experts = isinstance(packed, dict) and "experts" in json.dumps(packed)

@@ -2,9 +2,10 @@
 
 Windows are fed in chunks: the past is read as it is stored, the chunk itself exactly, then it is stored. With chunks
 that divide `flush` and `residual_length`, the first of them as long as nothing is coded, this is what token-by-token
-decoding reads (tests compare them), so `exact_prefill` plays no part. The uncompressed cache of transformers goes
-through the same chunks beside it. Where one of the caches evicts tokens, all but the last 64 tokens of a window are
-the prompt, and come in one chunk; only those last ones tell what eviction costs.
+decoding reads (tests compare them), so `exact_prefill` plays no part. Where it is false and every token is coded alone,
+tokens of a chunk are read through their codes, too, as in an engine's pages, and chunks may be long. The uncompressed
+cache of transformers goes through the same chunks beside it. Where one of the caches evicts tokens, all but the last 64
+tokens of a window are the prompt, and come in one chunk; only those last ones tell what eviction costs.
 
 Recall. A passage (the needle) is put into other text at several depths, all outside of what stays exact, and comes
 again at the end. How much less surprising it is there is what the cache has kept: kept = (nll without the needles - nll
@@ -38,6 +39,7 @@ NEEDLE_TOKENS = 32
 CUE_TOKENS = 8  # the first tokens of a needle, which are not scored
 COPIES = 4  # a model of a few million weights does little with one
 
+ALONE_TOKENS = 256  # a chunk where every token is coded alone
 BATCH_TOKENS = 8192  # tokens of the windows that go through a model at a time
 
 
@@ -66,6 +68,9 @@ def some_evict(candidates: Sequence[Candidate]) -> bool:
 
 def chunks_of(config: Any, candidates: Sequence[Candidate], tokens: int) -> list[tuple[int, int]]:
     """Return the chunks of `spans` for a model of this configuration, the prompt in one where tokens are evicted."""
+    if all(candidate.is_alone(config) for candidate in candidates):
+        ends = [*range(ALONE_TOKENS, tokens, ALONE_TOKENS), tokens]
+        return list(zip([0, *ends], ends, strict=False))
     chunks, prompt = spans([c.codings(config) for c in candidates], tokens), prompt_of(tokens, some_evict(candidates))
     if not prompt:
         return chunks

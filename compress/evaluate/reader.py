@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from compress.errors import NumericalError, RecipeError
-from compress.kv import fused, generation, hooks
+from compress.kv import fused, generation, hooks, paging
 from compress.kv.cache import make_cache
 from compress.kv.fused import CacheReads
 from compress.kv.hooks import drops_cache
@@ -61,11 +61,15 @@ class Candidate:
     def cache(self, config: Any) -> KVCache:
         """Return a fresh cache for a model of this configuration."""
         cache = self.as_generated(config)
-        cache.exact_prefill = True
         cache.codings = tuple(
             {k: self._with_more_exact(k, coding) for k, coding in layer.items()} for layer in cache.codings
         )
+        cache.exact_prefill = self.settings.exact_prefill or not paging.are_alone(cache.codings)
         return cache
+
+    def is_alone(self, config: Any) -> bool:
+        """Return whether every token is read through its own codes from the start, so that text may come in chunks."""
+        return not self.cache(config).exact_prefill
 
     def as_generated(self, config: Any) -> KVCache:
         """Return a fresh cache as `generate` makes it: a prompt is read as its settings say."""

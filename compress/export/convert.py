@@ -6,7 +6,9 @@ as plain numbers where the target cannot hold them packed, and a line says what 
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +25,7 @@ from compress.export.place import ExportPlace
 from compress.export.source import CACHE_NOTE, PackedSource, open_source
 from compress.export.weights import EMBEDDINGS, HEAD, StoredWeight
 from compress.importers.source import Decoded
+from compress.model import told_linears
 from compress.process_memory import show
 from compress.progress import Progress, silent
 from compress.storage import paths
@@ -31,6 +34,8 @@ from compress.storage.workdir import check_space
 
 KIND = "export"
 DIRECTORY = ""  # SUFFIX of a target that writes one
+# DRAFT_HEADS of a target: what becomes of draft heads; without it their packed linears become plain numbers
+DRAFTS_PLAIN, DRAFTS_HELD, DRAFTS_LEFT_OUT = "plain", "held", "left out"
 TIED = "tie_word_embeddings"
 
 
@@ -79,7 +84,13 @@ class Export:
         """Return the modules whose matrices are plain numbers: linears that are kept, routers, the output head."""
         heads, looked_up = self.source.heads(), self.source.looked_up()
         matrices = [name.removesuffix(".weight") for name, stored in self.plain().items() if len(stored.shape) == 2]
-        return sorted({*matrices, *heads} - looked_up - {weight.name for weight in self.held})
+        patterns = self._draft_patterns() if not any(weight.is_draft for weight in self.held) else ()
+        return sorted({*matrices, *heads, *patterns} - looked_up - {weight.name for weight in self.held})
+
+    def _draft_patterns(self) -> set[str]:
+        """Return patterns of all modules of plain draft heads, as engines write them: one of them knows each."""
+        starts = {start for name in self.source.draft_names() if (start := told_linears.start_of_head(name))}
+        return {pattern for start in starts for pattern in (f"{start}*", f"re:^{re.escape(start)}.*")}
 
     def check_packed(self) -> None:
         """Raise ExportError if the target holds no weight of this checkpoint."""
@@ -137,27 +148,58 @@ def prepare(source: PackedSource, name: str, dtype: torch.dtype | None = None, w
     for wish, value in wishes._asdict().items():
         if value and wish not in getattr(target, "TAKES", ()):
             raise ExportError(f"{name} takes no {NOT_TAKEN[wish]}")
+    source, notes = _with_drafts(source, getattr(target, "DRAFT_HEADS", DRAFTS_PLAIN))
     reasons = {weight.name: target.refuses(weight) for weight in source.packed}
+    if not hasattr(target, "DRAFT_HEADS"):
+        reasons |= {weight.name: "" for weight in source.packed if weight.is_draft}
     decodes = getattr(target, "decodes", lambda weight: bool(weight.roles))
-    refused = [weight for weight in source.packed if reasons[weight.name] is not None and not decodes(weight)]
+    refused = [
+        weight
+        for weight in source.packed
+        if reasons[weight.name] is not None and not weight.is_draft and not decodes(weight)
+    ]
     if refused:
         others = f" (and {len(refused) - 1} others)" if len(refused) > 1 else ""
         raise ExportError(f"{name} cannot hold {refused[0].name}{others}: {reasons[refused[0].name]}")
     held = tuple(weight for weight in source.packed if reasons[weight.name] is None)
     tables = tuple(weight for weight in source.packed if reasons[weight.name] is not None)
-    export = Export(source, held, tables, dtype or source.dtype, dtype is not None, list(source.dropped))
+    export = Export(source, held, tables, dtype or source.dtype, dtype is not None, [*source.dropped, *notes])
     if CACHE_NOTE in export.notes and hasattr(target, "CACHE"):
         export.notes.append(f"its own smaller cache, with other numbers than ours: {target.CACHE}")
     export.wishes = wishes
     if hasattr(target, "check"):
         target.check(export)
-    for table in [table for table in tables if reasons[table.name]]:
+    export.notes += _say_plain_drafts(export)
+    for table in [table for table in tables if reasons[table.name] and not table.is_draft]:
         plain = sum(tensor.nbytes for name, tensor in export.plain().items() if name not in source.plain)
         cost = f"{show(plain)} in place of {show(table.nbytes)}"
         export.notes.append(
             f"{table.name} is written as plain {dtype_name(export.dtype)}, {cost}: {reasons[table.name]}"
         )
     return export
+
+
+def _with_drafts(source: PackedSource, how: str) -> tuple[PackedSource, list[str]]:
+    """Return the source without its draft heads where a target has no place for them, and a line that says so."""
+    names = source.draft_names()
+    drafts = tuple(weight for weight in source.packed if weight.is_draft)
+    if how != DRAFTS_LEFT_OUT or not names:
+        return source, []
+    plain = {name: stored for name, stored in source.plain.items() if name not in names}
+    packed = tuple(weight for weight in source.packed if not weight.is_draft)
+    nbytes = sum(source.plain[name].nbytes for name in names & source.plain.keys()) + sum(x.nbytes for x in drafts)
+    line = f"the draft heads are left out, {show(nbytes)}: what reads this format does not draft with them"
+    return dataclasses.replace(source, packed=packed, plain=plain), [line]
+
+
+def _say_plain_drafts(export: Export) -> list[str]:
+    """Say in a line which packed linears of draft heads become plain numbers."""
+    drafts = [weight for weight in export.tables if weight.is_draft]
+    if not drafts:
+        return []
+    plain = sum(weight.shape[0] * weight.shape[1] for weight in drafts) * export.dtype.itemsize
+    cost = f"{show(plain)} in place of {show(sum(weight.nbytes for weight in drafts))}"
+    return [f"{len(drafts)} linears of draft heads are written as plain {dtype_name(export.dtype)}, {cost}"]
 
 
 def export(

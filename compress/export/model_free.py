@@ -1,6 +1,6 @@
 """Quantize a checkpoint tensor by tensor, without the class of its model: for models that transformers does not know.
 
-What is a linear is told by names and shapes (compress/export/rounded_linears.py). Each weight is rounded by itself when
+What is a linear is told by names and shapes (compress/model/told_linears.py). Each weight is rounded by itself when
 it is written, in the format of an engine that knows the model (compress/export/targets). One tensor, or one expert of a
 fused one, is in memory at a time, beside the file of weights that is being filled.
 
@@ -21,10 +21,12 @@ import torch
 
 from compress.errors import ExportError, UnsupportedModelError
 from compress.export import convert, rounded_linears
-from compress.export.rounded_linears import EXPERT, NUMBER, RoundedWeight
+from compress.export.rounded_linears import RoundedWeight
 from compress.export.source import PackedSource
 from compress.importers import companions
 from compress.importers.source import CheckpointSource
+from compress.model import told_linears
+from compress.model.told_linears import EXPERT, NUMBER
 from compress.process_memory import show
 from compress.progress import Progress, note, silent
 from compress.run import source
@@ -62,7 +64,11 @@ class RuledSource(PackedSource):
     def looked_up(self) -> set[str]:
         """Return the modules with the names of tables that are looked up."""
         names = (name.removesuffix(".weight") for name in self.plain)
-        return {name for name in names if rounded_linears.reason_of_name(name) == rounded_linears.LOOKED_UP}
+        return {name for name in names if told_linears.reason_of_name(name) == told_linears.LOOKED_UP}
+
+    def draft_names(self) -> set[str]:
+        """Return the tensors that are kept because their names are those of draft heads."""
+        return {name for name in self.plain if told_linears.is_further(name.removesuffix(".weight"), self.config)}
 
     def kept_in_float32(self, names: Iterable[str], dtype: torch.dtype) -> set[str]:
         """Return no tensor: all keep the type that they are stored in."""
@@ -132,7 +138,7 @@ def quantize(job: Job, dry_run: bool = False, progress: Progress = silent) -> Ro
 
 def _open(checkpoint: Checkpoint, run: rounded_linears.Run) -> tuple[RuledSource, dict[str, str]]:
     """Return a checkpoint with the weights that will be packed, and what stays as it is with the reasons."""
-    matrices, kept = rounded_linears.tell(checkpoint)
+    matrices, kept = told_linears.tell(checkpoint)
     model_dtype = CheckpointSource(checkpoint.directory, checkpoint.config, {}, {}).dtype
     scale_dtype = "float16" if model_dtype == torch.float16 else "bfloat16"  # with the range of the model's type
     chosen: dict[str, tuple[Scheme, Stored]] = {}
@@ -180,7 +186,7 @@ def _open(checkpoint: Checkpoint, run: rounded_linears.Run) -> tuple[RuledSource
     return RuledSource(checkpoint.directory, config, packed, plain, model_dtype, dropped=dropped), kept
 
 
-def _has_whole_blocks(stored: Stored, matrix: rounded_linears.Matrix) -> bool:
+def _has_whole_blocks(stored: Stored, matrix: told_linears.Matrix) -> bool:
     """Return whether another matrix can lie below this one with scales of its own."""
     return matrix.shape[0] % max(1, getattr(stored.params, "block_rows", 1)) == 0
 

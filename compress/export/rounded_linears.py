@@ -1,9 +1,4 @@
-"""Tell the linears of a checkpoint by names and shapes, where no class of a model tells them, and round each by itself.
-
-A linear is a matrix `NAME.weight`, unless its name is that of a table, a head, a router, a norm, a convolution, a part
-beside the text model, a layer for further tokens, or what steers a recurrent state (`KEPT`), or it has a row for each
-token. Experts in one tensor [experts, .., ..] are taken apart where shapes tell which side is that of the inputs; the
-first half of a fused gate and up is the gate.
+"""Round each linear by itself that names and shapes tell (compress/model/told_linears.py), as engines read it.
 
 NVFP4 linears that engines multiply as one need one tensor scale. All linears beside each other that have as many inputs
 share it here: more than there must be, which is never wrong and costs next to nothing.
@@ -12,10 +7,9 @@ share it here: more than there must be, which is never wrong and costs next to n
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,54 +17,21 @@ from torch import Tensor
 from compress import formats
 from compress.errors import NumericalError, RecipeError
 from compress.export.weights import StoredWeight
+from compress.model.told_linears import EXPERT, Matrix
 from compress.quant import grid_rtn, rtn
 from compress.recipe import Recipe
 from compress.run import report
 from compress.run.job import Job
-from compress.storage.checkpoint import Checkpoint, Readable
 from compress.types import PackedWeight, Plan, Scheme, Stats, Stored
 
 ADVICE = "give a scheme of --model-free, or a recipe that only rounds"
 NARROW = 64  # a matrix with fewer rows or columns is none of a large product
 ZEROS_IN_WORD = 8  # rows of a weight, whose zero points engines read in whole words
 GROUPS = (64, 32)  # columns that share a scale where the group of the scheme divides no row
-LOOKED_UP, HEAD, FURTHER_TOKENS = "a table that is looked up", "an output head", "a layer that predicts further tokens"
-BESIDE_TEXT = "beside the text model"
-KEPT = (  # what the name of a module has -> why it is kept
-    (r"(^|\.)(mtp\w*|nextn\w*)\.", FURTHER_TOKENS),
-    (r"(^|\.)\w*(visual|vision|image|audio|speech|tower|multi_modal|merger)\w*\.", BESIDE_TEXT),
-    (r"(^|\.)(\w*embed\w*|wte|wpe)(\.|$)", LOOKED_UP),
-    (r"(^|\.)(output|score|classifier|pooler|head|\w*_head)$", HEAD),
-    (r"(^|\.)\w*router\w*(\.|$)|(^|\.)(gate|\w*expert_gate|wg)$", "it chooses experts"),
-    (r"(^|\.)(in_proj_(a|b|ba)|[abfg]_proj|[fg]_[ab]_proj|dt_proj|x_proj)$", "it steers a recurrent state"),
-    (r"(^|\.)\w*conv\w*(\.|$)", "a convolution"),
-    (r"norm\w*$", "a norm"),
-)
 FUSED = (  # what engines multiply as one
     *(("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("wq", "wk", "wv"), ("gate_proj", "up_proj")),
     *(("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"), ("in_proj_qkv", "in_proj_z"), ("wk", "weights_proj")),
 )
-HALVES = {"gate_up_proj": ("gate_proj", "up_proj")}  # fused tensor -> the names of its halves
-UP, DOWN = ("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2")  # tensors of all experts
-EXPERT = re.compile(r"(^|\.)\w*experts?\.\d+\.")
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-
-
-class Matrix(NamedTuple):
-    """A weight [out, in] that may be quantized: a stored tensor, or a part of one with those of all experts."""
-
-    stored: Readable
-    shape: tuple[int, int]
-    expert: int | None = None  # its number in the stored tensor [experts, .., ..]
-    is_turned: bool = False  # the stored part is [in, out]
-    part: tuple[int, int] = (0, 1)  # which of so many equal parts of the rows [out] it is
-
-    def read(self) -> Tensor:
-        """Return the weight [out, in] as it is stored."""
-        if self.expert is None:
-            return self.stored.read()
-        matrix = self.stored.rows(self.expert, self.expert + 1)[0]
-        return (matrix.T if self.is_turned else matrix).chunk(self.part[1])[self.part[0]].contiguous()
 
 
 @dataclass
@@ -125,13 +86,6 @@ class RoundedWeight(StoredWeight):
             self.run.largest[key] = torch.stack(tops).amax()
         largest = self.run.largest[key].to(self.run.job.device)
         return Stats(largest.new_empty(0, 0), 0, largest_weight=largest)
-
-
-class Told(NamedTuple):
-    """What the rules say of a checkpoint."""
-
-    matrices: dict[str, Matrix]  # module -> its weight
-    kept: dict[str, str]  # module, or tensor of more than one dimension -> why it stays as it is
 
 
 def check(recipe: Recipe) -> None:
@@ -215,81 +169,3 @@ def fused_groups(names: Iterable[str]) -> Iterator[list[str]]:
             group = [f"{parent}{dot}{each}" for each in members if f"{parent}{dot}{each}" in known]
             if last in members and len(group) > 1 and name == group[0]:
                 yield group
-
-
-def tell(checkpoint: Checkpoint) -> Told:
-    """Tell the matrices of linears from all other tensors of a checkpoint, of which only the headers are looked at."""
-    matrices, kept = dict[str, Matrix](), dict[str, str]()
-    for name, stored in sorted(checkpoint.tensors.items()):
-        if len(stored.shape) < 2:
-            continue  # norms, biases and other small tensors
-        module = name.removesuffix(".weight")
-        if reason := reason_of_name(module) or _reason_of_shape(module, stored, checkpoint.config):
-            kept[module] = reason
-        elif len(stored.shape) == 2 and module != name:
-            matrices[module] = Matrix(stored, (stored.shape[0], stored.shape[1]))
-        elif isinstance(parts := _experts(checkpoint, module, stored), str):
-            kept[module] = parts
-        else:
-            matrices |= parts
-    return Told(matrices, kept)
-
-
-def reason_of_name(module: str) -> str | None:
-    """Return why the name of a module is that of no linear to be packed, None for any other."""
-    reasons = (reason for pattern, reason in KEPT if re.search(pattern, module))
-    is_inner = NUMBER.search(module) is not None  # in a layer, where no head of the model is
-    return next((reason for reason in reasons if not (is_inner and reason == HEAD)), None)
-
-
-def _reason_of_shape(module: str, stored: Readable, config: Mapping[str, Any]) -> str | None:
-    """Return why a tensor is no weight of a linear in the model's layers, None where nothing says so."""
-    layers, number = _size(config, "num_hidden_layers"), re.search(r"(?:^|\.)layers\.(\d+)\.", module)
-    if layers and number is not None and int(number[1]) >= layers:
-        return FURTHER_TOKENS
-    if not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
-        return f"stored as {str(stored.dtype).removeprefix('torch.')}"
-    return "a row for each token" if stored.shape[0] == _size(config, "vocab_size") else None
-
-
-def _size(config: Mapping[str, Any], key: str) -> int | None:
-    """Return a size that a configuration names, or one of its sections, but none of a part beside the text model."""
-    inner = [(name, part) for name, part in config.items() if isinstance(part, dict)]
-    sections = (config, *(part for name, part in inner if reason_of_name(f"{name}.") != BESIDE_TEXT))
-    return next((section[key] for section in sections if type(section.get(key)) is int), None)
-
-
-def _experts(checkpoint: Checkpoint, module: str, stored: Readable) -> dict[str, Matrix] | str:
-    """Return the weights of experts that lie in one tensor [experts, .., ..], or why it stays as it is."""
-    parent, _, last = module.rpartition(".")
-    if len(stored.shape) != 3 or "expert" not in parent or last not in (*HALVES, *UP, *DOWN):
-        return "no matrix of a linear"
-    if {f"{module}_bias", f"{module}.bias"} & checkpoint.tensors.keys():
-        return "experts with biases: in which order their rows lie is not told"
-    is_turned = _is_turned(checkpoint, parent)
-    if is_turned is None:
-        return "experts in one tensor: which of its sides is that of the inputs is not told"
-    rows, columns = stored.shape[:0:-1] if is_turned else stored.shape[1:]
-    parts = HALVES.get(last, (last,))
-    shape, count = (rows // len(parts), columns), len(parts)
-    return {
-        f"{parent}.{expert}.{name}": Matrix(stored, shape, expert, is_turned, (index, count))
-        for expert in range(stored.shape[0])
-        for index, name in enumerate(parts)
-    }
-
-
-def _is_turned(checkpoint: Checkpoint, parent: str) -> bool | None:
-    """Return whether fused experts are stored as [experts, in, out], None where shapes do not tell."""
-
-    def shape_of(names: Iterable[str]) -> tuple[int, ...] | None:
-        full = (f"{parent}.{name}{ending}" for name in names for ending in ("", ".weight"))
-        return next((checkpoint.tensors[name].shape[1:] for name in full if name in checkpoint.tensors), None)
-
-    up, down = shape_of((*HALVES, *UP)), shape_of(DOWN)
-    if up is None or down is None or len(up) != 2 or len(down) != 2:
-        return None
-    parts, hidden = 2 if shape_of(HALVES) else 1, _size(checkpoint.config, "hidden_size")
-    is_plain = up[0] == parts * down[1] and up[1] == down[0] and hidden in (None, up[1])
-    is_turned = up[1] == parts * down[0] and up[0] == down[1] and hidden in (None, up[0])
-    return is_turned if is_plain != is_turned else None

@@ -30,15 +30,18 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from compress import formats
+from compress.errors import CheckpointError
 from compress.export.weights import EMBEDDINGS, HEAD, StoredWeight
 from compress.model import meta_pass
 from compress.model.skeleton import Skeleton
-from compress.runtime import embedding, linears
+from compress.model.told_linears import EXPERT
+from compress.runtime import embedding, hf, linears
 from compress.runtime.embedding import PackedEmbedding
 from compress.runtime.expert_layouts import ExpertLayout
 from compress.runtime.experts import Experts, is_supported, layout_of
 from compress.runtime.linear import PackedLinear, PackedModule
-from compress.storage.checkpoint import Readable, open_checkpoint
+from compress.storage.checkpoint import Checkpoint, Readable, open_checkpoint
 
 FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 NAMED_EXPERTS = 2  # experts whose names are asked for: the others differ by their number only
@@ -151,6 +154,10 @@ class PackedSource:
         modules = self.skeleton.model.named_modules()
         return {name for name, each in modules if isinstance(each, nn.Embedding | PackedEmbedding)}
 
+    def draft_names(self) -> set[str]:
+        """Return the stored tensors of draft heads, by name."""
+        return set(self.skeleton.draft_tensors)
+
     def kept_in_float32(self, names: Iterable[str], dtype: torch.dtype) -> set[str]:
         """Return the tensors that a model of type `dtype` computes with in float32, such as what chooses experts."""
         plan = self.skeleton.model._get_dtype_plan(dtype)
@@ -169,7 +176,8 @@ def open_source(directory: Path) -> PackedSource:
     published = published_names(skeleton.model, modules)
     own = {name: _tensors(skeleton, name, list(module.specs)) for name, module in modules.items()}
     packed = tuple(_weight(skeleton, published, name, modules[name], own[name]) for name in modules)
-    taken = {stored.name for tensors in own.values() for stored in tensors.values()}
+    packed += _packed_drafts(checkpoint)
+    taken = {stored.name for weight in packed for stored in (weight.tensors or {}).values()}
     biases = {}
     for name, module in modules.items():
         if isinstance(module, PackedEmbedding):
@@ -182,6 +190,24 @@ def open_source(directory: Path) -> PackedSource:
     return PackedSource(
         directory, config, packed, plain, skeleton.dtype, skeleton, published.fused, tuple(_dropped_notes(section))
     )
+
+
+def _packed_drafts(checkpoint: Checkpoint) -> tuple[StoredWeight, ...]:
+    """Return the packed linears of draft heads."""
+    if not (section := checkpoint.config.get(SECTION)):
+        return ()
+    config, weights = hf.CompressConfig.read(section), []
+    for name, (rows, columns) in config.draft_heads.items():
+        stored = hf.scheme(config, name)
+        keys = formats.specs(stored, (rows, columns))
+        if missing := next((key for key in keys if f"{name}.{key}" not in checkpoint.tensors), None):
+            raise CheckpointError(f"{name}.{missing} is not in the checkpoint; download or write it again")
+        tensors = {key: checkpoint.tensors[f"{name}.{key}"] for key in keys}
+        is_expert = EXPERT.search(name) is not None
+        weights.append(
+            StoredWeight(name, (rows, columns), stored, (), False, is_expert, False, name, tensors, is_draft=True)
+        )
+    return tuple(weights)
 
 
 def _packed_modules(model: nn.Module) -> dict[str, PackedModule]:

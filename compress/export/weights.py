@@ -102,6 +102,7 @@ class StoredWeight(ExportWeight):
     module: str = ""  # path in the model of transformers, with experts one by one
     tensors: Mapping[str, Readable] | None = None  # what is stored, by the names of the format
     tied: str = ""  # the name of the head's module where this is the table of both
+    is_draft: bool = False  # a linear of a draft head, which the class of the model does not hold
 
     @property
     def nbytes(self) -> int:

@@ -55,6 +55,16 @@ def kv(device: torch.device | str, name: str) -> Any:
     return _module(processor(device), f"kv_{name}")
 
 
+def pages(device: torch.device) -> Any:
+    """Return the kernel file that reads and writes packed pages on a device, None if there is none."""
+    return _module(processor(device), "paged")
+
+
+def experts(device: torch.device | str) -> Any:
+    """Return the kernel file that multiplies with the weights of experts, None if there is none; see grouped.py."""
+    return _module(processor(device), "grouped")
+
+
 def supported(device: torch.device | str, format: str, params: Any, shape: Shape) -> Prepared | None:
     """Return what a kernel would do with such a weight on a device, None if it has to be decoded there by its format.
 
@@ -115,7 +125,7 @@ def product(x: Tensor, tensors: Mapping[str, Tensor], format: str, params: Any, 
     kernel = prepare(x, tensors, format, params, shape)
     if kernel is None or x.dtype not in kernel.types:
         return F.linear(x, formats.get(format).decode(tensors, params, shape, x.dtype))
-    with _on(x.device):
+    with current(x.device):
         return kernel(x.contiguous()) if suits(kernel, x) else decoded_product(kernel, x)
 
 
@@ -166,7 +176,7 @@ def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         moved = {name: tensor.to(on) for name, tensor in tensors.items()}
         kernel = prepare(torch.empty(0, device=on), moved, weight.format, weight.params, weight.shape)
         if kernel is not None:
-            with _on(on):
+            with current(on):
                 return kernel.decode(dtype).to(device)
     return formats.decode_stored(weight, dtype)
 
@@ -183,7 +193,7 @@ def rows(
         _check_ids(ids, shape[0])
     module = _module(processor(ids.device), format)
     if hasattr(module, "look_up") and ids.numel() and all(_readable(t, ids) for t in tensors.values()):
-        with _on(ids.device):
+        with current(ids.device):
             looked_up = module.look_up(tensors, params, shape, ids.contiguous(), dtype)
         if looked_up is not None:
             return cast(Tensor, looked_up)
@@ -240,7 +250,7 @@ class Weight:
         run = kernel if self.takes(x) else partial(decoded_product, kernel)
         if x.is_cpu:
             return run(x.contiguous())
-        with _on(x.device):
+        with current(x.device):
             return run(x.contiguous())
 
     def product_with_lowrank(
@@ -250,11 +260,11 @@ class Weight:
         kernel = self.prepared(x, tensors)
         if kernel is None or a.shape[0] > kernel.most_rank or not suits(kernel, x):
             return None
-        with _on(x.device):
+        with current(x.device):
             return kernel.plus(x.contiguous(), F.linear(x, a), b.contiguous())
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def current(device: torch.device) -> AbstractContextManager[Any]:
     """Make the device current: kernels are launched on the current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -286,7 +296,7 @@ def before(x: Tensor, ops: WeightTransforms, tensors: Mapping[str, Tensor]) -> T
     kernel = _hadamard(x, tensors[f"in_{name}"]) if name is not None else None
     if name is None or kernel is None:
         return operations.apply_input(x, ops, tensors)
-    with _on(x.device):
+    with current(x.device):
         return kernel.transform(x, before=Diagonal(name, tensors[f"in_{name}"]))
 
 
@@ -296,7 +306,7 @@ def after(y: Tensor, ops: WeightTransforms, tensors: Mapping[str, Tensor]) -> Te
     kernel = _hadamard(y, tensors[f"out_{name}"]) if name is not None else None
     if name is None or kernel is None:
         return operations.apply_output(y, ops, tensors)
-    with _on(y.device):
+    with current(y.device):
         return kernel.transform(y, after=Diagonal(name, tensors[f"out_{name}"]))
 
 

@@ -22,8 +22,8 @@ A codec is one file compress/kv/codecs/<name>.py; <name> is what recipes give as
 2.  `NEEDS`, a frozenset of the samples that calibration must bring, empty if none: "keys", "keys_pre" (before the
     rotary embedding), "values", "queries", "queries_pre", "queries_scaled" (as attention multiplies them with keys),
     "attended" (p^2 over the queries that read a token, [tokens, h, 1]), "gradients" (of the loss, by keys_pre or by
-    values), "gradients_output" (by the output of attention, [tokens, H, width]), "keys_sink" and "values_sink"
-    ([samples, sink, h, width], what the others leave out).
+    values), "gradients_rotated" (by keys or by values), "gradients_output" (by the output of attention, [tokens, H,
+    width]), "keys_sink" and "values_sink" ([samples, sink, h, width], what the others leave out).
 3.  `build(config, spec, static) -> Codec`, called once for the keys and once for the values of each layer. It raises
     RecipeError where the settings do not fit the layer.
 4.  Only if NEEDS is not empty: `calibrate(config, spec, samples) -> dict[str, Tensor]`. samples: name -> float32

@@ -47,9 +47,10 @@ def check_planned(skeleton: Skeleton, plan: Plan) -> None:
     """Load what a run will write, by the same classes, and run it without data.
 
     Experts stay as they are: there may be tens of thousands of linears, all in modules of our own (runtime/experts.py).
+    Draft heads are nothing of the model.
     Raises UnsupportedModelError if a class cannot load it, or reads a weight that will be packed.
     """
-    layers = [layer for layer in plan.packed if not layer.spec.is_expert]
+    layers = [layer for layer in plan.packed if not layer.spec.is_expert and layer not in plan.draft_layers]
     packed = hf.build_config({layer.spec.name: layer.stored for layer in layers}).to_dict()
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
     tables = {f"{name}.{LIKE}": torch.empty(0, dtype=skeleton.dtype, device="meta") for name in plan.embedding_tables}

@@ -12,6 +12,7 @@ import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,7 @@ from compress.types import LinearSpec
 
 OFF_TEXT_PATH = "beside the text"  # bytes of vision and audio towers, and of blocks that text skips
 UNUSED = "not used by the model"  # stored tensors
+DRAFT_HEADS = "draft heads"  # what is not packed of them
 MIN_FEATURES = 16  # a linear narrower than this (a gate with one output) costs more in padding than it saves
 
 
@@ -45,7 +47,8 @@ class Skeleton:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self.config = _config(checkpoint)
+        with _one_line(checkpoint):
+            self.config = plain_config(checkpoint.directory)  # packed linears are put in place here
         self.dtype = _dtype(self.config, checkpoint)
         self._separator = separator(checkpoint.directory, self.config)
         self.reshaped: dict[str, Any] = {}  # what `rebuild` has changed in the configuration of the text model
@@ -112,15 +115,15 @@ class Skeleton:
         return plain + buffers + sum(rows * columns for rows, columns in shapes.values())
 
     def unused_tensors(self) -> tuple[str, ...]:
-        """Return the stored tensors that are nothing of the model, and further copies of a tied weight, by name."""
-        state = self.model.state_dict()
-        used = {stored.name for name, group in self.sources.items() if name in state for stored in group}
-        copies = set[str]()
-        for names in self.aliases:
-            groups = [[stored.name for stored in self.sources[name]] for name in names if name in self.sources]
-            copies.update(name for group in groups[1:] for name in group if name not in groups[0])
-        stored_names = {stored.name for group in self.sources.values() for stored in group}
-        return tuple(sorted((stored_names - used) | copies))
+        """Return the stored tensors that are nothing of the model or its heads, and further copies of a tied one."""
+        unused = stored_weights.find_unused(self.model, self.aliases, self.sources)
+        return tuple(sorted(unused.keys() - self.draft_tensors.keys()))
+
+    @cached_property
+    def draft_tensors(self) -> dict[str, Readable]:
+        """The stored tensors of draft heads, which the class of the model does not hold, by name."""
+        unused = stored_weights.find_unused(self.model, self.aliases, self.sources)
+        return stored_weights.of_heads(unused, self.config)
 
     @property
     def vocab_size(self) -> int:
@@ -306,16 +309,17 @@ class Skeleton:
         return specs, kept
 
     def other_nbytes(self, kept: dict[str, int]) -> dict[str, int]:
-        """Sum the bytes of unchanged tensors, by stored name, by kind; OFF_TEXT_PATH and UNUSED where there are any."""
-        embeddings = self._stored_names(self.model.get_input_embeddings())
-        head = self._stored_names(self.model.get_output_embeddings())
+        """Sum the bytes of unchanged tensors, by stored name, by kind; what need not be there only if it is."""
         off_path = {stored.name for n, group in self.sources.items() if self.is_off_text_path(n) for stored in group}
-        unused = set(self.unused_tensors()) & kept.keys()
-        sizes = {"embeddings": 0, "output head": 0, **({OFF_TEXT_PATH: 0} if off_path else {}), "norms and the rest": 0}
-        sizes |= {UNUSED: 0} if unused else {}
-        places = ((UNUSED, unused), ("embeddings", embeddings), ("output head", head), (OFF_TEXT_PATH, off_path))
+        kinds = {
+            **{UNUSED: set(self.unused_tensors()) & kept.keys(), DRAFT_HEADS: self.draft_tensors.keys() & kept.keys()},
+            "embeddings": self._stored_names(self.model.get_input_embeddings()),
+            **{"output head": self._stored_names(self.model.get_output_embeddings()), OFF_TEXT_PATH: off_path},
+        }
+        sizes = {kind: 0 for kind, names in kinds.items() if names or kind in ("embeddings", "output head")}
+        sizes["norms and the rest"] = 0
         for name, nbytes in kept.items():
-            sizes[next((kind for kind, names in places if name in names), "norms and the rest")] += nbytes
+            sizes[next((kind for kind, names in kinds.items() if name in names), "norms and the rest")] += nbytes
         return sizes
 
     def _stored_names(self, module: nn.Module | None) -> set[str]:
@@ -343,11 +347,6 @@ class Skeleton:
         names = spec.parameters or tuple(next(tied, [weight]))
         tensors = [stored for name in names for stored in self.sources.get(name, [])]
         return tensors if spec.is_expert else [stored for stored in tensors if stored.name not in self.split]
-
-
-def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
-    with _one_line(checkpoint):
-        return plain_config(checkpoint.directory)  # packed linears are put in place here, not by transformers
 
 
 @contextmanager

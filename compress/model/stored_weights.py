@@ -2,7 +2,7 @@
 
 A tensor that the model does not use is a sign that it is not the model that was stored: scales of a quantized weight,
 layers that the configuration leaves out, another architecture. What models are known not to use is allowed: what their
-transformers class lists as ignored (layers for multi-token prediction, for example), and `UNUSED`.
+transformers class lists as ignored, `UNUSED`, and draft heads (compress/runtime/draft_heads.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers.core_model_loading import (
 
 from compress.errors import CheckpointError
 from compress.model import architectures
+from compress.runtime.draft_heads import is_of_head
 from compress.runtime.linear import PackedModule
 from compress.storage.checkpoint import Checkpoint, Readable
 
@@ -90,6 +91,26 @@ def _all_made(name: str, pattern: str | None, converters: Iterable[WeightConvert
     return [name.replace(targets[0], target) for target in targets] if len(targets) > 1 else [name]
 
 
+def of_heads(tensors: Mapping[str, Readable], config: PretrainedConfig) -> dict[str, Readable]:
+    """Return those of the stored tensors that have names of draft heads, sorted."""
+    return {name: tensors[name] for name in sorted(tensors) if is_of_head(name, config)}
+
+
+def find_unused(model: PreTrainedModel, aliases: Iterable[list[str]], stored_as: Sources) -> dict[str, Readable]:
+    """Return the stored tensors that are nothing of the model, and further copies of a tied weight, by name.
+
+    aliases: the names of each weight that has several.
+    """
+    state = model.state_dict()
+    used = {stored.name for name, group in stored_as.items() if name in state for stored in group}
+    copies = set[str]()
+    for names in aliases:
+        groups = [[stored.name for stored in stored_as[name]] for name in names if name in stored_as]
+        copies.update(name for group in groups[1:] for name in group if name not in groups[0])
+    every = {stored.name: stored for group in stored_as.values() for stored in group}
+    return {name: stored for name, stored in every.items() if name not in used or name in copies}
+
+
 def split(stored_as: Sources) -> set[str]:
     """Return the names of the stored tensors that several parameters are made of."""
     counts = Counter(stored.name for group in stored_as.values() for stored in group)
@@ -135,6 +156,7 @@ def _unknown(model: PreTrainedModel, checkpoint: Checkpoint, stored_as: Sources)
         if name not in used
         and not any(re.search(pattern, name) for pattern in ignored)
         and not (re.search(MASK_NAMES, name) and all(len(stored.shape) == 4 for stored in group))
+        and not all(is_of_head(stored.name, model.config) for stored in group)
     ]
 
 
@@ -146,14 +168,15 @@ def check_copies(checkpoint: Checkpoint, aliases: Iterable[list[str]], stored_as
     for names in aliases:
         copies = [stored_as[name][0] for name in names if name in stored_as]
         for other in copies[1:]:
-            if not _is_copy(copies[0], other):
+            if not is_copy(copies[0], other):
                 raise CheckpointError(
                     f"{checkpoint.directory}: {copies[0].name} and {other.name} differ, but the configuration says "
                     "that they are one; set tie_word_embeddings to false in config.json if they are two, or remove one"
                 )
 
 
-def _is_copy(first: Readable, other: Readable) -> bool:
+def is_copy(first: Readable, other: Readable) -> bool:
+    """Return whether two stored tensors are of one type and shape and hold the same bytes."""
     if (first.shape, first.dtype) != (other.shape, other.dtype):
         return False
     return all(torch.equal(a, b) for a, b in zip(first.parts(), other.parts(), strict=True))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SCHEME_KEYS = ("method", "incoherence", "activations", "lowrank", *OUTPUT_DEFAULTS)
 # What embeddings and head get where their sections do not say otherwise.
 TABLE_METHOD, TABLE_BITS = "rtn", 8
+METHOD_OF_DRAFTS = "gptq"  # inputs are measured for it; without, the method of tables
 # Scope of a step of tuning -> what it tunes.
 TUNED = {"block": "blocks", "model": "the whole model"}
 RULE_KEYS = ("match", "match_any", "keep", *SCHEME_KEYS)
@@ -105,6 +106,14 @@ def table_default() -> Scheme:
     from compress.types import Scheme
 
     return Scheme(TABLE_METHOD, plugins.load("quant", TABLE_METHOD).Config(bits=TABLE_BITS))
+
+
+def drafts_default(reads_text: bool = True) -> Scheme:
+    """Return the scheme of draft heads over which that of a recipe is laid; reads_text: whether inputs are measured."""
+    from compress.types import Scheme
+
+    module = plugins.load("quant", method := METHOD_OF_DRAFTS if reads_text else TABLE_METHOD)
+    return Scheme(method, module.Config(bits=TABLE_BITS), module.INCOHERENCE)
 
 
 def check_table(chosen: Scheme, at: Node, where: str) -> None:

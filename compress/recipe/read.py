@@ -27,6 +27,7 @@
     embeddings: {bits: 8}      # the table of token embeddings; a method whose format has rows; by default rtn at 8 bits
     head: {method: gptq, bits: 8}  # the output head, by any method; of a table that is both, what `head` says;
                                # {keep: true} leaves either as it is, which is the default
+    draft_heads: {bits: 8}     # layers that predict further tokens (MTP), by default gptq at 8 bits; or {keep: true}
     ignore: ["lm_head"]        # kept as they are, before any rule; each must match a module or parameter of the model
     allocate:                  # which linears get which options; a method of compress/allocate and its `Config`
       method: knapsack
@@ -85,6 +86,8 @@ from compress.recipe.blocks import (
     acceptance,
     build,
     cache,
+    check_table,
+    drafts_default,
     fields,
     is_kept,
     is_two_sided,
@@ -94,7 +97,17 @@ from compress.recipe.blocks import (
     transforms,
     tuning,
 )
-from compress.recipe.schema import ALLOCATE_KEYS, KEEP, RENAMED, TABLES, TOP_KEYS, CalibrationConfig, Recipe, Rule
+from compress.recipe.schema import (
+    ALLOCATE_KEYS,
+    DRAFT_HEADS,
+    KEEP,
+    RENAMED,
+    TABLES,
+    TOP_KEYS,
+    CalibrationConfig,
+    Recipe,
+    Rule,
+)
 from compress.recipe.yaml import (
     OVERRIDE,
     Entries,
@@ -172,6 +185,7 @@ def _recipe(root: Node, default_name: str) -> Recipe:
         towers=_towers(entries),
         embeddings=table(entries, "embeddings"),
         head=table(entries, "head"),
+        draft_heads=_draft_heads(entries),
         export=_target(entries),
         accept=acceptance(entries),
     )
@@ -198,6 +212,21 @@ def _towers(entries: Entries) -> tuple[Rule, ...]:
     return tuple(_rule(node, above) for node in nodes)
 
 
+def _draft_heads(entries: Entries) -> Scheme | None:
+    """Return the scheme of the section `draft_heads`, over 8 bits by gptq; None without the section."""
+    from compress.types import Scheme
+
+    if DRAFT_HEADS not in entries:
+        return None
+    at, node = entries[DRAFT_HEADS]
+    settings = mapping(node, DRAFT_HEADS)
+    if is_kept(settings, DRAFT_HEADS):
+        return Scheme(KEEP, None)
+    chosen = scheme(settings, at, DRAFT_HEADS, drafts_default())
+    check_table(chosen, at, DRAFT_HEADS)
+    return chosen
+
+
 def _quantize(entries: Entries, root: Node) -> Scheme:
     from compress.types import Scheme
 
@@ -206,7 +235,7 @@ def _quantize(entries: Entries, root: Node) -> Scheme:
         return scheme(mapping(block, "quantize"), at, "quantize", None)
     if "kv_cache" not in entries and not ("transform" in entries and sequence(entries, "transform")):
         raise error_at(root, f"quantize is missing; it needs a method, one of {', '.join(plugins.names('quant'))}")
-    for key in ("rules", *TABLES, "allocate", "experts"):
+    for key in ("rules", *TABLES, DRAFT_HEADS, "allocate", "experts"):
         if key == "allocate" and key in entries and "context" in mapping(entries[key][1], key):
             continue  # bits of the cache alone
         if key in entries and (key != "rules" or sequence(entries, key)):

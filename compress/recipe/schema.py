@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 OUTPUT_DEFAULTS = {"two_sided": False, "out_scales": "none", "in_vector": False, "vector_bits": 16}
 KEEP = "keep"  # the option, and the method of a scheme, that leaves a weight as it is
 TABLES = ("embeddings", "head")  # sections for what lies outside of the blocks
-OTHER_KEYS = ("allocate", "tune", "experts", "kv_cache", "towers", "export", "accept")
+DRAFT_HEADS = "draft_heads"  # the section for layers that predict further tokens
+OTHER_KEYS = (DRAFT_HEADS, "allocate", "tune", "experts", "kv_cache", "towers", "export", "accept")
 SETTING_KEYS = ("calibration", "transform", "quantize", "rules", "ignore", *TABLES, *OTHER_KEYS)
 TOP_KEYS = ("name", "description", *SETTING_KEYS, *facts.SECTIONS)
 CACHE_KEYS = ("context", "cache_bits", "cache_options", "cache_estimator")
@@ -257,6 +258,7 @@ class Recipe:
     towers: tuple[Rule, ...] = ()  # for linears beside the text model, which no rule matches stay as they are
     embeddings: Scheme | None = None  # of the token embeddings; None: they stay as they are
     head: Scheme | None = None  # of the output head; None: it stays as it is
+    draft_heads: Scheme | None = None  # of the linears of draft heads; None: 8 bits; the method KEEP: as they are
     export: str | None = None  # the format of another tool that the result must fit (compress/export/targets)
     accept: Acceptance | None = None  # what the result must reach; None: nothing is scored
 
@@ -333,6 +335,7 @@ def _plain(recipe: Recipe, plain: ToPlain = dataclasses.asdict) -> dict[str, Any
         "rules": [_plain_rule(rule, plain) for rule in recipe.rules],
         "ignore": list(recipe.ignore),
         **{key: settings(scheme, plain) for key, scheme in tables.items()},
+        **({DRAFT_HEADS: _kept_or(recipe.draft_heads, plain)} if recipe.draft_heads is not None else {}),
         **({"allocate": _plain_allocation(recipe.allocate, plain)} if recipe.allocate is not None else {}),
         **plain_tuning(recipe.tune, plain),
         **({"experts": dataclasses.asdict(recipe.experts)} if recipe.experts is not None else {}),
@@ -370,7 +373,7 @@ def _plain_allocation(allocation: Allocation, plain: ToPlain) -> dict[str, Any]:
 
 
 def _kept_or(scheme: Scheme | None, plain: ToPlain) -> dict[str, Any]:
-    return settings(scheme, plain) if scheme is not None else {"keep": True}
+    return settings(scheme, plain) if scheme is not None and scheme.method != KEEP else {"keep": True}
 
 
 def _plain_rule(rule: Rule, plain: ToPlain) -> dict[str, Any]:

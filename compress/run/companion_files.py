@@ -9,6 +9,7 @@ from typing import Any
 from compress import process_memory, recipe
 from compress.importers import companions
 from compress.progress import note
+from compress.run import draft_heads
 from compress.run.job import RunState
 from compress.run.source import code_references, model_files, without_code
 from compress.runtime import hf
@@ -29,7 +30,8 @@ def write_config(directory: Path, run: RunState, cache: dict[str, Any] | None = 
     # a stated dtype: transformers would else take that of the first floating tensor, perhaps a scale
     dtype = skeleton.checkpoint.config.get("dtype") or str(skeleton.dtype).removeprefix("torch.")
     config = {**config, "dtype": dtype}
-    quantization = hf.build_config({row.name: row.stored for row in run.layers}, run.prunings).to_dict()
+    shapes = draft_heads.shapes(run.prepared.plan, run.layers)
+    quantization = hf.build_config({row.name: row.stored for row in run.layers}, run.prunings, shapes).to_dict()
     if run.layers:
         config = json_text.add_notice({**config, "quantization_config": quantization})
     if cache is not None:

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from compress.kv.evict import select
 from compress.kv.evict import settings as eviction
 from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import EXACT, KINDS, CacheSettings, Coding, Codings
-from compress.kv.token_store import Bytes
+from compress.kv.token_store import Bytes, Store
 from compress.model.architectures import max_positions
 from compress.model.cache_pass import CachedHeads, CachedLayers, cached_layers
 from compress.numerics import kl
@@ -171,7 +171,7 @@ def sample_nbytes(config: Any, settings: CacheSettings, tokens: int) -> tuple[in
         channels["keys_pre"], channels["queries"] = channels["keys"], cached.queries * heads.keys[1]
         channels |= dict.fromkeys(("queries_pre", "queries_scaled", "gradients_output"), channels["queries"])
         channels |= {"gradients": channels["keys"] + channels["values"], **dict.fromkeys(SINKS, 0)}
-        channels["attended"] = heads.keys[0]
+        channels |= {"gradients_rotated": channels["gradients"], "attended": heads.keys[0]}
         work = max(module.WORK for module in modules if module.NEEDS)
         held = max(held, 4 * sum(channels[name] for name in needed | {*KINDS}))
         learning = max(learning, 4 * max(channels.values()), work * max(channels[x] for x in needed - GRADIENTS))
@@ -205,33 +205,100 @@ class CacheBytes:
         return asdict(self)
 
 
-@torch.no_grad()
+class CodedLayers:
+    """The coded layers of a model, filled with any number of tokens of one sequence to count their bytes."""
+
+    def __init__(
+        self,
+        config: Any,
+        settings: CacheSettings,
+        static: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        devices: int = 1,
+    ) -> None:
+        """static: what the codecs were calibrated to. devices: those that share the KV heads of each layer."""
+        self.config, self.settings, self.static, self.dtype, self.devices = config, settings, static, dtype, devices
+        self.cached = cached_layers(config)
+        self.heads = self.cached.by_layer
+        if settings.needs() and not static:
+            self.static = _stand_ins(config, settings, self.cached)
+        layers = self._cache().layers
+        self.coded = [i for i, layer in enumerate(layers) if isinstance(layer, CodedLayer) and i in self.heads]
+
+    def _cache(self) -> KVCache:
+        return caches.make_cache(self.config, replace(self.settings, evict=None), self.static, "fused")
+
+    @property
+    def exact_token_nbytes(self) -> int:
+        """Bytes of a token in these layers where they are not coded."""
+        shapes = [shape for index in self.coded for shape in (self.heads[index].keys, self.heads[index].values)]
+        return sum(math.prod(shape) for shape in shapes) * self.dtype.itemsize
+
+    @torch.no_grad()
+    def nbytes(self, context: int, at_most: bool = False) -> Bytes:
+        """Return the bytes at a context, on each device; at_most: the most while a sequence grows to it."""
+        stored = _stored_tokens(self.config, self.settings, context)
+        codings, evicts = self._cache().codings, self.settings.evict is not None
+        alike = Counter(repr((codings[i], self.heads[i], stored[i])) for i in self.coded)
+        total, rotary = Bytes(), 0
+        for index in self.coded:
+            heads = self.heads[index]
+            if not (count := alike.pop(repr((codings[index], heads, stored[index])), 0)):
+                continue  # its like was measured
+            one = self._cache()
+            size = _layer_nbytes(one, index, heads, self.dtype, stored[index])
+            if at_most:
+                layer = cast(CodedLayer, one.layers[index])
+                peaks = {peak for store in layer.stores.values() for peak in _peaks(store, stored[index])}
+                sizes = (_layer_nbytes(self._cache(), index, heads, self.dtype, peak) for peak in peaks)
+                size = max([size, *sizes], key=lambda each: each.total)
+            if evicts and stored[index] < context:
+                later = context - select.prompt_of(context)
+                size += Bytes(state=select.places(stored[index] - later, bool(len(one.rope))))
+            if len(one.rope):  # keys before the rotary embedding, whose rows and positions all layers share
+                rotary = max(rotary, heads.rotary * self.dtype.itemsize + 4)
+            own = -(-size.total // min(self.devices, heads.keys[0]))
+            total += Bytes(codes=count * own, static=count * size.static)
+        return total + Bytes(state=rotary * context)
+
+
+def _peaks(store: Store, tokens: int) -> list[int]:
+    """Return the length before the last one, of so many tokens at most, at which exact tokens were coded."""
+    first = store.policy.sink + store.policy.residual_length + store.flush
+    return [tokens - (tokens - first) % store.flush - 1] if tokens >= first else []
+
+
+def _stand_ins(config: Any, settings: CacheSettings, cached: CachedLayers) -> dict[str, Tensor]:
+    """Return tensors of the names, shapes and types that calibration will give, so that bytes can be counted."""
+    tensors: dict[str, Tensor] = {}
+    codings = caches.coded_layers(config, settings)
+    for index, heads in cached.by_layer.items():
+        for kind, shape in (("keys", heads.keys), ("values", heads.values)):
+            coding, queries = codings[index][kind], max(1, cached.queries // shape[0])
+            specs = getattr(plugins.load("kv", coding.method), "specs", None)
+            spec = Spec(kind, index, len(codings), *shape, queries)  # type: ignore[arg-type]
+            for name, (size, dtype) in specs(coding.config, spec).items() if specs is not None else ():
+                tensors[f"layers.{index}.{kind}.{name}"] = _stand_in(size, dtype)
+    return tensors
+
+
+def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return whole numbers of 1, unit matrices, and positive numbers in ascending order."""
+    if not dtype.is_floating_point:
+        return torch.ones(shape, dtype=dtype)
+    is_square = len(shape) > 1 and shape[-1] == shape[-2]
+    values = torch.eye(shape[-1]) if is_square else torch.linspace(0.5, 1.0, shape[-1])
+    return values.to(dtype).expand(shape).contiguous()
+
+
 def bytes_at_context(
     config: Any, settings: CacheSettings, static: Mapping[str, Tensor], dtype: torch.dtype, context: int | None = None
 ) -> CacheBytes:
     """Return the bytes of a cache of a model of this configuration; static: what its codecs were calibrated to."""
     context = context or min(CONTEXT, max_positions(config.get_text_config()) or CONTEXT)
-    cached = cached_layers(config)
-    heads, states = cached.by_layer, cached.state_nbytes if settings.states is not None else (0, 0)
-    stored, evicts = _stored_tokens(config, settings, context), settings.evict is not None
-    settings = replace(settings, evict=None)
-    cache = caches.make_cache(config, settings, static, "fused")
-    coded = [index for index, layer in enumerate(cache.layers) if isinstance(layer, CodedLayer) and index in heads]
-    alike = Counter(repr((cache.codings[index], heads[index], stored[index])) for index in coded)
-    total = exact = static_nbytes = rotary = 0
-    for index in coded:
-        if not (count := alike.pop(repr((cache.codings[index], heads[index], stored[index])), 0)):
-            continue  # its like was measured
-        one = caches.make_cache(config, settings, static, "fused")
-        size = _layer_nbytes(one, index, heads[index], dtype, stored[index])
-        if evicts and stored[index] < context:
-            later = context - select.prompt_of(context)
-            size += Bytes(state=select.places(stored[index] - later, bool(len(one.rope))))
-        if len(one.rope):  # keys before the rotary embedding, whose rows and positions all layers share
-            rotary = max(rotary, heads[index].rotary * dtype.itemsize + 4)
-        total, static_nbytes = total + count * size.total, static_nbytes + count * size.static
-        exact += count * sum(math.prod(shape) for shape in (heads[index].keys, heads[index].values)) * dtype.itemsize
-    return CacheBytes(context, rotary + (total + static_nbytes) / context, exact, static_nbytes, *states)
+    layers = CodedLayers(config, settings, static, dtype)
+    size, states = layers.nbytes(context), layers.cached.state_nbytes if settings.states is not None else (0, 0)
+    return CacheBytes(context, (size.total + size.static) / context, layers.exact_token_nbytes, size.static, *states)
 
 
 def _stored_tokens(config: Any, settings: CacheSettings, context: int) -> list[int]:

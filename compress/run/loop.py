@@ -32,7 +32,7 @@ from compress.ranks import Portion, Ranks
 from compress.run import loss_gradients, quantize_linear, sizes, tables
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.job import Job, Prepared
-from compress.run.quantize_linear import NO_STATISTICS, InputRange, LargestWeights, LinearTask, Tiles
+from compress.run.quantize_linear import NO_STATISTICS, InputRange, InputStatistics, LargestWeights, LinearTask, Tiles
 from compress.types import Fisher, LayerPlan, Quantized
 
 LinearOptions = Mapping[str, Mapping[str, LayerPlan]]  # linear -> option -> how it is stored at that option
@@ -100,6 +100,8 @@ class BlockLoop:
         self.seconds: list[float] = []  # of each block computed in this run
         self.reads_head: LayerPlan | None = None  # the output head, where statistics of what it reads are taken
         self.head = NO_STATISTICS
+        self.reads_drafts: list[LayerPlan] = []  # the linears of draft heads of which this is asked for, too
+        self.drafts: dict[str, InputStatistics] = {}  # by input key
         self.quantize: Callable[[LinearTask, int], Quantized] = quantize_linear.quantize
 
     def run(self, consumer: BlockConsumer) -> None:
@@ -112,7 +114,7 @@ class BlockLoop:
             note(*notes["two_sided"])
         elif self.prepared.plan.one_sided:
             notes["two_sided"] = [self.prepared.plan.one_sided]
-        self.stream.embed(last >= 0 or self.reads_head is not None)
+        self.stream.embed(last >= 0 or self._is_end_read)
         process_memory.trim()
         process_memory.check(self.job.max_memory)
         with torch.no_grad():
@@ -128,8 +130,14 @@ class BlockLoop:
                     matrix = self.stream.matrix
                     known = None if matrix is None else matrix.of_head(self.reads_head.spec.shape[1])
                     self.head = known or tables.statistics(self.stream, self.reads_head)
+                self.drafts = tables.draft_statistics(self.stream, self.reads_drafts)
             finally:
                 self.stream.states.close()
+
+    @property
+    def _is_end_read(self) -> bool:
+        """Whether the states behind the last block are needed."""
+        return self.reads_head is not None or bool(self.reads_drafts)
 
     def _last_read(self) -> int:
         """Return the last block that needs calibration text: nothing behind it is packed, changed or pruned."""
@@ -202,7 +210,7 @@ class BlockLoop:
             yield from self._tasks(index, block, consumer, notes)
             consumer.finish(index, block, notes)
         stream.parted = stream.parted or (stream.paired and not is_last)
-        if not is_last or self.reads_head is not None:
+        if not is_last or self._is_end_read:
             stream.forward(index, block, "propagating", BlockPass(QUANTIZED, QUANTIZED))
         self.skeleton.free()
         process_memory.trim()

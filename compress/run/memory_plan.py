@@ -157,7 +157,7 @@ class _MemoryModel:
 
     def __init__(self, plan: Plan, skeleton: Skeleton, samples: int, seq_len: int, demands: MemoryDemands) -> None:
         paired = demands.is_paired
-        self.compiler = sizes.compiler_nbytes((*plan.layers, *plan.tables, *plan.tower_layers))
+        self.compiler = sizes.compiler_nbytes(plan.packed)
         self.base = process_memory.resident()  # behind what the line above loads
         self.samples, self.seq_len = samples, seq_len
         self.by_block: list[list[LayerPlan]] = [[] for _ in skeleton.blocks]
@@ -270,14 +270,19 @@ class _MemoryModel:
         )
 
     def _towers(self, plan: Plan) -> int:
-        """Return the bytes of quantizing towers: a linear, and what waits to be written."""
-        if not plan.tower_layers:
+        """Return the bytes of quantizing towers and draft heads: a linear, and what waits; or of running the heads."""
+        if not (layers := (*plan.tower_layers, *plan.draft_layers)):
             return 0
-        weights = max(layer.spec.numel for layer in plan.tower_layers) * self.item
-        packed = max(layer.nbytes for layer in plan.tower_layers)
-        waiting = min(sum(layer.nbytes for layer in plan.tower_layers), sizes.TOWER_SHARD_NBYTES + packed)
-        hessians = max(sizes.hessian_nbytes(plan.tower_layers).values(), default=0)
-        return weights + self.converted + hessians + sizes.linears_workspace(plan.tower_layers, False) + waiting
+        weights = max(layer.spec.numel for layer in layers) * self.item
+        packed = max(layer.nbytes for layer in layers)
+        waiting = min(sum(layer.nbytes for layer in layers), sizes.TOWER_SHARD_NBYTES + packed)
+        hessians = max(sizes.hessian_nbytes(layers).values(), default=0)
+        inputs = [layer for layer in plan.draft_layers if not layer.spec.is_expert]
+        if self.samples and (measured := sum(sizes.hessian_nbytes(inputs).values())):
+            hessians = max(hessians, measured)
+            weights += self.embedding + self.item * sum(layer.spec.numel for layer in plan.draft_layers)
+            weights += self.seq_len * sizes.token_nbytes([layer.spec for layer in inputs], self.item)
+        return weights + self.converted + hessians + sizes.linears_workspace(layers, False) + waiting
 
     def block_peak(self, index: int, batch: int, statistics_nbytes: int) -> int:
         """Return the peak of one block beside the program and the stream."""

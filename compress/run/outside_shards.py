@@ -47,6 +47,11 @@ def head_to_read(output: Output, plan: Plan) -> LayerPlan | None:
     return tables.read_head(plan.tables) if intact_rest(output) is None else None
 
 
+def drafts_to_read(plan: Plan) -> list[LayerPlan]:
+    """Return the linears of draft heads that are quantized by what they read."""
+    return tables.read_drafts(plan.draft_layers)
+
+
 def intact_rest(output: Output) -> dict[str, Any] | None:
     """Return the record of the shard of everything outside the blocks, None if it is not done or not as recorded."""
     record = output.finished_stage(REST_STAGE, REST_RECORD)
@@ -95,25 +100,33 @@ def _rest_contents(prepared: Prepared, device: torch.device) -> shards.Contents:
 
 
 @torch.no_grad()
-def write_towers(output: Output, run: RunState, progress: Progress) -> None:
-    """Quantize the planned linears of towers and skipped blocks, write their shards, and add their rows to the run."""
+def write_beside(output: Output, run: RunState, statistics: Mapping[str, InputStatistics], progress: Progress) -> None:
+    """Quantize the planned linears of towers, skipped blocks and draft heads, write their shards, add rows to the run.
+
+    statistics: those that are known, by input key.
+    """
     skeleton, plan = run.prepared.skeleton, run.prepared.plan
+    layers, stored_alone = (*plan.tower_layers, *plan.draft_layers), tables.draft_weights(skeleton, plan)
     tensors, nbytes, written = dict[str, torch.Tensor](), 0, 0
-    for number, layer in enumerate(plan.tower_layers):
+    for number, layer in enumerate(layers):
         name, started = layer.spec.name, time.monotonic()
-        progress(f"quantizing {name}", number, len(plan.tower_layers))
-        weight = skeleton.load_linear(name, torch.device(run.job.device)).get_parameter("weight").detach()
+        progress(f"quantizing {name}", number, len(layers))
+        if name in stored_alone:
+            weight = stored_alone[name].read().to(run.job.device, layer.spec.dtype)
+        else:
+            weight = skeleton.load_linear(name, torch.device(run.job.device)).get_parameter("weight").detach()
         quantize_linear.check_finite(name, weight)
-        task = LinearTask(layer, "", weight, _no_statistics(layer, run), None, None)
+        given = statistics.get(layer.spec.input_key)
+        task = LinearTask(layer, "", weight, given or _no_statistics(layer, run), None, None)
         result = quantize_linear.quantize(task, run.job.seed)
-        row = report.measure(layer, weight, result.weight, None, result.notes)
+        row = report.measure(layer, weight, result.weight, given.stats if given else None, result.notes)
         row = report.check_row(row, run.job.allow_partial)
         run.layers.append(dataclasses.replace(row, seconds=round(time.monotonic() - started, 4)))
         tensors |= {f"{name}.{key}": tensor.cpu() for key, tensor in result.weight.tensors.items()}
         nbytes += layer.nbytes
         skeleton.free()
         process_memory.check(run.job.max_memory)
-        if nbytes >= sizes.TOWER_SHARD_NBYTES or layer is plan.tower_layers[-1]:
+        if nbytes >= sizes.TOWER_SHARD_NBYTES or layer is layers[-1]:
             shard = TOWER_SHARD.format(written)
             run.hashes[shard] = write_shard(output.model / shard, tensors)
             tensors, nbytes, written = {}, 0, written + 1

@@ -55,6 +55,7 @@ def open_run(
             loop.meter.before, loop.meter.expected = predict.predict_by_counts(job, prepared) or (0.0, 0.0)
             records = ranks.by_main(lambda: shards.intact_blocks(output, len(prepared.skeleton.blocks)))
             loop.reads_head = ranks.by_main(lambda: outside_shards.head_to_read(output, prepared.plan))
+            loop.reads_drafts = outside_shards.drafts_to_read(prepared.plan)
             run = RunState(job, prepared, calibration, block_seconds=loop.seconds)
             yield loop, CheckpointBlocks(run, output, loop.stream, records)
 

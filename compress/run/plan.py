@@ -16,7 +16,7 @@ from compress.model.skeleton import Skeleton
 from compress.model.spared import spared_linears
 from compress.quant import incoherence
 from compress.recipe.schema import KEEP, Recipe
-from compress.run import outside_plan
+from compress.run import draft_heads, outside_plan
 from compress.storage.checkpoint import Readable
 from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec, Plan, Scheme, Stored, WeightTransforms
 
@@ -33,7 +33,7 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     decided = {name: scheme for name, scheme in schemes.items() if scheme is not None}
     if not pack:
         plain = Plan((), kept, {n: stored.nbytes for n, stored in _source_tensors(skeleton).items()}, decided)
-        return outside_plan.add_tables(plain, recipe, skeleton, _outside)
+        return draft_heads.add(outside_plan.add_tables(plain, recipe, skeleton, _outside), recipe, skeleton, _outside)
     names = {scheme.method for scheme in schemes.values() if scheme is not None}
     methods = {name: plugins.load("quant", name) for name in names}
     layers: list[LayerPlan] = []
@@ -63,7 +63,8 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     of_blocks = Plan(tuple(layers), kept, kept_nbytes, decided, chosen_numel=chosen, one_sided=one_sided)
     of_blocks = dataclasses.replace(of_blocks, messages=_spared_message(of_blocks))
     with_towers = outside_plan.add_towers(of_blocks, recipe, skeleton, _outside)
-    return _with_estimates(outside_plan.add_tables(with_towers, recipe, skeleton, _outside))
+    with_tables = outside_plan.add_tables(with_towers, recipe, skeleton, _outside)
+    return _with_estimates(draft_heads.add(with_tables, recipe, skeleton, _outside))
 
 
 def _spared_message(plan: Plan) -> tuple[str, ...]:

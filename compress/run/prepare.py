@@ -28,23 +28,26 @@ def prepare_all(
     """
     calibration_text.check(job)
     skeleton = source.open_model(job)
-    plan.check_stacks(job.recipe, skeleton, len(recipes) > 1 or every)
-    for step in job.recipe.transform:
-        if plugins.load("transform", step.method).SCOPE == "model":
-            skeleton.edits = plugins.load("transform", step.method).apply(skeleton, step.config, job.seed)
-    if job.recipe.kv_cache is not None:
-        kv_cache.check(skeleton.config, job.recipe.kv_cache)
-    plans, options = _make_plans(job, skeleton, recipes, tables)
+    plans, options = make_plans(job, skeleton, recipes, tables, every)
     layers = tuple(layer for table in options for layer in table.layers.values())
     prepared = demands.arrange(job, skeleton, plans, layers, every)
     calibration_text.check_stacks(job, prepared)
     return prepared, plans
 
 
-def _make_plans(
-    job: Job, skeleton: Skeleton, recipes: Sequence[Recipe], tables: Sequence[Scheme | None]
+def make_plans(
+    job: Job, skeleton: Skeleton, recipes: Sequence[Recipe], tables: Sequence[Scheme | None] = (), every: bool = False
 ) -> tuple[list[Plan], list[outside_plan.TableOptions]]:
-    """Return the plan of each recipe, and the tables at each of the schemes; refuse what packs too little."""
+    """Return the plan of each recipe, and the tables at each of the schemes; refuse what packs too little.
+
+    The skeleton gets the edits of transforms of the whole model. `every` as for `prepare_all`.
+    """
+    plan.check_stacks(job.recipe, skeleton, len(recipes) > 1 or every)
+    for step in job.recipe.transform:
+        if plugins.load("transform", step.method).SCOPE == "model":
+            skeleton.edits = plugins.load("transform", step.method).apply(skeleton, step.config, job.seed)
+    if job.recipe.kv_cache is not None:
+        kv_cache.check(skeleton.config, job.recipe.kv_cache)
     plans = [plan.make(recipe, skeleton, job.pack) for recipe in recipes]
     options = plan.table_options(job.recipe, skeleton, tables)
     if job.pack:

@@ -261,7 +261,11 @@ def with_sizes(plan: Plan, rows: Sequence[LayerReport]) -> Plan:
         )
 
     return dataclasses.replace(
-        plan, layers=settle(plan.layers), tower_layers=settle(plan.tower_layers), tables=settle(plan.tables)
+        plan,
+        layers=settle(plan.layers),
+        tower_layers=settle(plan.tower_layers),
+        draft_layers=settle(plan.draft_layers),
+        tables=settle(plan.tables),
     )
 
 

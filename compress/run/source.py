@@ -31,7 +31,9 @@ from compress.model.skeleton import Skeleton
 from compress.progress import note
 from compress.run.job import Job
 from compress.storage import manifest, paths
-from compress.storage.checkpoint import Checkpoint, read_json, write_text
+from compress.storage.checkpoint import INDEX, Checkpoint, StoredTensor, read_json, write_text
+
+WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")  # ends of files that hold some
 
 
 def of(job: Job) -> Path:
@@ -58,6 +60,35 @@ def open_original(job: Job) -> Checkpoint:
         method = packed.get("quant_method") if isinstance(packed, dict) else packed
         raise CheckpointError(f"{job.model} is already quantized ({method}); give the original checkpoint")
     return checkpoint
+
+
+def has_weights(job: Job) -> bool:
+    """Return whether there is more of a job's model than its configuration."""
+    return any(file.suffix in WEIGHTS or file.name == INDEX for file in of(job).iterdir())
+
+
+def open_or_imagine(job: Job) -> Checkpoint:
+    """Open the checkpoint that a job names, packed or not; of a directory without weights, imagine them in bfloat16."""
+    directory = of(job)
+    if has_weights(job):
+        return open_checkpoint(directory)
+    tensors: dict[str, Any] = {}
+    try:
+        config = load.plain_config(directory)
+        with torch.device("meta"):
+            model = load.empty_model(config, torch.bfloat16)
+    except load.FAILURES as error:
+        raise CheckpointError(
+            f"{directory} has no weights, and transformers cannot make a model of its {paths.CONFIG} "
+            f"({first_line(error)}); correct that, or download the checkpoint"
+        ) from error
+    model.tie_weights()
+    names = {id(each): name for name, each in reversed(model.state_dict(keep_vars=True).items())}  # tied ones once
+    for name, each in model.state_dict(keep_vars=True).items():
+        if names[id(each)] == name:
+            file = directory / paths.CONFIG
+            tensors[name] = StoredTensor(name, file, each.dtype, tuple(each.shape), 0, each.nbytes)
+    return Checkpoint(directory, read_json(directory / paths.CONFIG), tensors)
 
 
 def open_model(job: Job) -> Skeleton:

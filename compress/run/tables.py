@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from compress import formats, process_memory
 from compress.calib import stats as calib_stats
 from compress.formats import transforms
-from compress.model import lm_head
+from compress.model import draft_heads, lm_head
 from compress.model.skeleton import Skeleton
+from compress.model.told_linears import Matrix
 from compress.run import quantize_linear, report, sizes
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.job import Job, RunState
 from compress.run.quantize_linear import NO_STATISTICS, InputStatistics, LinearTask, finish_statistics
-from compress.types import NO_TRANSFORMS, LayerPlan, LayerReport, PackedWeight, Quantized
+from compress.types import NO_TRANSFORMS, LayerPlan, LayerReport, PackedWeight, Plan, Quantized
 
 
 class PackedTables(NamedTuple):
@@ -68,6 +69,54 @@ def statistics(stream: CalibrationStream, layer: LayerPlan) -> InputStatistics:
     calib_stats.join({"": total}, stream.ranks)
     tokens = stream.states.samples * stream.prepared.seq_len
     return finish_statistics(total, layer.spec.name, None, tokens, stream.job.seed)
+
+
+def read_drafts(layers: Iterable[LayerPlan]) -> list[LayerPlan]:
+    """Return the layers of heads that are quantized by statistics of their inputs."""
+    return [layer for layer in layers if sizes.needs_statistics(layer) and not layer.spec.is_expert]
+
+
+@torch.no_grad()
+def draft_statistics(stream: CalibrationStream, layers: list[LayerPlan]) -> dict[str, InputStatistics]:
+    """Return input key -> statistics of what linears of heads read, the stream being behind the last block.
+
+    Empty where transformers cannot run the heads. layers: those of `read_drafts`.
+    """
+    skeleton, device = stream.skeleton, stream.device
+    head = skeleton.model.get_output_embeddings()
+    if not layers or stream.tokens is None or not isinstance(head, nn.Linear):
+        return {}
+    if draft_heads.can_open(skeleton) is not None:  # the plan has said why
+        return {}
+    stream.meter.say("calibrating the draft heads")
+    try:
+        skeleton.load_rest(device)
+        heads = draft_heads.load(skeleton, device)
+        keys = {layer.spec.input_key: layer.spec.shape[1] for layer in layers}
+        linears = draft_heads.linears(heads, keys, skeleton)
+        sums = {key: calib_stats.HessianSum(keys[key], device) for key in linears}
+        chunk = calib_stats.chunk_tokens(stream.prepared.seq_len)
+        if not stream.ranks.is_main:
+            calib_stats.agree(sums, stream.ranks)
+        for samples in stream.own:
+            hidden = stream.calls.stacks[-1].read(samples.start, samples.stop - samples.start).to(device)
+            read = lm_head.inputs(skeleton, head, hidden)
+            with calib_stats.collect(linears, sums, chunk):
+                for _ in draft_heads.run(heads, read, stream.tokens[samples].to(device)):
+                    pass
+            if samples.start == 0:
+                calib_stats.agree(sums, stream.ranks)
+            process_memory.check(stream.job.max_memory)
+    finally:
+        skeleton.free()
+    calib_stats.join(sums, stream.ranks)
+    tokens = stream.states.samples * stream.prepared.seq_len
+    return {key: finish_statistics(total, key, None, tokens, stream.job.seed) for key, total in sums.items()}
+
+
+def draft_weights(skeleton: Skeleton, plan: Plan) -> Mapping[str, Matrix]:
+    """Return where the linears of draft heads are stored, by name."""
+    return draft_heads.matrices(skeleton)[0] if plan.draft_layers else {}
 
 
 def quantize(run: RunState, head: InputStatistics, say: Callable[[str], None]) -> PackedTables:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,14 +17,22 @@ from compress.run.quantize_linear import InputStatistics
 from compress.storage.workdir import Output
 
 
-def finish(output: Output, run: RunState, head: InputStatistics, started: float, progress: Progress) -> dict[str, Any]:
+def finish(
+    output: Output,
+    run: RunState,
+    head: InputStatistics,
+    drafts: Mapping[str, InputStatistics],
+    started: float,
+    progress: Progress,
+) -> dict[str, Any]:
     """Complete the checkpoint in output.model, check it, put it in place; return the report.
 
-    head: statistics of what the output head reads. started: time.monotonic() when the job began.
+    head: statistics of what the output head reads. drafts: of what draft heads read, by input key.
+    started: time.monotonic() when the job began.
     """
     skeleton, job, directory, device = run.prepared.skeleton, run.job, output.model, torch.device(run.job.device)
     outside_shards.write_rest(output, run, head, progress)
-    outside_shards.write_towers(output, run, progress)
+    outside_shards.write_beside(output, run, drafts, progress)
     run.prepared = dataclasses.replace(run.prepared, plan=report.with_sizes(run.prepared.plan, run.layers))
     progress("writing the configuration", len(skeleton.blocks), len(skeleton.blocks))
     companion_files.write_index(directory)

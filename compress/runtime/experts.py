@@ -13,8 +13,9 @@ Huang et al. 2024, arXiv:2410.06270. `prune` says how; calib/expert_routing.py c
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from compress.errors import UnsupportedModelError
 from compress.runtime import expert_layouts
 from compress.runtime.expert_layouts import POST_NORM, ROUTED, SHARED, SORTED, ExpertLayout
+from compress.runtime.grouped import ExpertRunner, GroupedExperts, is_static, run_in_turn
 from compress.runtime.linear import PackedLinear, is_plain_linear
 from compress.types import Pruning
 
@@ -139,13 +141,23 @@ class Experts(nn.ModuleDict):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sums over the experts, in the shape of hidden_states.
 
-        hidden_states [..., hidden] of as many tokens as top_k_index and top_k_weights [tokens, top_k] have. The
-        operations of the fused module's own loop, but gate and up are two products: equal to the bit where the matrix
-        library sums a column alike for both widths, within 1e-6 of the largest value otherwise.
+        hidden_states [..., hidden] of as many tokens as top_k_index and top_k_weights [tokens, top_k] have. Packed
+        experts run together where they can (runtime/grouped.py). Otherwise these are the operations of the fused
+        module's own loop, but gate and up are two products: equal to the bit where the matrix library sums a column
+        alike for both widths, within 1e-6 of the largest value otherwise. On a GPU, where the loop is compiled or
+        recorded in a graph, every expert is given all tokens.
         """
         shape, hidden_states = hidden_states.shape, hidden_states.flatten(0, -2)
         if self.pruning is not None:
             top_k_index, top_k_weights = prune(hidden_states, top_k_index, top_k_weights, self.pruning, len(self))
+        routing = top_k_index, top_k_weights
+        together = self._find_runner(hidden_states)
+        if together is not None:
+            norm = self[POST_NORM] if self.layout.has_post_norm else None
+            gate = None if self.layout.gate is None else partial(self.layout.gate, self._template)
+            return together.run(hidden_states, routing, gate, norm).view(shape)
+        if is_static(hidden_states) and not self.layout.identities:
+            return run_in_turn(hidden_states, routing, len(self), self.compute).view(shape)
         out = torch.zeros_like(hidden_states)
         for index in top_k_index.unique().tolist():
             if index >= len(self) + self.layout.identities:  # a token of another process, or a pair that is dropped
@@ -155,6 +167,29 @@ class Experts(nn.ModuleDict):
             x = self.compute(index, x) if index < len(self) else x
             out.index_add_(0, token, (x * top_k_weights[token, position, None]).to(out.dtype))
         return out.view(shape)
+
+    def _find_runner(self, x: Tensor) -> GroupedExperts | None:
+        """Return what runs all experts together for such tokens; None: they are run one by one.
+
+        What is compiled by torch uses what a call before has made.
+        """
+        known: ExpertRunner | None = self.__dict__.get("_runner")
+        if torch.compiler.is_compiling():
+            usable = known is not None and known.dtype == x.dtype and not self._has_gradient(x)
+            return known.together if known is not None and usable else None
+        linears = [[expert._modules[name] for name in self.layout.projections] for expert in self._experts()]
+        if self.layout.identities or self._has_gradient(x):
+            return None
+        if known is None or not known.is_current(linears, x.dtype):
+            known = self.__dict__["_runner"] = ExpertRunner(linears, x.dtype)
+        return known.together
+
+    def _experts(self) -> Iterator[nn.Module]:
+        return (self._modules[str(i)] for i in range(len(self)))
+
+    def _has_gradient(self, x: Tensor) -> bool:
+        """Tell whether a gradient reaches tokens or experts."""
+        return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
 
     def tokens(self, number: int, *inputs: Tensor) -> ExpertTokens:
         """Return which tokens an expert is given; inputs: those of `forward`."""

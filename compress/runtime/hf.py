@@ -19,6 +19,9 @@ error, never random weights.
 An embedding whose table is also the output head's is listed once, under its own name. Its "ops" are those of the head;
 a row that is looked up passes the transposes of the orthogonal ones.
 
+"draft_heads", absent where none of them is packed, names those of the listed linears that are in draft heads, with
+their shapes [out, in]. The class of the model has no such modules (compress/runtime/draft_heads.py).
+
 "experts", absent where there are none, names the modules of experts that a token may go without, with the fields of
 `Pruning` of compress/types.py. Their linears must be listed.
 
@@ -69,8 +72,10 @@ class CompressConfig(QuantizationConfigMixin):
         experts: dict[str, dict[str, Any]] | None = None,
         kv_cache: dict[str, Any] | None = None,
         quant_method: str = METHOD,
-        **unknown: Any,
+        **others: Any,
     ) -> None:
+        """Read the section; `others` may have `draft_heads`. Raises CheckpointError for what it cannot mean."""
+        heads, unknown = others.get(saving.DRAFT_HEADS), others.keys() - {saving.DRAFT_HEADS}
         if type(version) is not int or version != LAYOUT_VERSION:
             raise CheckpointError(
                 f"quantization_config has version {shown(version)}, this compress reads {LAYOUT_VERSION}; upgrade "
@@ -78,6 +83,7 @@ class CompressConfig(QuantizationConfigMixin):
             )
         if unknown:
             raise CheckpointError(f"quantization_config has unknown keys {shown(sorted(unknown))}; upgrade compress")
+        saving.check_shapes(heads, modules)
         for key, table in (("default", default), ("modules", modules), ("experts", experts)):
             inner = table.values() if isinstance(table, dict) and key != "default" else ()
             if not isinstance(table, dict | None) or not all(isinstance(entry, dict) for entry in inner):
@@ -91,7 +97,13 @@ class CompressConfig(QuantizationConfigMixin):
         self.modules = modules or {}
         self.experts = experts or {}
         self.kv_cache = kv_cache
+        self.draft_heads: dict[str, list[int]] = heads or {}
         self.gone: Set[str] = frozenset()  # listed names that are left out of the next file (saving.py)
+
+    @property
+    def names_of_model(self) -> list[str]:
+        """The names of the packed modules of the model itself."""
+        return [name for name in self.modules if name not in self.draft_heads]
 
     @classmethod
     def read(cls, packed: Any) -> CompressConfig:
@@ -104,13 +116,22 @@ class CompressConfig(QuantizationConfigMixin):
         return cls(**packed)
 
     def to_dict(self) -> dict[str, Any]:
-        """As config.json stores it; without "experts" and "kv_cache" where there are none, for older versions."""
+        """As config.json stores it; without parts that are empty and that older versions do not know."""
         values = {k: value for k, value in super().to_dict().items() if k != "gone"}
-        return {k: value for k, value in values.items() if value or k not in ("experts", "kv_cache")}
+        return {
+            k: value for k, value in values.items() if value or k not in ("experts", "kv_cache", saving.DRAFT_HEADS)
+        }
 
 
-def build_config(modules: Mapping[str, Stored], experts: Mapping[str, Pruning] | None = None) -> CompressConfig:
-    """Return the configuration that lists these linears, the most common storage as default, and pruned experts."""
+def build_config(
+    modules: Mapping[str, Stored],
+    experts: Mapping[str, Pruning] | None = None,
+    draft_heads: Mapping[str, tuple[int, int]] | None = None,
+) -> CompressConfig:
+    """Return the configuration that lists these linears, the most common storage as default, and pruned experts.
+
+    draft_heads: shapes of those of the linears that are in draft heads.
+    """
     tables = {name: stored.to_dict(module) for name, module in modules.items()}
     if not tables:
         return CompressConfig()
@@ -127,7 +148,8 @@ def build_config(modules: Mapping[str, Stored], experts: Mapping[str, Pruning] |
         if default[key] is None:
             del default[key]
     pruned = {name: dataclasses.asdict(pruning) for name, pruning in (experts or {}).items()}
-    return CompressConfig(default=default, modules=entries, experts=pruned)
+    shapes = {name: list(shape) for name, shape in (draft_heads or {}).items()}
+    return CompressConfig(default=default, modules=entries, experts=pruned, draft_heads=shapes)
 
 
 def scheme(config: CompressConfig, name: str) -> Stored:
@@ -141,7 +163,7 @@ def swap(model: nn.Module, config: CompressConfig) -> None:
     A fused-experts module with listed experts becomes `Experts`, all of whose linears must be listed, and prunes as
     the configuration says.
     """
-    listed = _names_in(model, config.modules)
+    listed = _names_in(model, config.names_of_model)
     opened = _open_experts(model, {name.rsplit(".", 2)[0] for name in listed})
     for name, listed_name in listed.items():
         try:
@@ -188,7 +210,8 @@ class CompressQuantizer(HfQuantizer):
         stays as it is: an adapter that is merged may be taken out again.
         """
         config = self.quantization_config
-        listed, pruned = _names_in(model, config.modules), _names_in(model, config.experts)
+        listed = _names_in(model, config.names_of_model)
+        pruned = _names_in(model, config.experts)
         is_bare = getattr(model, "base_model", None) is model  # its list stays that of the whole model
         gone = saving.no_longer_packed(model, listed) | (set() if is_bare else config.modules.keys() - listed.values())
         fused: dict[str, nn.Module] = {}
@@ -214,6 +237,7 @@ class CompressQuantizer(HfQuantizer):
         self._directory = files[0].parent if files else None  # None: a state dict in memory
         if self._directory is not None:
             _check_files(model, self._directory, {file.name for file in files})
+        saving.offer_heads(model, self.quantization_config.draft_heads, place_packed)
         swap(model, self.quantization_config)
         self.packed = _packed_tensors(model)
         for module in _packed_modules(model):
@@ -309,6 +333,12 @@ def _open_experts(model: nn.Module, names: set[str]) -> list[str]:
             raise CheckpointError(f"{name} ({type(fused).__name__}) cannot be loaded: {reason}")
         model.set_submodule(name, Experts.from_fused(fused))
     return fused_names
+
+
+def place_packed(model: nn.Module, config: CompressConfig) -> CompressQuantizer:
+    """Replace the listed linears, and return what keeps the types of their tensors while they are loaded."""
+    swap(model, config)
+    return keeping_types(model, config)
 
 
 def keeping_types(model: nn.Module, config: CompressConfig) -> CompressQuantizer:

@@ -20,10 +20,31 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 
+from compress.errors import CheckpointError
+from compress.runtime import draft_heads
 from compress.runtime.linear import PackedModule
 from compress.storage import json_text
 from compress.storage.checkpoint import write_text
 from compress.storage.paths import METHOD
+
+DRAFT_HEADS = "draft_heads"  # key of the shapes of those listed linears that are in draft heads
+
+
+def check_shapes(shapes: Any, modules: Any) -> None:
+    """Raise CheckpointError for what is no table of the shapes of listed linears."""
+    table = {} if shapes is None else shapes
+    values = table.values() if isinstance(table, dict) else (None,)
+    is_right = all(isinstance(x, list) and len(x) == 2 and all(type(n) is int and n > 0 for n in x) for x in values)
+    if not is_right or any(name not in (modules or ()) for name in table):
+        raise CheckpointError(
+            "quantization_config: draft_heads is no table of the shapes of listed linears; download or write the "
+            "checkpoint again"
+        )
+
+
+def offer_heads(model: Any, names: Collection[str], place_packed: draft_heads.PlacePacked) -> None:
+    """Let `generate(use_mtp=True)` open the heads of a packed model; names: of their packed linears."""
+    draft_heads.offer(model, names, place_packed)
 
 
 def take_notice_away(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -73,7 +94,7 @@ def _without_gone(values: dict[str, Any], config: Any) -> dict[str, Any]:
         return values
     config.gone = frozenset()
     packed = dict(values["quantization_config"])
-    for key in ("modules", "experts"):
+    for key in ("modules", "experts", DRAFT_HEADS):
         kept = {name: entry for name, entry in packed.pop(key, {}).items() if name not in gone}
         packed |= {key: kept} if kept or key == "modules" else {}
     if packed["modules"] or "kv_cache" in packed:

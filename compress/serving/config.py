@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,13 @@ class PackedModules:
             name: stored.from_table(Pruning, values, f"quantization_config: experts: {name}")
             for name, values in config.experts.items()
         }
+        self.drafts: dict[str, Any] = dict(config.draft_heads)  # those that are in draft heads, a model of their own
         self.renamed: dict[str, str] = {}  # expressions of names in the checkpoint -> what the engine looks for
         self.totals = Totals()
 
     def rename(self, mapper: Any) -> None:
         """Rename what is listed as an engine (its `WeightsMapper`) renames the checkpoint's modules."""
-        self.stored = mapper.apply_dict(self.stored)
+        self.stored, self.drafts = mapper.apply_dict(self.stored), mapper.apply_dict(self.drafts)
         self.pruning = mapper.apply_dict(self.pruning)
 
     def linears(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> dict[str, Stored | None] | None:
@@ -107,18 +108,10 @@ def names_of_tables(listed: Collection[str]) -> list[str]:
 class PackedConfig:
     """`quantization_config` of config.json, with the names that an engine's modules have; the base of its own class."""
 
-    engine: str  # its name in messages
-    nearest_cache: str  # the one of its cache types that is most like a compressed one
-
-    def __init__(self, config: hf.CompressConfig, warn: Callable[[str], object]) -> None:
-        """Read the lists; `warn` of a cache section, because engines store keys and values in types of their own."""
+    def __init__(self, config: hf.CompressConfig) -> None:
+        """Read the lists; the engine's own class does what it can with `kv_cache`."""
         super().__init__()
-        self.listed = PackedModules(config)
-        if config.kv_cache is not None:
-            warn(
-                f"the checkpoint's kv_cache section is not applied: {self.engine} has cache types of its own, of which "
-                f"--kv-cache-dtype {self.nearest_cache} is the nearest"
-            )
+        self.listed, self.kv_cache = PackedModules(config), config.kv_cache
 
     def get_name(self) -> str:
         """Return the name of the method in config.json."""

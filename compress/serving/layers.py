@@ -6,10 +6,12 @@ checkpoint's own pruning of experts.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from compress.errors import CheckpointError, UnsupportedModelError
 from compress.runtime import experts as runtime_experts
 from compress.runtime.expert_layouts import PROJECTIONS
+from compress.runtime.grouped import ExpertRunner, is_static, run_in_turn
 from compress.serving import parts
 from compress.serving.config import PackedModules
 from compress.serving.parts import FusedShards, LinearShard, Region, Totals
@@ -162,9 +165,10 @@ class Share:
 
 
 class PackedExpertLayer:
-    """Build and run the experts of a block one by one; the base of an engine's own class."""
+    """Build and run the experts of a block, together where they can (runtime/grouped.py); the base of an engine's."""
 
     activation: Callable[[Tensor], Tensor]
+    dtype: torch.dtype  # of activations
 
     def __init__(self, module: str, listed: PackedModules) -> None:
         """module: the experts' name in the checkpoint."""
@@ -187,24 +191,48 @@ class PackedExpertLayer:
             raise CheckpointError(f"{name} is not listed as packed, but other experts beside it are")
         return LinearShard(name, self.listed[name], region, dtype)
 
-    def run(self, layer: Any, x: Tensor, routing: tuple[Tensor, Tensor], count: int, local: LocalNumber) -> Tensor:
+    def finish(self, layer: Any, count: int, local: LocalNumber, say: Callable[[str], object]) -> None:
+        """Build the experts, whose tensors have all come; arguments and errors as those of `run` and `finish_layer`."""
+        shards = self.shards_of(layer)
+        finish_layer(layer, shards, self.dtype, self.totals, say)
+        experts = getattr(layer, SHARDS_CHILD)
+        linears = [[_whole_linear(expert[shard]) for shard in PROJECTION_OF_SHARD] for expert in experts]
+        self.runner = ExpertRunner(linears, self.dtype)
+        self._number, self.layer = next(_NUMBERS), ref(layer)
+        _LAYERS[self._number] = self
+        self._local_numbers = torch.tensor([local(i) for i in range(count)], device=layer.qweight.device)
+        if self.runner.together is None and layer.qweight.is_cuda:
+            say(f"{self.module}: in CUDA graphs every expert is given all tokens: {self.runner.reason}")
+
+    def run(self, layer: Any, x: Tensor, routing: tuple[Tensor, Tensor], count: int) -> Tensor:
         """Return the weighted sums [tokens, hidden] over the experts of this rank; x [tokens, hidden].
 
-        routing: weights and numbers of experts, [tokens, top_k] each, numbers below `count` or else of no expert;
-        local: number -> that on this rank, -1 for an expert of another rank.
+        routing: weights and numbers of experts, [tokens, top_k] each, numbers below `count` or else of no expert.
         """
+        weights, ids = routing
+        if torch.compiler.is_compiling():
+            return _run_layer(x, weights, ids, count, self._number)
+        return self.compute(layer, x, routing, count)
+
+    def compute(self, layer: Any, x: Tensor, routing: tuple[Tensor, Tensor], count: int) -> Tensor:
+        """Do what `run` does, not as an operator."""
         experts, (topk_weights, topk_ids) = getattr(layer, SHARDS_CHILD), routing
         if self.pruning is not None:
             topk_ids, topk_weights = runtime_experts.prune(x, topk_ids.long(), topk_weights, self.pruning, count)
+        is_known = (topk_ids >= 0) & (topk_ids < count)
+        ids = torch.where(is_known, self._local_numbers[topk_ids.clamp(0, count - 1)], -1)  # -1: elsewhere, or dropped
+        before, together = self.weighs_inputs(layer), self.runner.together
+        if together is not None and x.dtype == self.runner.dtype:
+            return together.run(x, (ids, topk_weights), self._gate, weighs_inputs=before)
+        if is_static(x):
+            return run_in_turn(x, (ids, topk_weights), len(experts), lambda i, x: self._expert(experts[i], x), before)
         out = torch.zeros_like(x)
-        before = self.weighs_inputs(layer)
-        for number in topk_ids.unique().tolist():
-            local_number = local(number) if 0 <= number < count else -1
-            if local_number == -1:  # of another rank, or dropped
+        for number in ids.unique().tolist():
+            if number < 0:
                 continue
-            token, position = torch.where(topk_ids == number)
+            token, position = torch.where(ids == number)
             weight = topk_weights[token, position, None]
-            h = self._expert(experts[local_number], x[token] * weight.to(x.dtype) if before else x[token])
+            h = self._expert(experts[number], x[token] * weight.to(x.dtype) if before else x[token])
             out.index_add_(0, token, (h if before else h * weight).to(out.dtype))
         return out
 
@@ -212,14 +240,38 @@ class PackedExpertLayer:
         """Return whether the router's weights are those of an expert's inputs instead of its outputs."""
         return bool(layer.apply_router_weight_on_input)
 
+    def _gate(self, opened: Tensor, up: Tensor) -> Tensor:
+        return self.activation(opened) * up
+
     def _expert(self, expert: Any, x: Tensor) -> Tensor:
-        y: Tensor = expert["w2"](self.activation(expert["w1"](x)) * expert["w3"](x))
+        y: Tensor = expert["w2"](self._gate(expert["w1"](x), expert["w3"](x)))
         return y
 
     @staticmethod
     def shards_of(layer: Any) -> list[LinearShard]:
         """Return the shards of all experts of a layer."""
         return [part for expert in getattr(layer, SHARDS_CHILD) for part in expert.values()]
+
+
+# For torch.compile: one operator, in which shapes may depend on where tokens go.
+_LAYERS: WeakValueDictionary[int, PackedExpertLayer] = WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+@torch.library.custom_op("compress::expert_layer", mutates_args=())
+def _run_layer(x: Tensor, weights: Tensor, ids: Tensor, count: int, number: int) -> Tensor:
+    method = _LAYERS[number]
+    return method.compute(method.layer(), x, (weights, ids), count)
+
+
+@_run_layer.register_fake
+def _(x: Tensor, weights: Tensor, ids: Tensor, count: int, number: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _whole_linear(shard: LinearShard) -> nn.Module:
+    """Return the one linear that a shard computes with, the shard itself where there are several or too much of it."""
+    return shard.linears[0] if len(shard.linears) == 1 and shard.whole_because is None else shard
 
 
 def _add_placeholders(layer: Any, experts: Any, local: LocalNumber) -> None:

@@ -31,15 +31,13 @@ from sglang.srt.layers.quantization.base_config import (
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 from sglang.srt.layers.utils import PPMissingLayer
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_exec
 from torch import Tensor, nn
 
 from compress.errors import UnsupportedModelError
 from compress.runtime import hf
 from compress.runtime.expert_layouts import PROJECTIONS
-from compress.serving import config, layers
+from compress.serving import config
 from compress.serving.config import PackedConfig, PackedModules
 from compress.serving.layers import ACTIVATIONS, PackedExpertLayer, PackedLinears, Share
 from compress.serving.tables import PackedTable, plain_rows
@@ -53,18 +51,22 @@ FUSED_BY_EVERY_MODEL = {
 }  # in every model
 ADDED = ("packed_modules_mapping", "hf_config")  # what SGLang lays beside what config.json holds
 ENGINE_PROJECTIONS = ("w1", "w3", "w2")  # SGLang's names, if its experts are not at transformers' place
+CACHE_NOTE = (
+    "the checkpoint's kv_cache section is not applied: SGLang has no hook for the cache of a plugin; "
+    "--kv-cache-dtype fp8_e4m3 is the nearest of its own types, vLLM applies the section"
+)
 BUILD = "sglang.srt.model_loader.loader._initialize_model"
 
 
 class SglangConfig(PackedConfig, QuantizationConfig):
     """`quantization_config` of config.json, with the names that SGLang's modules have."""
 
-    engine, nearest_cache = "SGLang", "fp8_e4m3"
-
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SglangConfig:
         read = hf.CompressConfig.read({key: value for key, value in config.items() if key not in ADDED})
-        packed_config = cls(read, logger.warning)
+        packed_config = cls(read)
+        if read.kv_cache is not None:
+            logger.warning(CACHE_NOTE)
         packed_config.packed_modules_mapping = {**FUSED_BY_EVERY_MODEL, **(config.get("packed_modules_mapping") or {})}
         return packed_config
 
@@ -125,7 +127,7 @@ class SglangLinears(PackedLinears, LinearMethodBase):
 
 
 class SglangExperts(PackedExpertLayer, FusedMoEMethodBase):
-    """Build and run the experts of a block one by one."""
+    """Build and run the experts of a block."""
 
     def create_weights(
         self,
@@ -146,7 +148,7 @@ class SglangExperts(PackedExpertLayer, FusedMoEMethodBase):
         self.build(layer, range(layer.num_experts), share, params_dtype, _same_number)
 
     def _refuse_others(self, layer: Any, config: Any) -> None:
-        """Raise UnsupportedModelError for experts that do more than multiply, for graphs, and for experts elsewhere.
+        """Raise UnsupportedModelError for experts that do more than multiply, and for experts elsewhere.
 
         Whether ids of experts are those of a rank depends on SGLang's backend, so that each rank has all experts.
         """
@@ -166,18 +168,13 @@ class SglangExperts(PackedExpertLayer, FusedMoEMethodBase):
             raise UnsupportedModelError(
                 f"{self.module}: packed experts are not divided among ranks; serve with --ep-size 1"
             )
-        graphs = get_exec().graph.cuda_graph_config if torch.empty(0).is_cuda else None
-        if graphs is not None and {graphs.decode.backend, graphs.prefill.backend} != {Backend.DISABLED}:
-            raise UnsupportedModelError(
-                f"{self.module}: packed experts are not recorded in CUDA graphs; serve with --disable-cuda-graph"
-            )
 
     def create_moe_runner(self, layer: nn.Module, moe_runner_config: Any) -> None:
         """Use no runner of SGLang."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Check that every tensor has come."""
-        layers.finish_layer(layer, self.shards_of(layer), self.dtype, self.totals, logger.info)
+        self.finish(layer, layer.num_experts, _same_number, logger.info)
 
     def weighs_inputs(self, layer: Any) -> bool:
         return bool(layer.moe_runner_config.apply_router_weight_on_input)
@@ -187,7 +184,7 @@ class SglangExperts(PackedExpertLayer, FusedMoEMethodBase):
         routing, count = dispatch_output.topk_output, layer.num_experts
         ids = routing.topk_ids.masked_fill(routing.topk_ids < 0, count)  # of no expert
         x = dispatch_output.hidden_states
-        return StandardCombineInput(self.run(layer, x, (routing.topk_weights, ids), count, _same_number))
+        return StandardCombineInput(self.run(layer, x, (routing.topk_weights, ids), count))
 
 
 def _same_number(number: int) -> int:
@@ -212,12 +209,14 @@ class SglangTable(PackedTable, QuantizeMethodBase):
 def _complete_model(model: Any, listed: PackedModules) -> None:
     """Give packed tables to layers that SGLang has built plain, and rename stored experts for the model's loader.
 
-    Raises UnsupportedModelError with the name of a packed module that no layer of the model holds.
+    Raises UnsupportedModelError with the name of a packed module that no layer of the model holds. Draft heads are a
+    model of their own.
     """
     _complete_tables(model, listed)
     elsewhere = [name for name, layer in model.named_modules() if isinstance(layer, PPMissingLayer)]
     held = {name for layer in model.modules() for name in _names_held(layer)}
-    for name in listed.stored:
+    is_of_drafts = any(name in held for name in listed.drafts)
+    for name in (name for name in listed.stored if (name in listed.drafts) == is_of_drafts):
         if name not in held and not any(f"{name}.".startswith(f"{other}.") for other in elsewhere):
             raise UnsupportedModelError(
                 f"{name} is packed, and no layer that SGLang builds for {type(model).__name__} has this name; "

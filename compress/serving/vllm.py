@@ -7,13 +7,15 @@ compress/serving/__init__.py, in every process that it starts, before a model is
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear, UnquantizedLinearMethod
@@ -28,23 +30,31 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from compress.errors import UnsupportedModelError
 from compress.runtime import hf
-from compress.serving import config, layers
+from compress.serving import config
 from compress.serving.config import PackedConfig, PackedModules
 from compress.serving.layers import ACTIVATIONS, PackedExpertLayer, PackedLinears, Share
 from compress.serving.tables import PackedTable, plain_rows
+from compress.serving.vllm_cache import VllmCache
+from compress.serving.vllm_cache_settings import CheckpointCache
 
 logger = init_logger("vllm.compress")
+CACHE_TENSORS = re.compile(r"^layers\.\d+\.(keys|values|read)\.")  # names that compress/kv/static.py gives
 DRAFT = "draft_model."  # what vLLM puts before the names of the layers of a draft model
 
 
 class VllmConfig(PackedConfig, QuantizationConfig):
     """`quantization_config` of config.json, with the names that vLLM's modules have."""
 
-    engine, nearest_cache = "vLLM", "fp8"
+    cache: VllmCache | None = None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> VllmConfig:
-        return cls(hf.CompressConfig.read(config), logger.warning)
+        return cls(hf.CompressConfig.read(config))
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Take the cache of the checkpoint, of which vLLM says here where it lies."""
+        if self.kv_cache is not None:
+            self.cache = VllmCache(CheckpointCache(self.kv_cache, model_name, hf_config, revision))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename what is listed as vLLM renames the checkpoint's modules."""
@@ -53,9 +63,12 @@ class VllmConfig(PackedConfig, QuantizationConfig):
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
         """Return how stored names of experts are changed; asked once the layers are built.
 
-        Nothing is left out: vLLM's own drops tensors by name.
+        Left out are the calibrated tensors of the cache, where vLLM takes their file for one of weights. vLLM's own
+        drops tensors by other names.
         """
-        return WeightsMapper(orig_to_new_regex=self.listed.patterns())
+        if self.cache is not None:
+            self.cache.finish()
+        return WeightsMapper(orig_to_new_regex={**self.listed.patterns(), CACHE_TENSORS: None})
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """Return what builds and runs a layer; None or vLLM's own for what is not packed."""
@@ -67,6 +80,8 @@ class VllmConfig(PackedConfig, QuantizationConfig):
             return self._experts(layer, prefix)
         if isinstance(layer, VocabParallelEmbedding):
             return self._table(layer, prefix)
+        if isinstance(layer, Attention | MLAAttention) and self.cache is not None:
+            self.cache.place(layer, prefix)
         return None
 
     def _experts(self, layer: RoutedExperts, prefix: str) -> VllmExperts | None:
@@ -103,7 +118,7 @@ class VllmLinears(PackedLinears, LinearMethodBase):
 
 
 class VllmExperts(PackedExpertLayer, FusedMoEMethodBase):
-    """Build and run the experts of a block one by one."""
+    """Build and run the experts of a block."""
 
     def __init__(self, moe: Any, module: str, listed: PackedModules) -> None:
         """module: the experts' name in the checkpoint."""
@@ -126,10 +141,6 @@ class VllmExperts(PackedExpertLayer, FusedMoEMethodBase):
                 f"{self.module}: experts with biases, without a gate or with activation {activation} are not served "
                 "by vLLM; serve with transformers"
             )
-        if torch.empty(0).is_cuda and not get_current_vllm_config().model_config.enforce_eager:
-            raise UnsupportedModelError(
-                f"{self.module}: packed experts are not recorded in CUDA graphs; serve with --enforce-eager"
-            )
         self.activation, self.dtype = ACTIVATIONS[activation], params_dtype
         parallel, local = self.moe.moe_parallel_config, layer._map_global_expert_id_to_local_expert_id
         first = intermediate_size_per_partition * parallel.tp_rank
@@ -140,7 +151,8 @@ class VllmExperts(PackedExpertLayer, FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Check that every tensor has come."""
-        layers.finish_layer(layer, self.shards_of(layer), self.dtype, self.totals, logger.info)
+        local = layer._map_global_expert_id_to_local_expert_id
+        self.finish(layer, layer.global_num_experts, local, logger.info)
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
         return None
@@ -155,8 +167,7 @@ class VllmExperts(PackedExpertLayer, FusedMoEMethodBase):
         shared_experts_input: Any = None,
     ) -> Tensor:
         """Return the weighted sums [tokens, hidden] over the experts of this rank; x [tokens, hidden]."""
-        local = layer._map_global_expert_id_to_local_expert_id
-        return self.run(layer, x, (topk_weights, topk_ids), layer.global_num_experts, local)
+        return self.run(layer, x, (topk_weights, topk_ids), layer.global_num_experts)
 
 
 class VllmTable(PackedTable, QuantizeMethodBase):

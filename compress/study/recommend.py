@@ -31,7 +31,7 @@ from compress.model import architectures
 from compress.model.cache_pass import cached_layers
 from compress.progress import Progress, note, silent
 from compress.recipe import Recipe
-from compress.run import kv_cache, prepare, source
+from compress.run import kv_cache, plan_serving, prepare, source
 from compress.run.job import Job, Prepared
 from compress.study import losses
 from compress.study.checkpoints import identify
@@ -67,6 +67,11 @@ class Wanted:
     job: Job  # of the model; its recipe is replaced
     limit: int  # [bytes]
     context: int | None = None  # [tokens] of the cache that counts
+
+
+def serving(wanted: Wanted, choice: RecipeChoice, memory: plan_serving.ServingMemory) -> dict[str, Any]:
+    """Return what an engine serves of a choice in a memory, as JSON values."""
+    return plan_serving.beside(wanted.job, choice.nbytes, with_cache(choice).kv_cache, memory)
 
 
 def none_usable(left_out: Mapping[str, str]) -> str:
@@ -106,15 +111,9 @@ def choices(wanted: Wanted, study: Known, progress: Progress = silent) -> tuple[
 
 def size(job: Job) -> tuple[int, bool, Prepared]:
     """Return the bytes that a job would write and whether that is only a bound, because bits are still to be chosen."""
-    allocation = job.recipe.allocate
     plain = dataclasses.replace(job.recipe, allocate=None)
     prepared = prepare.prepare(dataclasses.replace(job, recipe=plain))
-    planned = prepared.plan
-    if allocation is None or allocation.target is None or allocation.target.unit != "bpw":
-        return planned.nbytes, allocation is not None, prepared
-    linears = sum(layer.spec.numel for layer in planned.layers)
-    rest = planned.nbytes - sum(layer.nbytes for layer in planned.layers)
-    return rest + math.ceil(allocation.target.value * linears / 8), True, prepared
+    return *plan_serving.bound_nbytes(job.recipe, prepared.plan), prepared
 
 
 def three(found: Sequence[RecipeChoice], limit: int) -> dict[str, RecipeChoice]:

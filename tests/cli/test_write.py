@@ -156,5 +156,7 @@ def test_no_engine(chatty: Path, cached: Path, monkeypatch: pytest.MonkeyPatch) 
     result = CliRunner().invoke(app, ["serve", str(chatty)])
     assert result.exit_code == 1 and "no engine is installed; pip install vllm" in result.stderr
     monkeypatch.setattr(shutil, "which", lambda name: name)
-    result = CliRunner().invoke(app, ["serve", str(cached), "--print"])
-    assert "vllm does not apply the checkpoint's kv_cache" in result.stderr
+    for engine, is_applied in (("vllm", True), ("sglang", False)):
+        monkeypatch.setattr(write, "find_spec", lambda name: name)
+        result = CliRunner().invoke(app, ["serve", str(cached), "--print", "--engine", engine])
+        assert ("does not apply the checkpoint's kv_cache" in result.stderr) != is_applied, engine

@@ -27,6 +27,7 @@ from helpers.runs import TEXT
 
 KIVI = {"method": "kivi", "bits": 2, "group_size": 16, "residual_length": 32, "flush": 16, "sink": 4}
 IDENTITY = {"method": "identity", "residual_length": 32, "flush": 16}
+ALONE = {"method": "per_token", "bits": 4, "sink": 0, "residual_length": 0, "flush": 1, "exact_prefill": False}
 YAML = "description: d\nkv_cache: {method: kivi, bits: %d, group_size: 16, residual_length: 32, flush: 16}\n"
 
 
@@ -55,6 +56,21 @@ def test_chunks_read_what_single_tokens_would(model: PreTrainedModel, path: Any)
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
     exact = torch.cat(list(Reader(model).through(tokens, chunks)), 1)
     assert (found - exact).abs().amax() > 100 * (found - expected).abs().amax()
+
+
+@pytest.mark.parametrize("path", ["decode", "fused"])
+def test_tokens_coded_alone_are_read_alike_in_any_chunks(model: PreTrainedModel, path: Any) -> None:
+    candidate, plain = candidate_of("", ALONE, path), candidate_of("", ALONE | {"exact_prefill": True}, path)
+    assert cache_scores.chunks_of(model.config, [candidate], 600) == [(0, 256), (256, 512), (512, 600)]
+    assert cache_scores.chunks_of(model.config, [candidate, plain], 3) == [(0, 1), (1, 2), (2, 3)]
+    tokens = windows(1, 60)
+    whole, single = (
+        torch.cat(list(Reader(model, candidate).through(tokens, spans)), 1)
+        for spans in ([(0, 60)], [(i, i + 1) for i in range(60)])
+    )
+    torch.testing.assert_close(whole, single, rtol=2e-4, atol=2e-4)
+    exact = torch.cat(list(Reader(model).through(tokens, [(0, 60)])), 1)
+    assert (whole - exact)[:, 0].abs().amax() > 100 * (whole - single).abs().amax()  # the first token, too, is coded
 
 
 def test_spans_fit_all_candidates() -> None:

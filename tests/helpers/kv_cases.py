@@ -84,7 +84,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 def calibrated(recipe: Mapping[str, Any], layers: int) -> dict[str, Tensor]:
     """As calib/kv.py gives it, from samples with a mean and channels of falling size."""
     fall, mean = torch.logspace(0, -1, WIDTH), normal(HEADS, WIDTH, seed=9)
-    kinds = ("keys", "keys_pre", "values", "gradients")
+    kinds = ("keys", "keys_pre", "values", "gradients", "gradients_rotated")
     samples = {name: normal(SAMPLES, HEADS, WIDTH, seed=i) * fall + mean for i, name in enumerate(kinds)}
     asked = ("queries", "queries_pre", "queries_scaled", "gradients_output")
     samples |= {name: normal(SAMPLES, QUERIES, WIDTH, seed=i) for i, name in enumerate(asked)}
@@ -169,6 +169,10 @@ def _narrow(bits: float, keep: float) -> Bits:
     return lambda kind, static: bits * (keep if kind == "keys" else 1)
 
 
+def _balanced(kind: str, static: Mapping[str, Tensor]) -> float:
+    return int(static["bits"]) + 32 / WIDTH
+
+
 TIERS = 0.25 * 4 + 0.75 * 2 + (16 + 1) / WIDTH
 CASES = (
     Case("identity", {}, _fixed(32)),
@@ -181,6 +185,9 @@ CASES = (
     Case("rotatekv", {"bits": 2, "group_size": 32}, _fixed(2 + 32 / 32), is_before_rope=True),
     Case("lloyd", {"bits": 3}, _fixed(3 + 16 / WIDTH), is_before_rope=True),
     Case("lloyd", {"bits": 2, "rope": "post"}, _fixed(2 + 16 / WIDTH)),
+    Case("per_token", {"bits": 4, "group_size": 8}, _fixed(4 + 32 / 8)),
+    Case("per_token", {"bits": 3, "levels": "lloyd"}, _fixed(3 + 16 / WIDTH)),
+    Case("balanced", {"bits": 4.0}, _balanced),
     Case("zipvl", {}, _fixed(TIERS), is_before_rope=True),
     Case("zipvl", {"judge": "probes"}, _fixed(TIERS), ("fused",), is_before_rope=True),
     Case("key_pairs", {"keep": 0.5}, _narrow(32, 0.5)),

@@ -114,7 +114,7 @@ def _draw_choice(
 def _draw_codes(name: str, stored: Stored, size: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
     """Codes and scales of formats in which some patterns of bits mean nothing."""
     if name == "codes" and getattr(stored.params, "values", "") == "e4m3":
-        return torch.randn(size, generator=generator) * 100
+        return torch.randn(size, generator=generator).mul_(100).clamp_(-448, 448)  # a larger number becomes NaN
     if name == "codes" and stored.format == "ternary":
         count = ternary.BYTE_DIGITS[stored.params.packing]
         trits = torch.randint(-1, 2, (*size, count), generator=generator).to(torch.int8)

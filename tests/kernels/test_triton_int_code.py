@@ -111,6 +111,25 @@ def test_a_low_rank_part_costs_the_loop_little() -> None:
     )
 
 
+def test_experts_cost_what_one_weight_does() -> None:
+    """The kernel of all experts has the loop of that of one weight, and spills nothing."""
+    params, config = typical(4, symmetric=True), kernel.TABLE[4, 8][0]
+    single = case(params, 8, config, 90, "bf16")
+    unshared = {"SUMMED", "SPLIT", "RANK"}
+    constants = {name: value for name, value in single.constants.items() if name not in unshared}
+    signature = {name: f"*{kind}" for name, kind in POINTERS.items() if name not in {"sums", "partials", "counters"}}
+    signature |= {"x": "*bf16", "out": "*bf16", "slots": "*i32", "owners": "*i32"}
+    sizes = ("pairs", "per", "experts", "out_features", "stored_rows", "tiles", "width")
+    aligned = ("out_features", "stored_rows", "width")
+    grouped = offline.Case(
+        "compress.kernels.triton._grouped", "multiply", signature | dict.fromkeys(sizes, "i32"), constants, 90,
+        single.warps, single.stages, aligned,
+    )  # fmt: skip
+    one, all_experts = offline.compile_cases([single, grouped])
+    assert_lean(grouped, all_experts, params)
+    assert all_experts.loop_count <= 1.03 * one.loop_count
+
+
 @pytest.mark.parametrize("bits", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)])
 def test_narrow_tiles_leave_the_loop_over_whole_ones_as_it_is(bits: int) -> None:
     params = typical(bits, symmetric=False)

@@ -130,9 +130,9 @@ def test_a_bias_that_the_model_has_no_place_for(changed: Callable[..., Path]) ->
 
 
 def test_what_the_class_ignores_is_known(changed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = changed("llama", {"mtp.layers.0.mlp.up_proj.weight": torch.ones(4, 4)})
-    refused(directory, r"first mtp\.layers\.0")
-    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"^mtp\."])
+    directory = changed("llama", {"extra.layers.0.mlp.up_proj.weight": torch.ones(4, 4)})
+    refused(directory, r"first extra\.layers\.0")
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"^extra\."])
     accepted(directory)
 
 

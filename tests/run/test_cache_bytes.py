@@ -55,6 +55,16 @@ def test_the_bytes_are_those_of_a_cache_of_that_length(model: PreTrainedModel, r
     assert (found.static, found.context, found.exact_bytes_per_token) == (held.static, CONTEXT, 2 * 2 * 2 * 32 * 4)
 
 
+@pytest.mark.parametrize("method", ["pca", "kvquant", "commvq"])
+def test_bytes_are_known_before_calibration(model: PreTrainedModel, method: str) -> None:
+    settings = cache_settings({"method": method})
+    static = calibrate(model, coded_layers(model.config, settings), torch.arange(512).view(4, 128) % 250)[0]
+    before, after = (
+        kv_cache.bytes_at_context(model.config, settings, tensors, torch.float32, CONTEXT) for tensors in ({}, static)
+    )
+    assert before == after and before.static > 0
+
+
 def test_the_longest_context_that_is_named() -> None:
     config = of_type("llama", {"num_key_value_heads": 2, "max_position_embeddings": 300}).config
     assert kv_cache.bytes_at_context(config, cache_settings({"method": "kivi"}), {}, torch.float32).context == 300

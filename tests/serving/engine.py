@@ -4,6 +4,7 @@
 
     {"model": DIR, "out": FILE, "prompts": [[ids], ...], "images": [FILE, ...], "tokens": 16, "options": {...},
      "lora": DIR or null}
+    {..., "rounds": [{"prompts": [[ids], ...], "tokens": 16}, ...]}      batch after batch, and facts of the cache
     {"serve": ["--model", DIR, ...]}        an HTTP server, until it is killed; its process id comes first
 
 Every engine is forked from one process that has imported vLLM, which takes longer than all else. What engines print
@@ -32,20 +33,32 @@ ALONE = {  # the fastest start: everything in this process, on one thread
 SECONDS = 600
 
 
-def answer(asked: dict[str, Any]) -> list[dict[str, Any]]:
+def answer(asked: dict[str, Any]) -> Any:
     """For each prompt the tokens that are generated, greedily, and the log probabilities of the likeliest."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     options: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, **asked["options"]}
     if options.get("tensor_parallel_size", 1) == 1:
         options["distributed_executor_backend"] = "uni"
     llm = LLM(asked["model"], **options)
+    if "rounds" in asked:
+        return {"cache": facts_of_cache(llm), "rounds": [generate(llm, each) for each in asked["rounds"]]}
+    return generate(llm, asked)
+
+
+def generate(llm: Any, asked: dict[str, Any]) -> list[dict[str, Any]]:
+    """scored: so many log probabilities at each place of the prompts come, too; -1: those of all tokens."""
+    from vllm import SamplingParams
+
     adapter = None
     if asked.get("lora"):
         from vllm.lora.request import LoRARequest
 
         adapter = LoRARequest("adapter", 1, asked["lora"])
-    sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], logprobs=5, ignore_eos=True)
+    if asked.get("fresh"):
+        assert llm.reset_prefix_cache()
+    scores = {"prompt_logprobs": asked["scored"]} if "scored" in asked else {}
+    sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], logprobs=5, ignore_eos=True, **scores)
     prompts: list[Any] = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
     for prompt, file in zip(prompts, asked.get("images", []), strict=False):
         from PIL import Image
@@ -57,9 +70,19 @@ def answer(asked: dict[str, Any]) -> list[dict[str, Any]]:
             "prompt": list(output.prompt_token_ids),  # as the engine has it, with the tokens of images
             "ids": list(output.outputs[0].token_ids),
             "logprobs": [{int(k): v.logprob for k, v in each.items()} for each in output.outputs[0].logprobs],
+            "hits": output.num_cached_tokens,
+            "scores": [[each[token].logprob for token in sorted(each)] for each in (output.prompt_logprobs or [])[1:]],
         }
         for output in outputs
     ]
+
+
+def facts_of_cache(llm: Any) -> dict[str, Any]:
+    """Blocks, and of each layer in this process its attention and its pages [blocks, KV heads, tokens, bytes]."""
+    blocks = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.num_blocks
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    shapes = [[*layer.kv_cache.shape] for layer in layers.values()]
+    return {"blocks": blocks, "shapes": shapes, "kinds": [type(layer.impl).__name__ for layer in layers.values()]}
 
 
 def serve(words: list[str]) -> None:

@@ -55,6 +55,16 @@ def served(directory: Path, folder: Path, lora: Path | None = None, **options: A
     return json.loads(out.read_text())
 
 
+def in_rounds(directory: Path, folder: Path, rounds: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+    """What vLLM generates for one batch after the other, and facts of its cache (engine.py)."""
+    out, log = folder / "out.json", folder / "log"
+    environment = options.pop("environment", {})
+    asked = {"rounds": rounds, "options": options, "environment": environment, "patch": options.pop("patch", "")}
+    code = ask(model=str(directory), out=str(out), log=str(log), **asked)
+    assert code == 0, log.read_text()[-6000:]
+    return json.loads(out.read_text())
+
+
 def refused(directory: Path, folder: Path, environment: dict[str, str] | None = None) -> str:
     """What vLLM says when it does not serve."""
     log = folder / "log"

@@ -31,6 +31,7 @@ from compress.export.weights import ExportWeight, IntWeight, StoredWeight
 from compress.types import Activations
 
 SUFFIX = ""
+DRAFT_HEADS = "held"
 CACHE = "vllm serve --kv-cache-dtype fp8"
 BITS = tuple(range(2, 9))
 PACKED, INT8, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
@@ -92,8 +93,8 @@ def check(export: Export) -> None:
 
 def _settle_head(export: Export) -> None:
     """Let a packed output head become plain numbers beside asymmetric weights, or data types, of which it is none."""
-    heads = tuple(weight for weight in export.held if weight.roles)
-    linears = tuple(weight for weight in export.held if not weight.roles)
+    heads = tuple(weight for weight in export.held if weight.roles or _is_odd_draft(weight))
+    linears = tuple(weight for weight in export.held if weight not in heads)
     schemes = [scheme for scheme, _ in _groups(export)]
     reason = ""
     if len(schemes) > 1 and any(not scheme["weights"]["symmetric"] for scheme in schemes):
@@ -102,7 +103,13 @@ def _settle_head(export: Export) -> None:
         reason = "engines have a plain head beside FP4 and FP8"
     if heads and reason:
         export.held, export.tables = linears, (*export.tables, *heads)
-        export.notes.append(f"{heads[0].name} is written as plain {dtype_name(export.dtype)}: {reason}")
+        named = (weight.name for weight in heads if weight.roles)
+        export.notes += [f"{name} is written as plain {dtype_name(export.dtype)}: {reason}" for name in named]
+
+
+def _is_odd_draft(weight: StoredWeight) -> bool:
+    """Return whether it is a linear of a draft head in integers, which may be beside linears of other types."""
+    return weight.is_draft and weight.stored.format != grids.FORMAT
 
 
 def write(export: Export, out: Path) -> None:

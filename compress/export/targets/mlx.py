@@ -46,6 +46,7 @@ TOOL: str = DATA["tool"]
 ELSEWHERE = "export to another target"
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
 SUFFIX = ""
+DRAFT_HEADS = "left out"
 CACHE = "mlx_lm.generate --kv-bits 8"
 BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (128, 64, 32)

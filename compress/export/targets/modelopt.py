@@ -24,6 +24,7 @@ from compress.storage.paths import MODELOPT_SETTINGS
 from compress.types import Activations
 
 SUFFIX = ""
+DRAFT_HEADS = "held"
 CACHE = "vllm serve --kv-cache-dtype fp8"
 PRODUCER = {"name": "modelopt", "version": "0.47.0", "written_by": "compress"}
 MIXED = "MIXED_PRECISION"

@@ -105,12 +105,7 @@ class Attend(Tables):
             part, index = b.urem(self.unit, self.parts), b.udiv(self.unit, self.parts)
             self.sequence, self.head = b.udiv(index, self.i64(heads.stored)), b.urem(index, self.i64(heads.stored))
             self._bounds(part)
-            whole, rest = b.udiv(self.rows, self.i64(ROWS)), b.urem(self.rows, self.i64(ROWS))
-            with self.loop(whole) as tile:
-                self._tile(b.mul(tile, self.i64(ROWS)), ROWS)
-            for rows in range(1, ROWS):
-                with b.if_then(b.icmp_signed("==", rest, self.i64(rows))):
-                    self._tile(b.mul(whole, self.i64(ROWS)), rows)
+            self._all_tiles()
         self.b.ret_void()
 
     def _bounds(self, part: Any) -> None:
@@ -126,6 +121,16 @@ class Attend(Tables):
         self.start = b.load(start)
         self.count = b.sub(self.stop, self.start)
 
+    def _all_tiles(self) -> None:
+        """Write the records of all queries of the head and part."""
+        b = self.b
+        whole, rest = b.udiv(self.rows, self.i64(ROWS)), b.urem(self.rows, self.i64(ROWS))
+        with self.loop(whole) as tile:
+            self._tile(b.mul(tile, self.i64(ROWS)), ROWS)
+        for rows in range(1, ROWS):
+            with b.if_then(b.icmp_signed("==", rest, self.i64(rows))):
+                self._tile(b.mul(whole, self.i64(ROWS)), rows)
+
     def _tile(self, first: Any, rows: int) -> None:
         """Write the records of some queries."""
         for r in range(rows):
@@ -135,13 +140,17 @@ class Attend(Tables):
             self._soften(r, self.b.add(first, r))
         places = [self.record_place(self.unit, self.b.add(first, self.i64(r))) for r in range(rows)]
         columns = self._columns(rows)
-        chunks = self.heads.value_width // columns
         for r in range(rows):
             with self.loop(self.i64(self.heads.value_width // self.lanes)) as i:
                 self.store(self.zeros(), self.space, self.b.add(places[r], self.b.mul(i, self.i64(self.lanes))))
         blocks = self.b.udiv(self.b.add(self.count, self.i64(BLOCK - 1)), self.i64(BLOCK))
-        with self.loop(blocks) as block, self.loop(self.i64(chunks)) as chunk:
-            self._mix(self.b.mul(block, self.i64(BLOCK)), self.b.mul(chunk, self.i64(columns)), columns, places)
+        with self.loop(blocks) as block:
+            self._mix_block(self.b.mul(block, self.i64(BLOCK)), columns, places)
+
+    def _mix_block(self, first: Any, columns: int, records: Sequence[Any]) -> None:
+        """Add values of a block, times their powers, to the records, some columns at a time."""
+        with self.loop(self.i64(self.heads.value_width // columns)) as chunk:
+            self._mix(first, self.b.mul(chunk, self.i64(columns)), columns, records)
 
     def _take_query(self, row: Any, r: int) -> None:
         """Write a query as float32, times what scores are multiplied with, in the order of stored chunks."""
@@ -281,13 +290,18 @@ class Combine(Tables):
             sequence, head = b.udiv(other, self.i64(heads.queries)), b.urem(other, self.i64(heads.queries))
             key_head, inside = b.udiv(head, self.i64(heads.group)), b.urem(head, self.i64(heads.group))
             unit = b.mul(b.add(b.mul(sequence, self.i64(heads.stored)), key_head), self.parts)
-            self.first = self.record_place(unit, b.add(b.mul(inside, new), token))
-            self.step = b.mul(self.rows, self.i64(heads.record))  # from a part's record to that of the next part
-            self._weigh(head)
             row = b.add(b.mul(b.add(b.mul(sequence, new), token), self.i64(heads.queries)), head)
-            with self.loop(self.i64(heads.value_width // self.chunk)) as chunk:
-                self._write(out, b.mul(row, self.i64(heads.value_width)), b.mul(chunk, self.i64(self.chunk)))
+            self._combine((unit, b.add(b.mul(inside, new), token)), head, out, row)
         b.ret_void()
+
+    def _combine(self, place: tuple[Any, Any], head: Any, out: Any, row: Any) -> None:
+        """Write a row of the outputs; place: the first unit of the query, and its number in the unit."""
+        self.first = self.record_place(*place)
+        self.step = self.b.mul(self.rows, self.i64(self.heads.record))  # from a part's record to that of the next part
+        self._weigh(head)
+        with self.loop(self.i64(self.heads.value_width // self.chunk)) as chunk:
+            column = self.b.mul(chunk, self.i64(self.chunk))
+            self._write(out, self.b.mul(row, self.i64(self.heads.value_width)), column)
 
     def _fact(self, part: Any, which: int) -> tuple[Any, Any]:
         """Return the place of a number behind the sums of a record, and the number."""

@@ -45,31 +45,28 @@ class Program:
         longest = max((len(call.arguments) for call in calls), default=0)
         self.threads = threads if _yield() or threads == 1 else 1
         self.functions = [call.function for call in calls]
-        self._size = next(count for count in ARGUMENT_COUNTS if count >= longest)
+        self.size = next(count for count in ARGUMENT_COUNTS if count >= longest)
         self._count = len(calls)
-        self._loop = llvm.function(_TableLoop, self._size)
+        self._loop = self.loop(self.size)
         self._published = torch.zeros(1, dtype=torch.int64, device="cpu")  # records that helpers may take shares of
         records = [self._record(call) for call in calls]
-        self.table = torch.tensor(records, dtype=torch.int64, device="cpu").view(-1, len(HEAD) + self._size)
+        self.table = torch.tensor(records, dtype=torch.int64, device="cpu").view(-1, len(HEAD) + self.size)
         self._shared = bool((self.table[:, HEAD.index("shares")] > 0).any()) if calls else False
         spaces = max((call.nbytes for call in calls if call.space >= 0), default=0)
         self._spaces = torch.empty(self.threads, max(spaces, 8), dtype=torch.uint8, device="cpu")
         self._runs = [self._arguments(thread) for thread in range(self.threads if self._shared else 1)]
 
+    @staticmethod
+    def loop(size: int) -> llvm.Function:
+        """Return the loop over a table whose records have so many arguments."""
+        return llvm.function(_TableLoop, size)
+
     def run(self) -> None:
         """Run all calls."""
-        if len(self._runs) == 1:
-            self._loop(*self._runs[0])
-            return
-        self.table[:, HEAD.index("taken") :][:, :2].zero_()
-        self._published.zero_()
-        pool = llvm._pool(self.threads)
-        helpers = [pool.submit(self._loop, *arguments) for arguments in self._runs[1:]]
-        try:
-            self._loop(*self._runs[0])
-        finally:
-            self._published.fill_(ENDED)
-            wait([helper for helper in helpers if not helper.cancel()])  # whatever happens: they read the table
+        if len(self._runs) > 1:
+            self.table[:, HEAD.index("taken") :][:, :2].zero_()
+            self._published.zero_()
+        run_table(self._loop, self._runs, self._published)
 
     def set_argument(self, record: int, place: int, value: int) -> None:
         """Change one argument of a call; no run may be in progress."""
@@ -88,12 +85,31 @@ class Program:
             "taken": 0,
             "done": 0,
         }
-        arguments = list(call.arguments) + [0] * (self._size - len(call.arguments))
+        arguments = list(call.arguments) + [0] * (self.size - len(call.arguments))
         return [head[name] for name in HEAD] + arguments
 
     def _arguments(self, thread: int) -> tuple[int, ...]:
         table, published = self.table.data_ptr(), self._published.data_ptr()
-        return table, published, self._spaces[thread].data_ptr(), self._count, int(thread == 0), _yield()
+        return loop_arguments(table, published, self._spaces[thread].data_ptr(), self._count, thread)
+
+
+def loop_arguments(table: int, published: int, space: int, count: int, thread: int) -> tuple[int, ...]:
+    """Return what the loop over a table takes in a thread, of which number 0 runs all records."""
+    return table, published, space, count, int(thread == 0), _yield()
+
+
+def run_table(loop: llvm.Function, runs: Sequence[tuple[int, ...]], published: torch.Tensor) -> None:
+    """Run a table in as many threads as there are arguments; no share is taken and nothing published yet."""
+    if len(runs) == 1:
+        loop(*runs[0])
+        return
+    pool = llvm._pool(len(runs))
+    helpers = [pool.submit(loop, *arguments) for arguments in runs[1:]]
+    try:
+        loop(*runs[0])
+    finally:
+        published.fill_(ENDED)
+        wait([helper for helper in helpers if not helper.cancel()])  # whatever happens: they read the table
 
 
 def address(function: llvm.Function) -> int:

@@ -1,5 +1,7 @@
 """Step through columns of a weight on integer grids in machine code: the rows of a block pass each column together.
 
+On a GPU compress/kernels/triton/columns.py does the same, up to the order of sums.
+
 Rows do not depend on each other. What the columns of one call need of a block of rows stays in the processor's first
 caches, where PyTorch passes over all rows several times for each column. `step_columns` gives what PyTorch does to the
 bit, the others up to the order of sums.
@@ -11,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from compress.kernels import llvm
+from compress.kernels import llvm, processors
 from compress.kernels.loops import compiler
 from compress.kernels.loops.compiler import Bytes, Floats, Longs, inlined, loop, multiply_add
 
@@ -41,7 +44,18 @@ def compiler_nbytes() -> int:
 
 def supports(weight: Tensor) -> bool:
     """Return whether the columns of this weight, or of a part with all its rows, are stepped through here."""
+    if weight.is_cuda:
+        return processors.has_triton(processors.processor(weight.device))
     return weight.device.type == "cpu" and is_worthwhile(weight.numel())
+
+
+def on_device(weight: Tensor) -> Any:
+    """Return the loops of a weight's device, with the functions of this module; None on a CPU, where they are here."""
+    if not weight.is_cuda:
+        return None
+    from compress.kernels.triton import columns
+
+    return columns
 
 
 def round_columns(
@@ -56,6 +70,9 @@ def round_columns(
     """
     columns, rows = weight.shape
     _check(columns, weight, residual, pending, *grid, codes)
+    if own := on_device(weight):
+        own.round_columns(weight, factor, residual, pending, grid, codes, top)
+        return
     down, right = factor.stride()
     sizes = {"columns": columns, "rows": rows, "down": down, "right": right, "top": top}
     _in_parallel(_round_columns, rows, (weight, factor, residual, pending, *grid, codes), sizes)
@@ -69,9 +86,12 @@ def step_columns(units: Tensor, pull: Tensor, metric: Tensor, grid: Sequence[Ten
     the lowest and the highest level, [rows] each. All float32 and contiguous.
     """
     columns, rows = units.shape
+    _check(columns, units, pull, metric, *grid)
+    if own := on_device(units):
+        own.step_columns(units, pull, metric, grid)
+        return
     inverses = [1 / curvature for curvature in metric.diagonal().tolist()]
     inverse_curvature = torch.tensor(inverses, dtype=torch.float32, device="cpu")
-    _check(columns, units, pull, metric, *grid, inverse_curvature)
     tensors = units, pull, metric, *grid, inverse_curvature
     _in_parallel(_step_columns, rows, tensors, {"columns": columns, "rows": rows})
 
@@ -83,9 +103,11 @@ def grid_loss(target: Tensor, grid: Sequence[Tensor], importance: Tensor | None)
     what the squares are multiplied by. All float32 and contiguous.
     """
     columns, rows = target.shape
+    _check(0, target, *grid)
+    if own := on_device(target):
+        return cast(Tensor, own.grid_loss(target, grid, importance))
     loss = torch.empty(rows, dtype=torch.float32, device="cpu")
     weights = torch.ones(columns, dtype=torch.float32, device="cpu") if importance is None else importance.contiguous()
-    _check(0, target, *grid)
     _in_parallel(_grid_loss, rows, (target, *grid, weights, loss), {"columns": columns, "rows": rows})
     return loss
 

@@ -238,15 +238,16 @@ def _finish(acc, hidden, factor, out, n, m, rows, out_features, RANK: tl.constex
 
 
 @triton.jit
-def _narrow_product(x, words_a, words_b, words_c, scales, zeros, row, stored, stored_rows, m, rows, in_row, first, tile,
-                    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, COUNTED: tl.constexpr,
-                    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, USE_ASM: tl.constexpr):  # fmt: skip
+def _narrow_product(x, offsets, known, words_a, words_b, words_c, scales, zeros, row, stored, stored_rows, in_row,
+                    first, tile, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr,
+                    COUNTED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+                    USE_ASM: tl.constexpr):  # fmt: skip
     """Products [n, m] with the weights of a narrow tile."""
     kind: tl.constexpr = x.dtype.element_ty if USE_ASM else tl.float32
     code = _narrow_code(words_a, words_b, words_c, row, in_row, first, tile, A, B, C)
     column = first + tile * 32
-    start = x + (m[None, :] * in_row + tl.arange(0, 32)[:, None])
-    columns = tl.load(start + column, mask=(m < rows)[None, :], other=0.0).to(kind)
+    start = x + (offsets + tl.arange(0, 32)[:, None])
+    columns = tl.load(start + column, mask=known[None, :], other=0.0).to(kind)
     products = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     products = tl.dot((code - (1 << (A + B + C - 1))).to(kind), columns, products)
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -254,6 +255,50 @@ def _narrow_product(x, words_a, words_b, words_c, scales, zeros, row, stored, st
         sums = tl.dot(tl.full((BLOCK_N, 32), 1.0, kind), columns, sums)
     group = 0 if GROUP == 0 else column // GROUP
     return _scaled(products, sums, scales, zeros, group, stored, stored_rows, COUNTED, A + B + C)
+
+
+@triton.jit
+def sum_columns(acc, x, offsets, known, words_a, words_b, words_c, scales, zeros, stored, stored_rows, tiles,
+                first_step, last_step, first_narrow, last_narrow,
+                A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, COUNTED: tl.constexpr,
+                TILE_WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+                NARROW: tl.constexpr, BF16: tl.constexpr, USE_ASM: tl.constexpr):  # fmt: skip
+    """acc [n, m] plus the products of some steps, and of some of the NARROW tiles, with the stored rows `stored` [n].
+
+    offsets: where in x the rows of activations begin, [1, m]; known [m]: which of them there are.
+    """
+    j = tl.arange(0, BLOCK_WORDS)
+    row = stored.to(tl.int64)[:, None]  # a weight may have more than 2**31 words
+    F: tl.constexpr = fields(C if C != 0 else (B if B != 0 else A))
+    BITS: tl.constexpr = A + B + C
+    CHAIN: tl.constexpr = chain(F, GROUP, TILE_WORDS)
+    whole, in_row = tiles * (F * TILE_WORDS), tiles * (F * TILE_WORDS) + NARROW * 32
+    x_start = x + (offsets + j[:, None])
+    ones = tl.full((BLOCK_N, BLOCK_WORDS), 1.0, x.dtype.element_ty if USE_ASM else tl.float32)
+    for step in range(first_step, last_step):
+        tile = step // (TILE_WORDS // BLOCK_WORDS)
+        skipped = step % (TILE_WORDS // BLOCK_WORDS) * BLOCK_WORDS
+        first = tile * (F * TILE_WORDS) + skipped  # column of the first word's field 0
+        held = (0, 0, 0, 0, 0)
+        for f in tl.static_range(F):
+            held = _advance(held, words_a, words_b, words_c, row, tiles, tile, skipped, j, A, B, C, F, f, TILE_WORDS,
+                            NARROW)  # fmt: skip
+            columns = tl.load(x_start + first + f * TILE_WORDS, mask=known[None, :], other=0.0)
+            if not USE_ASM:
+                columns = columns.to(tl.float32)
+            if f % CHAIN == 0:
+                part_acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                part_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)  # of x, the same in all rows
+            part_acc = tl.dot(_value(held, A, B, C, f, BF16, USE_ASM), columns, part_acc)
+            if COUNTED:
+                part_sums = tl.dot(ones, columns, part_sums)
+            if f % CHAIN == CHAIN - 1:
+                group = _group(tile, skipped, F, f, GROUP, TILE_WORDS)
+                acc += _scaled(part_acc, part_sums, scales, zeros, group, stored, stored_rows, COUNTED, BITS)
+    for narrow in range(first_narrow, last_narrow):
+        acc += _narrow_product(x, offsets, known, words_a, words_b, words_c, scales, zeros, row, stored, stored_rows,
+                               in_row, whole, narrow, A, B, C, GROUP, COUNTED, BLOCK_N, BLOCK_M, USE_ASM)  # fmt: skip
+    return acc
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
@@ -272,41 +317,17 @@ def multiply(x, words_a, words_b, words_c, scales, zeros, sums, hidden, factor, 
     pid, part = tl.program_id(0), tl.program_id(1)
     n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
-    j = tl.arange(0, BLOCK_WORDS)
     stored = tl.minimum(n, stored_rows - 1)  # rows past the end are read again, and dropped
-    row = stored.to(tl.int64)[:, None]  # a weight may have more than 2**31 words
     F: tl.constexpr = fields(C if C != 0 else (B if B != 0 else A))
     BITS: tl.constexpr = A + B + C
-    CHAIN: tl.constexpr = chain(F, GROUP, TILE_WORDS)
     COUNTED: tl.constexpr = not SYMMETRIC and not SUMMED
     steps = tiles * (TILE_WORDS // BLOCK_WORDS)
-    whole, in_row = tiles * (F * TILE_WORDS), tiles * (F * TILE_WORDS) + NARROW * 32
-    x_start = x + (m[None, :] * in_row + j[:, None])
-    ones = tl.full((BLOCK_N, BLOCK_WORDS), 1.0, x.dtype.element_ty if USE_ASM else tl.float32)
+    in_row = tiles * (F * TILE_WORDS) + NARROW * 32
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for step in range(steps * part // splits, steps * (part + 1) // splits):
-        tile = step // (TILE_WORDS // BLOCK_WORDS)
-        skipped = step % (TILE_WORDS // BLOCK_WORDS) * BLOCK_WORDS
-        first = tile * (F * TILE_WORDS) + skipped  # column of the first word's field 0
-        held = (0, 0, 0, 0, 0)
-        for f in tl.static_range(F):
-            held = _advance(held, words_a, words_b, words_c, row, tiles, tile, skipped, j, A, B, C, F, f, TILE_WORDS,
-                            NARROW)  # fmt: skip
-            columns = tl.load(x_start + first + f * TILE_WORDS, mask=(m < rows)[None, :], other=0.0)
-            if not USE_ASM:
-                columns = columns.to(tl.float32)
-            if f % CHAIN == 0:
-                part_acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-                part_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)  # of x, the same in all rows
-            part_acc = tl.dot(_value(held, A, B, C, f, BF16, USE_ASM), columns, part_acc)
-            if COUNTED:
-                part_sums = tl.dot(ones, columns, part_sums)
-            if f % CHAIN == CHAIN - 1:
-                group = _group(tile, skipped, F, f, GROUP, TILE_WORDS)
-                acc += _scaled(part_acc, part_sums, scales, zeros, group, stored, stored_rows, COUNTED, BITS)
-    for narrow in range(NARROW * part // splits, NARROW * (part + 1) // splits):
-        acc += _narrow_product(x, words_a, words_b, words_c, scales, zeros, row, stored, stored_rows, m, rows, in_row,
-                               whole, narrow, A, B, C, GROUP, COUNTED, BLOCK_N, BLOCK_M, USE_ASM)  # fmt: skip
+    acc = sum_columns(acc, x, m[None, :] * in_row, m < rows, words_a, words_b, words_c, scales, zeros, stored,
+                      stored_rows, tiles, steps * part // splits, steps * (part + 1) // splits,
+                      NARROW * part // splits, NARROW * (part + 1) // splits, A, B, C, GROUP, COUNTED, TILE_WORDS,
+                      BLOCK_N, BLOCK_M, BLOCK_WORDS, NARROW, BF16, USE_ASM)  # fmt: skip
     if SUMMED:  # the parts share the groups out anew
         count = tl.cdiv(in_row, GROUP) if GROUP != 0 else 1
         start, end = count * part // splits, count * (part + 1) // splits
@@ -367,19 +388,6 @@ def decode(words_a, words_b, words_c, scales, zeros, out, in_features, out_featu
         k = (tile * F + f) * TILE_WORDS + skipped + j
         _store_weights(code, k, n, stored, group, scales, zeros, out, in_features, out_features, stored_rows,
                        BITS, SYMMETRIC)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["rows"])
-def add_up(x, sums, rows, columns, count, GROUP: tl.constexpr, BLOCK: tl.constexpr, MANY: tl.constexpr):
-    """Program (row, MANY groups): sums [count, rows] float32 of x [rows, columns] over groups of GROUP columns."""
-    row, j = tl.program_id(0), tl.arange(0, BLOCK)
-    group = tl.program_id(1) * MANY + tl.arange(0, MANY)
-    total = tl.zeros((MANY, BLOCK), tl.float32)
-    for first in range(0, GROUP, BLOCK):
-        k = group[:, None] * GROUP + first + j[None, :]
-        mask = (first + j < GROUP)[None, :] & (k < columns)
-        total += tl.load(x + row * columns + k, mask=mask, other=0.0).to(tl.float32)
-    tl.store(sums + group * rows + row, tl.sum(total, 1), mask=group < count)
 
 
 COMPILED = isinstance(multiply, triton.runtime.JITFunction)  # not interpreted

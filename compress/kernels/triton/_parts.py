@@ -109,3 +109,16 @@ def _store(total, factor, row_scales, out, n, m, rows, out_features, ROW_SCALES:
         total *= tl.load(row_scales + n, mask=n < out_features, other=0.0).to(tl.float32)[None, :]
     mask = (m < rows)[:, None] & (n < out_features)[None, :]
     tl.store(out + m[:, None] * out_features + n[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_up(x, sums, rows, columns, count, GROUP: tl.constexpr, BLOCK: tl.constexpr, MANY: tl.constexpr):
+    """Program (row, MANY groups): sums [count, rows] float32 of x [rows, columns] over groups of GROUP columns."""
+    row, j = tl.program_id(0), tl.arange(0, BLOCK)
+    group = tl.program_id(1) * MANY + tl.arange(0, MANY)
+    total = tl.zeros((MANY, BLOCK), tl.float32)
+    for first in range(0, GROUP, BLOCK):
+        k = group[:, None] * GROUP + first + j[None, :]
+        mask = (first + j < GROUP)[None, :] & (k < columns)
+        total += tl.load(x + row * columns + k, mask=mask, other=0.0).to(tl.float32)
+    tl.store(sums + group * rows + row, tl.sum(total, 1), mask=group < count)

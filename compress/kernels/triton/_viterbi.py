@@ -128,7 +128,10 @@ def paths(values, seams, emitted, tops, decisions, states, steps,
             if t % PERIOD == PERIOD - 1:
                 cost -= tl.min(tl.min(cost, 1), 0)
     if not SEAMED:
-        end = tl.argmin(tl.reshape(cost, (NODES,)), 0).to(tl.int32)
+        # argmin of what `reshape` returns finds another node with Triton 3.6 on a GPU, the interpreter does not show it
+        node = tl.arange(0, REST)[:, None] * (1 << LAST_BITS) + tl.arange(0, 1 << LAST_BITS)[None, :]
+        least = tl.min(tl.min(cost, 1), 0)
+        end = tl.min(tl.min(tl.where(cost == least, node, NODES), 1), 0)
     tl.debug_barrier()  # all threads have stored their decisions
     for turn in range(0, steps // TURNS):
         for i in tl.static_range(TURNS):

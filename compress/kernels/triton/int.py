@@ -22,7 +22,7 @@ from torch import Tensor
 
 from compress.formats.int import PLANES, Params, padded_shape
 from compress.kernels.contract import Shape
-from compress.kernels.triton import _int, products
+from compress.kernels.triton import _int, _parts, products
 from compress.kernels.triton._int import stored_zero
 from compress.kernels.triton.products import GpuProduct
 from compress.kernels.triton.unpack import fields, narrow_words
@@ -268,7 +268,7 @@ def _sums(x: Tensor, params: Params, count: int) -> Tensor:
     sums = torch.empty(count, x.shape[0], dtype=torch.float32, device=x.device)
     block = min(1 << (group - 1).bit_length(), SUMS_BLOCK)
     many = SUMS_BLOCK // block
-    _int.add_up[x.shape[0], -(-count // many)](
+    _parts.add_up[x.shape[0], -(-count // many)](
         x, sums, x.shape[0], x.shape[1], count, GROUP=group, BLOCK=block, MANY=many
     )
     return sums

@@ -28,6 +28,7 @@ from compress.export.weights import ExportWeight
 from compress.formats.kquant import SUPER_BLOCK
 
 SUFFIX = ".gguf"
+DRAFT_HEADS = "left out"
 CACHE: str = DATA["cache"]
 TAKES = ("split_size",)  # OUT is a directory then, with NAME-00001-of-00003.gguf and so on
 TABLE = "token_embd.weight"

@@ -20,6 +20,7 @@ from compress.export.targets.onnx import graph, nodes
 from compress.export.weights import ExportWeight, StoredWeight
 
 SUFFIX = ""
+DRAFT_HEADS = "left out"
 PACKAGES = ("onnx_ir", "onnxscript")
 TAKES = ("int8_inputs",)
 DTYPES = (torch.float32, torch.float16)
