@@ -78,17 +78,17 @@ def restore(saved: SavedFile, index: int, layer: Any, fact: Mapping[str, Any], d
         layer.has_previous_state[number] = True
     for name, dtype in fact["recurrent"].items():
         tensors = {n.removeprefix(f"{name}."): x for n, x in held["recurrent"].items() if n.startswith(f"{name}.")}
-        state = tensors["exact"] if "exact" in tensors else _checked(tensors, DTYPES[dtype])
+        held_state: Any = tensors["exact"] if "exact" in tensors else _join_parts(tensors, DTYPES[dtype])
         number = int(name)
-        if isinstance(layer, CodedStates) and isinstance(state, StateCodes):
-            layer.recurrent_states[number] = state  # type: ignore[assignment]
+        if isinstance(layer, CodedStates) and isinstance(held_state, StateCodes):
+            layer.recurrent_states[number] = held_state  # type: ignore[assignment]
             layer.is_recurrent_states_initialized[number] = True
         else:
-            layer.update_recurrent_state(state if isinstance(state, Tensor) else state.decode(), number)
+            layer.update_recurrent_state(held_state if isinstance(held_state, Tensor) else held_state.decode(), number)
         layer.has_previous_state[number] = True
 
 
-def _checked(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> StateCodes:
+def _join_parts(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> StateCodes:
     """Return the state of these parts; ValueError where they do not belong together."""
     codes, scales, residuals = tensors["codes"], tensors["scales"], tensors.get("residuals")
     shape, columns = tuple(codes.shape[:-1]), codes.shape[-1]
