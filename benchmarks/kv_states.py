@@ -1,7 +1,7 @@
 """Measure what rounding the states of linear attention and Mamba costs, after every token: bfloat16, int8, 12 bits.
 
     python benchmarks/kv_states.py rules                       # random recurrences of 64 x 64
-    python benchmarks/kv_states.py train delta DIRECTORY       # a small model of bytes, in minutes; or ssd, or scan
+    python benchmarks/kv_states.py train delta DIRECTORY       # a small model of bytes, in minutes; or ssd
     python benchmarks/kv_states.py model DIRECTORY             # KL to states in float32, token by token
 
 A rule is simulated in float64: the gated delta rule with random unit keys, and Mamba-2's with channels and directions
@@ -51,7 +51,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ssd": ("mamba2", {"state_size": 64, "num_heads": 8, "head_dim": 32, "n_groups": 1, "chunk_size": 64}),
-    "scan": ("mamba", {"state_size": 16}),
 }
 
 Rounding = Callable[[Tensor], Tensor]

@@ -346,7 +346,7 @@ class Plan:
     unused: tuple[str, ...] = ()  # stored tensors that are nothing of the model, or a further copy of a tied weight
 
     @property
-    def spared(self) -> tuple[str, ...]:
+    def spared_names(self) -> tuple[str, ...]:
         """Return the linears that the recipe would quantize, and that are left alone (compress/model/spared.py)."""
         return tuple(name for name, reason in self.kept_reasons.items() if reason in (self.GATE, self.ROUTER))
 

@@ -107,7 +107,7 @@ def _levels(recipe: Recipe, plans: Mapping[str, Plan]) -> dict[str, PlannedOptio
     open (compress/model/spared.py).
     """
     levels: dict[str, PlannedOptions] = {}
-    spared = {name for planned in plans.values() for name in planned.spared}
+    spared = {name for planned in plans.values() for name in planned.spared_names}
     for number, planned in plans.items():
         for layer in planned.layers:
             is_open = recipe.is_open(layer.spec.name) and layer.spec.name not in spared

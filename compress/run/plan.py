@@ -69,12 +69,12 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
 
 def _spared_message(plan: Plan) -> tuple[str, ...]:
     """Return a line on the linears that are left alone by default."""
-    if not plan.spared:
+    if not plan.spared_names:
         return ()
-    ends = ", ".join(sorted({name.rpartition(".")[2] for name in plan.spared}))
+    ends, count = ", ".join(sorted({name.rpartition(".")[2] for name in plan.spared_names})), len(plan.spared_names)
     return (
-        f"{len(plan.spared)} linears that gate a recurrence or choose experts ({ends}) stay as they are; a rule with "
-        "their names quantizes them",
+        f"linears that gate a recurrence or choose experts stay as they are: {count} ({ends}); a rule with their "
+        "names quantizes them",
     )
 
 

@@ -17,6 +17,7 @@ from compress.calib.kv import calibrate
 from compress.errors import CheckpointError, CompressError, OutputError, RecipeError, UnsupportedModelError
 from compress.kv import attention, generation, hooks, saved
 from compress.kv.cache import make_cache
+from compress.kv.hooks import cache_argument
 from compress.kv.saved import columns, file, load_cache, raw_nbytes, save_cache, token_ids
 from compress.kv.settings import cache_settings
 from compress.storage import checkpoint, files
@@ -306,14 +307,39 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_states_of_recurrences_are_not_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quality", ["lossless", "standard", "coded"])
+@pytest.mark.parametrize("name", ["jamba", "mamba"])
+def test_states_of_recurrences(name: str, quality: str, tmp_path: Path) -> None:
+    """Codes and lossless states come back bit for bit, others within one rounding to int8."""
     sizes = {"num_key_value_heads": 2, "intermediate_size": 96, "num_experts": 1, "attn_layer_offset": 1}
-    jamba = of_type("jamba", {**sizes, "num_experts_per_tok": 1, "attn_layer_period": 2, "use_mamba_kernels": False})
-    cache = DynamicCache(config=jamba.config)
+    sizes |= {"num_experts_per_tok": 1, "attn_layer_period": 2, "use_mamba_kernels": False}
+    hybrid = of_type(name, sizes if name == "jamba" else {"state_size": 16})
+    argument, text = cache_argument(hybrid), prompt()
+    is_coded = quality == "coded"
+    cache = make_cache(hybrid.config, {"states": 12}) if is_coded else DynamicCache(config=hybrid.config)
     with torch.no_grad():
-        jamba(input_ids=prompt(), past_key_values=cache, use_cache=True)
-    with pytest.raises(UnsupportedModelError, match="layer 0 of the cache is a LinearAttentionLayer"):
-        save_cache(cache, tmp_path / "x", jamba, prompt())
+        hybrid(input_ids=text, use_cache=True, **{argument: cache})
+    file = save_cache(cache, tmp_path / "x", hybrid, text, "lossless" if is_coded else quality)
+    loaded = load_cache(hybrid, tmp_path / "x", text)
+    assert raw_nbytes(file) > 0
+    wanted, found = (x.layers[0].recurrent_states[0] for x in (cache, loaded))
+    both = [x.decode() if is_coded else x for x in (wanted, found)]
+    error = (both[1] - both[0]).norm() / both[0].norm()
+    assert 0 < error < 0.01 if quality == "standard" else torch.equal(*both)
+    assert torch.equal(cache.layers[0].conv_states[0], loaded.layers[0].conv_states[0])
+    with torch.no_grad():
+        after = [hybrid(text[:, :1], use_cache=True, **{argument: x}).logits for x in (cache, loaded)]
+    assert (after[0] - after[1]).norm() / after[0].norm() < (0.05 if quality == "standard" else 1e-6)
+
+
+def test_layers_with_states_and_keys_are_not_saved(tmp_path: Path) -> None:
+    sizes = {"num_key_value_heads": 2, "intermediate_size": 64, "mamba_d_ssm": 64, "mamba_n_heads": 4}
+    hybrid = of_type("falcon_h1", {**sizes, "mamba_d_head": 16, "mamba_d_state": 16})
+    cache = DynamicCache(config=hybrid.config)
+    with torch.no_grad():
+        hybrid(input_ids=prompt(), past_key_values=cache, use_cache=True)
+    with pytest.raises(UnsupportedModelError, match="layer 0 of the cache is a LinearAttentionAndFullAttentionLayer"):
+        save_cache(cache, tmp_path / "x", hybrid, prompt())
 
 
 def failing(*args: Any) -> None:

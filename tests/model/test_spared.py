@@ -64,22 +64,22 @@ def test_gates_and_routers_are_left_alone(name: str, folder: Path) -> None:
     planned, skeleton = made(name, folder)
     found = spared_linears(skeleton)
     assert {".".join(path.split(".")[3:]): reason for path, reason in found.items()} == SPARED[name]
-    assert planned.spared and ends(planned.spared) <= SPARED[name].keys()
-    assert not {layer.spec.name for layer in planned.layers} & {*planned.spared}
-    assert any("stay as they are; a rule with their names quantizes them" in line for line in planned.messages)
-    others = {n for n, reason in planned.kept_reasons.items() if n in found} - {*planned.spared}
+    assert planned.spared_names and ends(planned.spared_names) <= SPARED[name].keys()
+    assert not {layer.spec.name for layer in planned.layers} & {*planned.spared_names}
+    assert any("or choose experts stay as they are: " in line for line in planned.messages)
+    others = {n for n, reason in planned.kept_reasons.items() if n in found} - {*planned.spared_names}
     assert all("narrower" in planned.kept_reasons[n] or "weight" in planned.kept_reasons[n] for n in others)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rule_wins(name: str, folder: Path) -> None:
-    spared = made(name, folder)[0].spared
+    spared = made(name, folder)[0].spared_names
     rule = f"rules=[{{match: [{', '.join(spared)}], bits: 3}}]"
     planned, _ = made(name, folder, [rule])
-    assert not planned.spared and {layer.spec.name for layer in planned.layers} >= {*spared}
+    assert not planned.spared_names and {layer.spec.name for layer in planned.layers} >= {*spared}
 
 
 def test_at_8_bits_gates_are_as_the_recipe_says(folder: Path) -> None:
     planned, _ = made("jamba", folder, base="int8")
-    assert not planned.spared and "mamba.x_proj" in ends(layer.spec.name for layer in planned.layers)
-    assert ends(made("afmoe", folder, base="int8")[0].spared) == {"mlp.router.gate"}
+    assert not planned.spared_names and "mamba.x_proj" in ends(layer.spec.name for layer in planned.layers)
+    assert ends(made("afmoe", folder, base="int8")[0].spared_names) == {"mlp.router.gate"}

@@ -12,6 +12,7 @@ entropy coding in chunks that are decoded alone. What is done otherwise, and why
     parts.py     one step for all channels of a tensor: entropy coding gives large ones the bits they need
     columns.py   32 tables for a file in place of one for each channel and chunk; rANS in place of a range coder
     coded.py     caches that are codes already are stored without loss
+    states.py    states of linear attention and Mamba, in int8 where they are no codes already
     file.py      hashes, the model's fingerprint, and the tokens that the cache is of
 
 It does not choose between sending a cache and computing it, has no levels to switch between while it loads, and does
@@ -27,12 +28,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from compress import plugins
 from compress.errors import CheckpointError, CompressError, RecipeError
 from compress.kv.layer import CodedLayer, KVCache
-from compress.kv.saved import checked, coded, file, plain
+from compress.kv.saved import checked, coded, file, plain, states
 from compress.kv.saved.file import SavedFile, fingerprint, hash_tokens
 from compress.kv.saved.parts import TOKENS
 from compress.version import __version__
@@ -63,14 +64,15 @@ def save_cache(
     """
     if quality not in NOISE:
         raise RecipeError(plugins.unknown("quality", quality, tuple(NOISE)))
-    seen = cache.get_seq_length()
+    counts = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+    seen = counts[0] if counts else tokens.shape[-1]  # states do not tell
     if tokens.dim() != 2 or tokens.shape[1] != seen:
         raise CompressError(f"the cache is of {seen} tokens, and token ids of shape {list(tokens.shape)} were given")
     is_coded = isinstance(cache, KVCache)
     layers = coded.known_layers(cache) if isinstance(cache, KVCache) else plain.facts(cache)
     noise = None if is_coded else NOISE[quality]
     both = plain.turns(model, seen) if noise is not None else None
-    parts_by_name = {"tokens": coded.exact(tokens.to(torch.int32))}
+    parts_by_name = {"tokens": states.exact(tokens.to(torch.int32))}
     if isinstance(cache, KVCache):
         parts_by_name |= coded.shared_parts(cache)
     for index, (layer, fact) in enumerate(zip(cache.layers, layers, strict=True)):
@@ -135,7 +137,9 @@ def _load_layers(saved: SavedFile, model: nn.Module, static: Mapping[str, Tensor
     for index, (layer, fact) in enumerate(zip(cache.layers, layers, strict=True)):
         if fact is None:
             continue
-        if isinstance(layer, CodedLayer):
+        if fact["kind"] == states.STATES:
+            states.restore(saved, index, layer, fact, device)
+        elif isinstance(layer, CodedLayer):
             checked.check_layer(fact, heads[index], saved.parts["tokens"].shape[1])
             coded.restore(saved, index, layer, fact, device)
         else:
@@ -171,6 +175,9 @@ def raw_nbytes(saved: SavedFile) -> int:
 def _raw_nbytes(saved: SavedFile) -> int:
     total = 0
     for index, fact in enumerate(saved.facts["layers"]):
+        if fact is not None and fact["kind"] == states.STATES:
+            total += states.raw_nbytes(saved, index, fact)
+            continue
         for kind in ("keys", "values") if fact is not None else ():
             if fact["kind"] == coded.CODES:
                 batch, heads, _, width = fact[kind]["shape"]

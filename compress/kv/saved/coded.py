@@ -21,6 +21,7 @@ from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.saved import checked, parts, plain
 from compress.kv.saved.file import SavedFile, Source, hash_tensors
 from compress.kv.saved.parts import SavedPart
+from compress.kv.saved.states import exact
 from compress.kv.settings import KINDS, cache_settings
 from compress.kv.token_store import Store
 
@@ -39,6 +40,7 @@ def facts(cache: KVCache) -> dict[str, Any]:
         "path": cache.path,
         "static": hash_tensors(cache.static),
         **({} if cache.reading is None else {"read": cache.reading.plain()}),
+        **({} if cache.states is None else {"states": cache.states}),
     }
 
 
@@ -96,15 +98,6 @@ def shared_parts(cache: KVCache) -> PartsByName:
         yield "pads", exact(cache.pads)
 
 
-def exact(tensor: Tensor) -> tuple[SavedPart, Source]:
-    """Return the part of a tensor that comes back bit for bit, and what gives it.
-
-    Raises NumericalError for numbers that are not finite.
-    """
-    tensor = parts.check_finite(tensor.detach().cpu().contiguous())
-    return parts.lossless(tensor), lambda: tensor
-
-
 def _store_tensors(store: Store) -> dict[str, Tensor]:
     """Return the tensors of a store by name."""
     tensors = {name: buffer.view() for name, buffer in _buffers(store).items() if buffer.length}
@@ -127,7 +120,8 @@ def fresh(config: Any, known: Mapping[str, Any], static: Mapping[str, Tensor] | 
             "give its tensors as static"
         )
     settings = [cache_settings(known["codings"][number]) for number in known["coding_of"]]
-    first = cache_settings({**known["codings"][known["coding_of"][0]], "read": known.get("read")})
+    shared = {key: known.get(key) for key in ("read", "states")}
+    first = cache_settings({**known["codings"][known["coding_of"][0]], **shared})
     cache = make_cache(config, first, static, named_path(known["path"]))
     if len(cache.layers) != len(settings):
         raise CheckpointError(f"a cache of {len(settings)} layers was saved, and the model's has {len(cache.layers)}")

@@ -27,7 +27,7 @@ from compress.errors import CheckpointError, CompressError, UnsupportedModelErro
 from compress.kv import rope
 from compress.kv.codec import rotate, unrotate
 from compress.kv.layer import exact_tensors
-from compress.kv.saved import parts
+from compress.kv.saved import parts, states
 from compress.kv.saved.file import SavedFile, Source
 from compress.kv.saved.parts import TOKENS, SavedPart
 from compress.kv.settings import KINDS
@@ -46,7 +46,7 @@ Turns = tuple[Tensor, Tensor]  # cos and sin [1, tokens, rotary width] float32
 def facts(cache: Cache) -> list[dict[str, Any] | None]:
     """Return what is to be known of each layer, None for one that holds nothing.
 
-    Raises UnsupportedModelError for layers of other kinds than full and sliding attention.
+    Raises UnsupportedModelError for layers of other kinds than full, sliding and linear attention.
     """
     return [layer_facts(index, layer) for index, layer in enumerate(cache.layers)]
 
@@ -56,15 +56,17 @@ def layer_facts(index: int, layer: Any) -> dict[str, Any] | None:
     if not getattr(layer, "is_initialized", False) and not exact_tensors(layer):
         return None
     check_kind(index, layer)
+    if states.is_linear(layer):
+        return states.layer_facts(layer)
     return {"kind": LAYERS[type(layer)], "seen": int(layer.get_seq_length())}
 
 
 def check_kind(index: int, layer: Any) -> None:
     """Raise UnsupportedModelError for a layer of transformers that cannot be saved."""
-    if type(layer) not in LAYERS:
+    if type(layer) not in LAYERS and not states.is_linear(layer):
         raise UnsupportedModelError(
-            f"layer {index} of the cache is a {type(layer).__name__}, which cannot be saved; layers of full and of "
-            "sliding attention can"
+            f"layer {index} of the cache is a {type(layer).__name__}, which cannot be saved; layers of full, sliding "
+            "and linear attention can"
         )
 
 
@@ -87,12 +89,14 @@ def turns(model: nn.Module, tokens: int) -> Turns | None:
 
 
 def layer_parts(index: int, layer: Any, noise: float | None, both: Turns | None) -> tuple[dict[str, Any], PartsByName]:
-    """Return facts and parts of a layer with keys and values; noise: of the grid, None: without loss.
+    """Return facts and parts of a layer; noise: of the grid, None: without loss.
 
     A prompt that is no longer than the sinks is kept as it is.
     """
+    if states.is_linear(layer):
+        return {}, states.layer_parts(index, layer, noise is not None)
     if noise is None or layer.keys.shape[TOKENS] <= SINKS:
-        return {}, iter([(f"{index}.{kind}", _exact(getattr(layer, kind))) for kind in KINDS])
+        return {}, iter([(f"{index}.{kind}", states.exact(getattr(layer, kind))) for kind in KINDS])
     keys = layer.keys
     if both is not None and (keys.shape[TOKENS] != both[0].shape[1] or keys.shape[-1] < both[0].shape[-1]):
         both = None
@@ -103,15 +107,10 @@ def layer_parts(index: int, layer: Any, noise: float | None, both: Turns | None)
     return {"turned": both is not None}, _rounded_parts(index, layer, noise, both)
 
 
-def _exact(tensor: Tensor) -> tuple[SavedPart, Source]:
-    tensor = parts.check_finite(tensor.detach().cpu())
-    return parts.lossless(tensor), lambda: tensor
-
-
 def _rounded_parts(index: int, layer: Any, noise: float, both: Turns | None) -> PartsByName:
     for kind in KINDS:
         name, whole = f"{index}.{kind}", getattr(layer, kind).detach()
-        yield f"{name}.sink", _exact(whole[:, :, :SINKS])
+        yield f"{name}.sink", states.exact(whole[:, :, :SINKS])
         turned = both if kind == "keys" else None
         part = parts.round_part(_rest(whole, turned, None), noise, whole.dtype, f"layer {index}, {kind}")
         vectors = fit_basis(_rest(whole, turned, None), part.step)
@@ -158,7 +157,7 @@ def check(saved: SavedFile, index: int, fact: Mapping[str, Any], both: Turns | N
 
 def tensors(saved: SavedFile, index: int, fact: Mapping[str, Any], both: Turns | None) -> dict[str, Tensor]:
     """Return keys and values of a layer, [B, h, tokens, width] in the type that they were saved from."""
-    states = {}
+    both_kinds = {}
     for kind in KINDS:
         name = f"{index}.{kind}"
         x = saved.tensor(name)
@@ -169,8 +168,8 @@ def tensors(saved: SavedFile, index: int, fact: Mapping[str, Any], both: Turns |
                 assert both is not None, "they were saved with it"
                 x = rotate(x, both[0][:, SINKS:], both[1][:, SINKS:])
             x = torch.cat((saved.tensor(f"{name}.sink"), x.to(saved.parts[name].dtype)), TOKENS)
-        states[kind] = x
-    return states
+        both_kinds[kind] = x
+    return both_kinds
 
 
 def restore(layer: Any, fact: Mapping[str, Any], both: Mapping[str, Tensor], device: torch.device) -> None:
