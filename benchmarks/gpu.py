@@ -176,7 +176,8 @@ def save(result: Row, file: Path) -> None:
     temporary.write_text(json.dumps(result, indent=1) + "\n")
     temporary.replace(file)
     if out := os.environ.get("OUT"):
-        shutil.copy(file, Path(out) / file.name)
+        with suppress(shutil.SameFileError):
+            shutil.copy(file, Path(out) / file.name)
 
 
 def report(name: str, section: Row) -> None:

@@ -26,7 +26,7 @@ Kernels that read keys and values are given the layouts of codes, and keep the l
   (compress/kv/codecs/pca.py); encode: such codes made of vectors;
 - attention: attention of one token in one launch (compress/kv/fused.py).
 
-Each has `supports`, which says what it can read.
+Each has `supports`, which says what it can read. Those of packed pages are `paged.py` (compress/kernels/paged.py).
 """
 
 from __future__ import annotations

@@ -125,8 +125,13 @@ class Codec:
         return mixed
 
     def _static(self, name: str, like: Tensor) -> Tensor:
-        """Return a calibrated tensor on the device of `like`, float32, or float64 where `like` is."""
-        return self.static[name].to(like.device, torch.promote_types(like.dtype, torch.float32))
+        """Return a calibrated tensor on the device of `like`, float32, or float64 where `like` is.
+
+        It stays there: a CUDA graph that is captured later cannot copy from the host.
+        """
+        if self.static[name].device != like.device:
+            self.static[name] = self.static[name].to(like.device)
+        return self.static[name].to(torch.promote_types(like.dtype, torch.float32))
 
 
 def check_bits(bits: int) -> None:

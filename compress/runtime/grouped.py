@@ -226,7 +226,7 @@ def run_in_turn(
     out = torch.zeros_like(x)
     for number in range(count):
         chosen = ids == number
-        weight = torch.where(chosen, weights, 0).sum(-1, keepdim=True)
+        weight = weights.masked_fill(~chosen, 0).sum(-1, keepdim=True)
         y = compute(number, x * weight.to(x.dtype)) if weighs_inputs else (compute(number, x) * weight).to(out.dtype)
-        out = out + torch.where(chosen.any(-1, keepdim=True), y, 0)
+        out = out + y.masked_fill(~chosen.any(-1, keepdim=True), 0)
     return out

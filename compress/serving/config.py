@@ -25,12 +25,13 @@ class PackedModules:
             name: stored.from_table(Pruning, values, f"quantization_config: experts: {name}")
             for name, values in config.experts.items()
         }
+        self.drafts: dict[str, Any] = dict(config.draft_heads)  # those that are in draft heads, a model of their own
         self.renamed: dict[str, str] = {}  # expressions of names in the checkpoint -> what the engine looks for
         self.totals = Totals()
 
     def rename(self, mapper: Any) -> None:
         """Rename what is listed as an engine (its `WeightsMapper`) renames the checkpoint's modules."""
-        self.stored = mapper.apply_dict(self.stored)
+        self.stored, self.drafts = mapper.apply_dict(self.stored), mapper.apply_dict(self.drafts)
         self.pruning = mapper.apply_dict(self.pruning)
 
     def linears(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> dict[str, Stored | None] | None:

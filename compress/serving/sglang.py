@@ -209,12 +209,14 @@ class SglangTable(PackedTable, QuantizeMethodBase):
 def _complete_model(model: Any, listed: PackedModules) -> None:
     """Give packed tables to layers that SGLang has built plain, and rename stored experts for the model's loader.
 
-    Raises UnsupportedModelError with the name of a packed module that no layer of the model holds.
+    Raises UnsupportedModelError with the name of a packed module that no layer of the model holds. Draft heads are a
+    model of their own.
     """
     _complete_tables(model, listed)
     elsewhere = [name for name, layer in model.named_modules() if isinstance(layer, PPMissingLayer)]
     held = {name for layer in model.modules() for name in _names_held(layer)}
-    for name in listed.stored:
+    is_of_drafts = any(name in held for name in listed.drafts)
+    for name in (name for name in listed.stored if (name in listed.drafts) == is_of_drafts):
         if name not in held and not any(f"{name}.".startswith(f"{other}.") for other in elsewhere):
             raise UnsupportedModelError(
                 f"{name} is packed, and no layer that SGLang builds for {type(model).__name__} has this name; "

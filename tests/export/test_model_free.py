@@ -167,7 +167,8 @@ def test_an_unknown_family(unknown: Path, scheme: str, target: str, tmp_path: Pa
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     kept = {name for name in rounded.kept if f"{name}.weight" in tensors and tensors[f"{name}.weight"].dim() == 2}
     kept |= {"lm_head"} if scheme != "fp8-block" else {"lm_head", *FUSED}
-    assert set(config["quantization_config"]["ignore"]) == kept - {"model.embed_tokens"}
+    heads = {"model.layers.3.*", r"re:^model\.layers\.3\..*"}
+    assert set(config["quantization_config"]["ignore"]) == (kept | heads) - {"model.embed_tokens"}
     assert config["model_type"] == "new_family_9" and "auto_map" not in config
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert "tokenizer_config.json" in files and "modeling.py" not in files

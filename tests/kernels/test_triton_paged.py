@@ -26,7 +26,7 @@ CASES = [
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU too."""
     monkeypatch.setattr(dispatch, "pages", lambda device: kernel)
-    monkeypatch.setattr(kernel, "SPLIT_TOKENS", 64)
+    monkeypatch.setattr(kernel, "LEAST_SPLIT", 64)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -83,7 +83,7 @@ def test_machine_code() -> None:
     cases = [attending(*given) for given in layouts]
     for case, built in zip(cases, offline.compile_cases(cases), strict=True):
         assert not [op for op in built.opcodes if op.startswith(("LDL", "STL"))], case
-        programs = kernel.PROGRAMS * kernel.FEW[1] // case.warps
+        programs = kernel.PROGRAM_SLOTS * kernel.FEW[1] // case.warps
         assert built.shared < 228 * 1024 / programs - 1024, case
         assert built.registers * 32 * case.warps * programs <= 1 << 16, case
         assert [op for op in built.opcodes if op.startswith(("HMMA", "HGMMA"))], case

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.errors import RecipeError
 from compress.kv import paging
 from compress.kv.codec import Spec
 from compress.kv.codecs import balanced, per_token
 from compress.kv.pages import PageCodes, Pages
 from compress.kv.settings import cache_settings
+from helpers.kv_cases import through_a_model
 
 ALONE = {"sink": 0, "residual_length": 0, "flush": 1}
 
@@ -81,6 +83,13 @@ def test_bits_go_where_errors_cost_most_and_keep_the_budget(bits: float, levels:
     assert [int(static["bits"]) for _, _, static in learned] == widths
 
 
+def test_heads_whose_codes_are_no_whole_bytes_are_refused_before_calibration() -> None:
+    balanced.check_heads(balanced.Config(bits=4), spec(width=20))
+    for bits in (3.0, 4.5):
+        with pytest.raises(RecipeError, match=r"layer 0, keys: 3 bits of 20 channels are no whole bytes; choose"):
+            balanced.check_heads(balanced.Config(bits=bits), spec(width=20))
+
+
 def layer(recipe: dict[str, Any], static: dict[str, Tensor] | None = None) -> Any:
     settings = cache_settings(recipe)
     codings, line = paging.servable(settings, 2)
@@ -130,3 +139,14 @@ def test_what_pages_cannot_hold_has_a_nearest_setting(recipe: dict[str, Any], wo
 def test_layers_that_are_skipped_stay_exact() -> None:
     _, line, held = layer({"method": "per_token", **ALONE, "skip_layers": [0]})
     assert held is None and line is None
+
+
+def test_calibrated_on_a_model_and_read_in_both_ways() -> None:
+    static, (decoded, fused, exact) = through_a_model(
+        {"method": "balanced", "bits": 5.5, **ALONE, "exact_prefill": False}
+    )
+    torch.testing.assert_close(decoded, fused, rtol=1e-3, atol=1e-3)
+    assert 0 < (decoded - exact).abs().mean() < 0.1 * exact.std()
+    assert {tensor.dtype for name, tensor in static.items() if name.endswith("forward")} == {torch.float16}
+    widths = [int(tensor) for name, tensor in static.items() if name.endswith("bits")]
+    assert len(widths) == 4 and sum(widths) <= 4 * 5.5

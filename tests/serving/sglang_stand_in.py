@@ -143,7 +143,6 @@ def install(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Let `sglang` be this file; return the tables that a plugin writes into."""
     tables: dict[str, Any] = {"methods": {}, "cpu": {}, "choices": []}
     HookRegistry.hooks = []
-    graph = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=None))
     found: dict[str, dict[str, Any]] = {
         "arg_groups.choices": {
             "QUANTIZATION_CHOICES": tables["choices"],
@@ -167,8 +166,6 @@ def install(patch: pytest.MonkeyPatch) -> dict[str, Any]:
         "layers.utils": {"PPMissingLayer": PPMissingLayer},
         "plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": SimpleNamespace(AFTER="after")},
         "distributed.utils": {"get_group_rank_size": get_group_rank_size},
-        "model_executor.cuda_graph_config": {"Backend": SimpleNamespace(DISABLED="disabled")},
-        "runtime_context": {"get_exec": lambda: graph},
     }
     names = {"sglang", "sglang.srt"}
     for name in found:

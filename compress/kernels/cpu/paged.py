@@ -21,8 +21,7 @@ from compress.kernels.cpu import attention
 from compress.kernels.cpu.attention import MOST, THREAD
 from compress.kernels.cpu.attention_tables import BLOCK, PART, HeadSizes, Tables, table
 from compress.kernels.cpu.dots import ROWS, STORED, Dots, stored_rows
-from compress.kernels.cpu.paged_codes import DecodePages, PageEmitter, lanes_for
-from compress.kernels.cpu.paged_encode import EncodePages
+from compress.kernels.cpu.paged_codes import DecodePages, EncodePages, PageEmitter, lanes_for
 from compress.kernels.paged import LevelPair, PageLayout, Requests, SeenSpan
 
 LEAST_TOKENS = 8  # pages have multiples of so many, which are read beside each other

@@ -20,7 +20,7 @@ from compress.kernels.triton._parts import powers
 
 LOG2E = tl.constexpr(1.4426950408889634)
 HALF_MOST = tl.constexpr(65504.0)  # the largest float16
-LEAST_SIZE = tl.constexpr(1e-12)  # as in compress/kv/pages.py
+LEAST_DIVISOR = tl.constexpr(1e-12)  # compress/kv/pages.py has the same
 ROUNDER = tl.constexpr(12582912.0)  # added to a float32 below 2^22, it leaves a whole number
 THOUSAND = tl.constexpr(0x6400)  # the bits of 1024 as float16
 
@@ -55,7 +55,7 @@ def _over_channels(x, FLIP: tl.constexpr):
 
 
 @triton.jit
-def _held(pages, place, known, BITS: tl.constexpr, WIDTH: tl.constexpr, FLIP: tl.constexpr):
+def _load_widest(pages, place, known, BITS: tl.constexpr, WIDTH: tl.constexpr, FLIP: tl.constexpr):
     """The bytes [tokens, bytes] of the widest plane, flipped [bytes, tokens]."""
     i = tl.arange(0, WIDTH * widest(BITS) // 8)
     octets = tl.load(pages + (place[:, None] + i[None, :]), mask=known[:, None], other=0)
@@ -161,17 +161,17 @@ def _scores(side, queries, known, BITS: tl.constexpr, WIDTH: tl.constexpr, GROUP
             LEVELS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Products [tokens, rows] float32 of keys with the queries."""
     s = tl.zeros((TOKENS, ROWS), tl.float32)
-    held = _held(side[0], side[1], known, BITS, WIDTH, False)
+    held = _load_widest(side[0], side[1], known, BITS, WIDTH, False)
     for f in tl.static_range(8 // widest(BITS)):
         s = tl.dot(_numbers(held, side, known, BITS, WIDTH, GROUP, LEVELS, f, False), queries[f], s)
     return s
 
 
 @triton.jit
-def _mixed(acc, side, p, ratio, known, BITS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+def _mix(acc, side, p, ratio, known, BITS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
            LEVELS: tl.constexpr):  # fmt: skip
     """acc * ratio + values^T p, a tuple of [channels, rows] float32, one for each piece."""
-    held, new = _held(side[0], side[1], known, BITS, WIDTH, True), ()
+    held, new = _load_widest(side[0], side[1], known, BITS, WIDTH, True), ()
     for f in tl.static_range(8 // widest(BITS)):
         x = _numbers(held, side, known, BITS, WIDTH, GROUP, LEVELS, f, True)
         new = new + (tl.dot(x, p.to(tl.float16), acc[f] * ratio[None, :]),)
@@ -222,7 +222,7 @@ def attend(q, pages, table, starts, lengths, key_levels, value_levels, sums, sta
             keep = keep & ((token[:, None] > position[None, :] - window) | (window <= 0))
             p, ratio, top, total = _softmax(s * factor[None, :], keep, top, total)
             side = _side(pages, page, inside, value_levels, V_BITS, V_WIDTH, V_GROUP, V_LEVELS, VALUES, PAGE)
-            acc = _mixed(acc, side, p, ratio, known, V_BITS, V_WIDTH, V_GROUP, V_LEVELS)
+            acc = _mix(acc, side, p, ratio, known, V_BITS, V_WIDTH, V_GROUP, V_LEVELS)
         row = (start + query).to(tl.int64) * (tl.num_programs(1) * GROUPS) + head * GROUPS + m % GROUPS
         place = row * SPLITS + split
         for f in tl.static_range(8 // widest(V_BITS)):
@@ -273,12 +273,12 @@ def _put(side, x, edges, BITS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.cons
     parameters = halves + parameter_place
     MOST: tl.constexpr = (1 << BITS) - 1
     if LEVELS:
-        size = tl.maximum(tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 0), WIDTH * 1.0)), LEAST_SIZE)
+        size = tl.maximum(tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 0), WIDTH * 1.0)), LEAST_DIVISOR)
         level = tl.load(levels + _nearest(tl.div_rn(x, size + tl.zeros_like(x)), levels, edges, BITS))
         norm = tl.div_rn(tl.sum(x * level, 0), tl.sum(level * level, 0))
         norm = tl.minimum(tl.maximum(norm, 0.0), HALF_MOST).to(tl.float16)
         tl.store(parameters, norm)
-        divisor = tl.maximum(norm.to(tl.float32), LEAST_SIZE)
+        divisor = tl.maximum(norm.to(tl.float32), LEAST_DIVISOR)
         code = _nearest(tl.div_rn(x, divisor + tl.zeros_like(x)), levels, edges, BITS)
     else:
         GROUPS: tl.constexpr = WIDTH // GROUP

@@ -59,17 +59,16 @@ class IntExperts:
         """
         pairs, rows = ids.shape[0], self.block(ids.shape[0])
         blocks = min(pairs, self.count + pairs // rows)
-        keys = torch.where((ids >= 0) & (ids < self.count), ids, self.count)
-        keys, order = keys.sort(stable=True)
+        # A number in `where`, or put in a place, would be copied from the host, which a graph being captured refuses.
+        keys, order = ids.masked_fill((ids < 0) | (ids > self.count), self.count).sort(stable=True)
         numbers = torch.arange(self.count + 1, device=ids.device)
         ends = torch.searchsorted(keys, numbers, right=True)  # in `order`
-        starts = ends.roll(1)
-        starts[0] = 0
+        starts = torch.nn.functional.pad(ends[:-1], (1, 0))
         filled = ((ends - starts)[:-1] + rows - 1) // rows
         last = filled.cumsum(0)  # blocks up to an expert's last
         places = torch.arange(pairs, device=ids.device) - starts[keys]
         own = (last - filled)[keys.clamp(max=self.count - 1)] * rows + places
-        own = torch.where(keys < self.count, own, blocks * rows)  # behind the last, and dropped
+        own = own.masked_fill(keys == self.count, blocks * rows)  # behind the last, and dropped
         slots = torch.full((blocks * rows + 1,), pairs, dtype=torch.int32, device=ids.device)
         slots = slots.scatter(0, own, order.int())[: blocks * rows]
         owners = torch.searchsorted(last, torch.arange(blocks, device=ids.device), right=True)

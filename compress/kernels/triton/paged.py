@@ -18,17 +18,17 @@ from torch import Tensor
 from compress.kernels.paged import LevelPair, PageLayout, Requests, TokenCodes
 from compress.kernels.triton import products
 
-WIDTHS = (64, 128, 256)  # of heads
+HEAD_WIDTHS = (64, 128, 256)
 LEAST_PIECE = 16  # channels of a piece: the least that tensor cores sum over
-LEAST_ROWS = 8  # of queries: columns of an operand
-MOST_ROWS = {64: 64, 128: 32, 256: 16}  # by the width of heads: what registers have room for
-FEW, MANY = (32, 2), (64, 4)  # tokens of a step and warps, with the least and with more rows: nothing is spilled
+LEAST_COLUMNS = 8  # columns of an operand, which are rows of queries
+MOST_COLUMNS = {64: 64, 128: 32, 256: 16}  # registers have room for so many, by the width of heads
+FEW, MANY = (32, 2), (64, 4)  # tokens of a step and warps, with the least and with more columns: nothing is spilled
 MOST_SPLITS = 64
-PROGRAMS = 4  # of a multiprocessor
-SPLIT_TOKENS = 256  # of a split, at least
+PROGRAM_SLOTS = 4  # programs that a multiprocessor runs at once
+LEAST_SPLIT = 256  # tokens
 
 
-class Tiling(NamedTuple):
+class PageTiling(NamedTuple):
     """How a call is cut into programs."""
 
     rows: int  # of queries, of all heads that share a KV head
@@ -40,7 +40,7 @@ class Tiling(NamedTuple):
 def supports(q: Tensor, pages: Tensor, layout: PageLayout) -> bool:
     """Return whether the kernels read pages of this layout for such queries."""
     groups = q.shape[1] // pages.shape[1]
-    return q.stride(2) == 1 and _fits(pages, layout) and groups <= MOST_ROWS[_width(layout)]
+    return q.stride(2) == 1 and _fits(pages, layout) and groups <= MOST_COLUMNS[_width(layout)]
 
 
 def writes(keys: Tensor, values: Tensor, pages: Tensor, layout: PageLayout) -> bool:
@@ -56,7 +56,7 @@ def _fits(pages: Tensor, layout: PageLayout) -> bool:
 
 def _is_read(codes: TokenCodes) -> bool:
     is_power = codes.group & (codes.group - 1) == 0
-    return codes.width in WIDTHS and is_power and codes.width * max(codes.planes) // 8 >= LEAST_PIECE
+    return codes.width in HEAD_WIDTHS and is_power and codes.width * max(codes.planes) // 8 >= LEAST_PIECE
 
 
 def _width(layout: PageLayout) -> int:
@@ -119,12 +119,12 @@ def constants(layout: PageLayout) -> dict[str, Any]:
     return result
 
 
-def tiling(layout: PageLayout, groups: int, sizes: tuple[int, int, int, int], device: torch.device) -> Tiling:
+def tiling(layout: PageLayout, groups: int, sizes: tuple[int, int, int, int], device: torch.device) -> PageTiling:
     """Return how to cut up the work of (queries, requests, KV heads, the most tokens of a request)."""
     queries, requests, heads, most = sizes
     width, each = _width(layout), -(-queries // max(requests, 1))
-    rows = min(max(LEAST_ROWS, 1 << (each * groups - 1).bit_length()), MOST_ROWS[width])
+    rows = min(max(LEAST_COLUMNS, 1 << (each * groups - 1).bit_length()), MOST_COLUMNS[width])
     programs = (queries // (rows // groups) + requests) * heads
-    slots = PROGRAMS * products.properties(device).multiprocessors
-    splits = max(1, min(slots // programs, most // SPLIT_TOKENS, MOST_SPLITS))
-    return Tiling(rows, *(FEW if rows == LEAST_ROWS else MANY), 1 << (splits.bit_length() - 1))
+    slots = PROGRAM_SLOTS * products.properties(device).multiprocessors
+    splits = max(1, min(slots // programs, most // LEAST_SPLIT, MOST_SPLITS))
+    return PageTiling(rows, *(FEW if rows == LEAST_COLUMNS else MANY), 1 << (splits.bit_length() - 1))

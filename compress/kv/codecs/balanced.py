@@ -67,6 +67,12 @@ class Config:
         return int(self.bits)
 
 
+def check_heads(config: Config, spec: Spec) -> None:
+    """Raise RecipeError for a head whose codes would be no whole bytes at some of the bits that it may get."""
+    for bits in (config.whole,) if config.bits == config.whole else WIDTHS:
+        page_codes(spec, bits, None, config.levels)
+
+
 def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Samples and gradients [tokens, h, width]; sums over tokens are in float64."""
     x, slopes = (samples[name].transpose(0, 1).double() for name in (spec.kind, "gradients_rotated"))

@@ -240,7 +240,7 @@ class Lloyd(Codec):
         return x + mass * state["mean"].float() if "mean" in state else x
 
     def _signs(self, x: Tensor) -> Tensor:
-        return self.static["signs"].to(x.device, x.dtype)
+        return self._static("signs", x)
 
 
 def _first(block: Block, fields: Mapping[str, Field], count: int) -> dict[str, Tensor]:
