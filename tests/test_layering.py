@@ -271,6 +271,7 @@ READS_ENVIRONMENT = (
     *("compress.autoload", "compress.__main__", "compress.kernels.llvm", "compress.storage.manifest"),
     *("compress.ranks", "compress.ranks.connected", "compress.ranks.shares"),  # what torchrun says
     "compress.ranks.children",  # what new processes inherit
+    "compress.evaluate.serving",  # sets how an engine logs, in a process of its own
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from compress.cli import tables
-from compress.cli.options import device_named, note
+from compress.cli.options import device_named, keep, note
 
 if TYPE_CHECKING:
     from compress.evaluate.serving import ServingSpeed
@@ -137,6 +138,23 @@ def bench(models: list[str], engine: str | None, asked: Asked, as_json: bool) ->
         print(json.dumps({"engine": chosen, "device": device, **asked._asdict(), **named}))
         return
     tables.out.print(_serving_table(directories, speeds))
+
+
+def time_model(models: list[str], device: str, sizes: tuple[int, int, int], as_json: bool) -> None:
+    """Print how fast a model is, beside its original where there are two; sizes: batch, prompt and new tokens."""
+    from compress.evaluate import speed
+    from compress.run.source import resolve
+
+    directory, *bases = [resolve(model) for model in models]
+    rates = speed.measure(directory, device, *sizes, *bases)
+    keep(directory, lambda record: record.add_speed(directory, rates.plain()))
+    if as_json:
+        print(json.dumps(dataclasses.asdict(rates)))
+        return
+    for line in tables.speed_lines(rates):
+        print(line)
+    if rates.layers:
+        tables.out.print(tables.speed_table(rates))
 
 
 def _serving_table(directories: list[Path], speeds: list[list[ServingSpeed]]) -> object:

@@ -68,28 +68,13 @@ def bench(
     with errors():
         check_paths(model)
         check_base(model, base)
+        from compress.cli import capacity
+
+        models = [model] if base is None else [model, base]
         if serve:
-            from compress.cli import capacity
-
-            models = [model] if base is None else [model, base]
-            return capacity.bench(
-                models, engine, capacity.Asked(prompt_tokens, new_tokens, concurrency, device), as_json
-            )
-        from compress.cli import tables
-        from compress.evaluate import speed
-        from compress.run.source import resolve
-
-        directory = resolve(model)
-        against = None if base is None else resolve(base)
-        rates = speed.measure(directory, device_named(device), batch, prompt_tokens, new_tokens, against)
-        keep(directory, lambda record: record.add_speed(directory, rates.plain()))
-        if as_json:
-            print(json.dumps(dataclasses.asdict(rates)))
-            return
-        for line in tables.speed_lines(rates):
-            print(line)
-        if rates.layers:
-            tables.out.print(tables.speed_table(rates))
+            asked = capacity.Asked(prompt_tokens, new_tokens, concurrency, device)
+            return capacity.bench(models, engine, asked, as_json)
+        capacity.time_model(models, device_named(device), (batch, prompt_tokens, new_tokens), as_json)
 
 
 def sampling(
@@ -239,12 +224,7 @@ def recommend(
             "context": context,
             "study": {"model": studied.known.model, "text": studied.known.text, "is_same_model": studied.is_same},
             "recommended": {
-                name: {
-                    **choosing.plain(choice),
-                    "cost": costs.get(choice),
-                    "serves": choosing.serving(asked, choice, memory),
-                    "command": shlex.join(choosing.command(asked, choice)),
-                }
+                name: _plain(asked, choice, costs.get(choice), choosing.serving(asked, choice, memory))
                 for name, choice in chosen.items()
             },
             "smallest": choosing.plain(min(usable, key=lambda x: x.total)),
@@ -256,6 +236,14 @@ def recommend(
             _show_recommendation(result, asked, studied)
         if not chosen:
             raise typer.Exit(1)
+
+
+def _plain(asked: Wanted, choice: RecipeChoice, cost: dict[str, Any] | None, serves: dict[str, Any]) -> dict[str, Any]:
+    """Return a choice as JSON values: its sizes and loss, what it costs and serves, and the command that makes it."""
+    from compress.study import recommend as choosing
+
+    command = shlex.join(choosing.command(asked, choice))
+    return {**choosing.plain(choice), "cost": cost, "serves": serves, "command": command}
 
 
 def _costs(asked: Wanted, chosen: set[RecipeChoice], progress: Progress) -> dict[RecipeChoice, dict[str, Any]]:

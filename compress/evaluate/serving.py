@@ -30,7 +30,7 @@ Times = list[tuple[float, float]]  # seconds to the first and to the last token,
 Turn = Callable[[list[list[int]], int], Times]  # of prompts and a number of new tokens
 
 IDS = 256  # token ids that prompts are made of: all models have so many
-TURNS = 2  # of each case; the better one counts
+TURNS = 2  # times that each case is measured
 
 
 class Load(NamedTuple):
@@ -79,7 +79,7 @@ def measure(models: Sequence[Path], engine: str, load: Load) -> list[list[Servin
     speeds: list[list[ServingSpeed]] = []
     for group in groups:
         with ExitStack() as stack:
-            processes = [stack.enter_context(_started(engine, model, load)) for model in group]
+            processes = [stack.enter_context(_run_engine(engine, model, load)) for model in group]
             for ask in processes:
                 ask(1)  # compiles, and fills caches
             best: list[list[ServingSpeed]] = [[] for _ in processes]
@@ -93,7 +93,7 @@ def measure(models: Sequence[Path], engine: str, load: Load) -> list[list[Servin
 
 
 @contextmanager
-def _started(engine: str, model: Path, load: Load) -> Iterator[Callable[[int], Times]]:
+def _run_engine(engine: str, model: Path, load: Load) -> Iterator[Callable[[int], Times]]:
     """Start a process with a model, and yield what asks it; the process ends with the context."""
     words = [sys.executable, "-m", "compress.evaluate.serving", engine, str(model), json.dumps(load)]
     with tempfile.TemporaryFile("w+") as log:

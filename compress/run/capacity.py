@@ -51,7 +51,7 @@ class ServingMemory(NamedTuple):
     block: int = TOKENS_PER_BLOCK["cuda"]  # [tokens]
 
 
-class LayerCache(NamedTuple):
+class KeptLayer(NamedTuple):
     """What one sequence keeps of a layer on one device."""
 
     token: int  # [bytes]
@@ -63,7 +63,7 @@ class LayerCache(NamedTuple):
 class ServedCache:
     """What one sequence keeps on one device."""
 
-    layers: Mapping[LayerCache, int]  # -> how many there are
+    layers: Mapping[KeptLayer, int]  # -> how many there are
     block: int  # [tokens]; 1: not in blocks
     coded: kv_cache.CodedLayers | None = None  # beside these, where they do not lie in blocks
     static: int = 0  # [bytes] of calibrated tensors, once for all sequences
@@ -104,13 +104,13 @@ def served_cache(
     if has_states or settings.evict is not None or any(policy.sink or policy.residual_length for policy in policies):
         return ServedCache(layers, 1, coded, static_nbytes)
     near, far = (coded.nbytes(tokens).total for tokens in (1 << 14, 1 << 15))
-    layers[LayerCache(-(-(far - near) // (1 << 14)))] += 1
+    layers[KeptLayer(-(-(far - near) // (1 << 14)))] += 1
     return ServedCache(layers, memory.block, static=static_nbytes)
 
 
 def _exact_layers(
     config: Any, devices: int, without: Collection[int] = (), has_coded_states: bool = False
-) -> Counter[LayerCache]:
+) -> Counter[KeptLayer]:
     """Return what one sequence keeps of the layers of a model in bfloat16, but for some; states may be coded."""
     keywords = get_layer_types_and_kwargs(config.get_text_config(decoder=True))[1]
     cached, states = cached_layers(config), _state_nbytes(config)
@@ -118,14 +118,14 @@ def _exact_layers(
     for index, shape in cached.states.items() if has_coded_states else ():
         state = torch.empty(shape, device="meta")  # float32
         states[index] += StateCodes(state).nbytes - state.nbytes
-    layers: Counter[LayerCache] = Counter()
+    layers: Counter[KeptLayer] = Counter()
     for index, options in enumerate(keywords):
         heads, token = by_layer.get(index), 0
         if heads is not None:
             shapes = heads.keys, heads.values
             token = sum(max(1, count // devices) * width for count, width in shapes) * DTYPE.itemsize
         window = (options.get("sliding_window") or 0) if token else 0
-        kept = LayerCache(token, window, -(-states.get(index, 0) // devices))
+        kept = KeptLayer(token, window, -(-states.get(index, 0) // devices))
         if index not in without and (kept.token or kept.state):
             layers[kept] += 1
     return layers

@@ -157,9 +157,11 @@ class Devices:
     def _ranges(self, weight: _Weight, side: str) -> tuple[Ranges, ...]:
         """Return the rows or columns of each device."""
         size = _size(weight.shape, side)
-        layer = self._attention(weight.name.removesuffix(".weight").removesuffix(".bias"))
+        linear = weight.name.removesuffix(".weight").removesuffix(".bias")
+        layer = self._attention(linear)
         heads = self.by_layer.get(-1 if layer is None else layer)
-        if side == ROWS and heads is not None and (ranges := self._head_rows(size, heads)):
+        makes_queries = linear.rpartition(".")[2].startswith("q_")  # a gated one has the rows of all three
+        if side == ROWS and heads is not None and not makes_queries and (ranges := self._head_rows(size, heads)):
             return ranges
         if size % self.count and weight.name not in self._tables:
             raise CompressError(

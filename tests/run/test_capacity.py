@@ -20,7 +20,7 @@ from compress.model.load import plain_config
 from compress.model.skeleton import Skeleton
 from compress.run import capacity, kv_cache, plan_serving, prepare, rank_weights, source
 from compress.run.capacity import ServingMemory
-from compress.types import PackedWeight
+from compress.types import PackedWeight, Plan
 from helpers.runs import KEEP_TABLES, RTN, Setup, cli, job, one_line
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 320, "dtype": "bfloat16"}
@@ -122,6 +122,17 @@ def test_bytes_of_plain_weights(name: str, devices: int, config_dir: Callable[[s
     assert bool(held.whole) == (devices > 1)
 
 
+@pytest.mark.parametrize(("linear", "share"), [("q_proj", 4), ("k_proj", 2), ("v_proj", 2), ("o_proj", 4)])
+def test_four_devices_share_gated_queries_and_two_kv_heads(
+    linear: str, share: int, config_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    skeleton = Skeleton(source.open_or_imagine(job(config_dir("hybrid"), RTN, tmp_path / "out")))
+    name = f"model.layers.1.self_attn.{linear}.weight"
+    kept = {name: skeleton.checkpoint.tensors[name].nbytes}
+    held = rank_weights.Devices(skeleton, 4).weights(Plan((), kept_nbytes=kept), torch.bfloat16)
+    assert held.nbytes == kept[name] // share
+
+
 @pytest.mark.parametrize("name", ["grouped", "experts", "latent", "hybrid"])
 def test_packed_weights_are_cut_as_they_are_served(
     name: str, config_dir: Callable[[str], Path], tmp_path: Path
@@ -145,9 +156,7 @@ def test_packed_weights_are_cut_as_they_are_served(
                 sums[device] += formats.cut(weight, range(shape[0]), spans[1]).nbytes
             else:
                 sums[device] += formats.cut(weight, spans[0], range(shape[1])).nbytes
-    plain = rank_weights.Devices(skeleton, 2).weights(
-        type(planned)((), kept_nbytes=planned.kept_nbytes), torch.bfloat16
-    )
+    plain = rank_weights.Devices(skeleton, 2).weights(Plan((), kept_nbytes=planned.kept_nbytes), torch.bfloat16)
     assert max(sums) + plain.nbytes == two.nbytes
     one = rank_weights.Devices(skeleton, 1).weights(planned, torch.bfloat16)
     assert one.nbytes == planned.nbytes
