@@ -278,6 +278,10 @@ def test_experts_give_what_transformers_gives(tables: dict[str, Any], model_clas
     routing = SimpleNamespace(topk_weights=weights, topk_ids=ids)
     found = layer.quant_method.apply(layer, SimpleNamespace(hidden_states=x, topk_output=routing))
     assert torch.allclose(found.hidden_states, expected, atol=1e-5)
+    run = torch.compile(
+        lambda x, ids: layer.quant_method.run(layer, x, (weights, ids), 4), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(run(x, ids), found.hidden_states)
     routing.topk_ids = ids.masked_fill(ids == 1, -1)  # dropped
     other = layer.quant_method.apply(layer, SimpleNamespace(hidden_states=x, topk_output=routing)).hidden_states
     assert torch.equal(other[2], torch.zeros(64)) and torch.equal(other[3], found.hidden_states[3])

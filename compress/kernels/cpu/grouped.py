@@ -26,7 +26,7 @@ from compress.kernels.grouped import Experts
 
 MOST = 16  # rows of an expert that are one list of calls; more are several
 MOVED = ("source", "target", "scratch")  # addresses that differ between calls
-MOST_LAYOUTS = 256  # that are kept
+LAYOUT_LIMIT = 256  # that are kept
 STEP = 1 << 40  # how far they are moved to find the arguments that move with them
 FORM_SIZE = 6  # numbers that tell `Fill` of a form
 
@@ -123,7 +123,7 @@ class Grouped:
         ends = list(accumulate(-(-each // ALIGNED) * ALIGNED for each in sizes))
         loop = Program.loop(used[0].size)
         made = _Layout(most, threads_used, space, (0, *ends[:-1]), ends[-1], fields.data_ptr(), loop)
-        if len(self._layouts) >= MOST_LAYOUTS:
+        if len(self._layouts) >= LAYOUT_LIMIT:
             self._layouts.clear()
         self._layouts[rows, pairs, threads] = made
         return made
