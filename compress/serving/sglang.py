@@ -172,7 +172,7 @@ class SglangExperts(PackedExpertLayer, FusedMoEMethodBase):
     def create_moe_runner(self, layer: nn.Module, moe_runner_config: Any) -> None:
         """Use no runner of SGLang."""
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Check that every tensor has come."""
         self.finish(layer, layer.num_experts, _same_number, logger.info)
 

@@ -149,7 +149,7 @@ class VllmExperts(PackedExpertLayer, FusedMoEMethodBase):
         numbers = [number for number in range(layer.global_num_experts) if local(number) != -1]
         self.build(layer, numbers, share, params_dtype, local)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Check that every tensor has come."""
         local = layer._map_global_expert_id_to_local_expert_id
         self.finish(layer, layer.global_num_experts, local, logger.info)
