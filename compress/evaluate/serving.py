@@ -14,7 +14,6 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from compress.errors import CompressError, first_line
+from compress.ranks import children
 
 Times = list[tuple[float, float]]  # seconds to the first and to the last token, for each request
 Turn = Callable[[list[list[int]], int], Times]  # of prompts and a number of new tokens
@@ -95,9 +95,9 @@ def measure(models: Sequence[Path], engine: str, load: Load) -> list[list[Servin
 @contextmanager
 def _run_engine(engine: str, model: Path, load: Load) -> Iterator[Callable[[int], Times]]:
     """Start a process with a model, and yield what asks it; the process ends with the context."""
-    words = [sys.executable, "-m", "compress.evaluate.serving", engine, str(model), json.dumps(load)]
+    words = (*children.module_command("compress.evaluate.serving"), engine, str(model), json.dumps(load))
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = children.start_answering(words, log)
         assert process.stdin is not None and process.stdout is not None
         answers, asked = process.stdout, process.stdin
 
@@ -120,11 +120,7 @@ def _run_engine(engine: str, model: Path, load: Load) -> Iterator[Callable[[int]
         finally:
             with suppress(BrokenPipeError):
                 asked.close()
-            try:
-                process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            children.wait(process, 30)
             answers.close()
 
 

@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 SIGNALS: Final = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 SAFE_PATH: Final = "PYTHONSAFEPATH"  # read by Python 3.11 and later
@@ -49,6 +49,27 @@ def start(command: Sequence[str], log: int, environment: dict[str, str], lock: i
         pass_fds=(lock,),
         start_new_session=True,
     )
+
+
+def start_answering(command: Sequence[str], log: IO[str]) -> subprocess.Popen[str]:
+    """Start a process that is asked and answers in lines of text; log: where it writes errors."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        env={**os.environ, SAFE_PATH: "1"},
+    )
+
+
+def wait(process: subprocess.Popen[str], seconds: float) -> None:
+    """Wait for the end of a process, and end it where it takes longer."""
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def pool(processes: int, initializer: Callable[..., None], arguments: tuple[Any, ...]) -> ProcessPoolExecutor:
