@@ -34,7 +34,7 @@ def of_job(job: Job, memory: ServingMemory) -> dict[str, Any]:
         name, planned = skeleton.checkpoint.directory.name, plan_summary.plan_of_packed(skeleton)
         settings, static = _stored_cache(skeleton)
         if memory.devices == 1:  # what is stored has other shapes than the original
-            weights[PLAIN] = HeldWeights(skeleton.numel() * DTYPE.itemsize)
+            weights[PLAIN] = HeldWeights(planned.numel * DTYPE.itemsize)
         weights[name] = devices.weights(planned, DTYPE)
     else:
         weights[PLAIN] = devices.weights(None, DTYPE)

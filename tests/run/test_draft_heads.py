@@ -18,7 +18,8 @@ from compress import api
 from compress.export import convert
 from compress.model import draft_heads
 from compress.model.skeleton import DRAFT_HEADS, Skeleton
-from compress.run import prepare
+from compress.run import plan_serving, prepare
+from compress.run.capacity import ServingMemory
 from compress.run.job import Job
 from compress.runtime import draft_heads as names
 from compress.runtime import hf
@@ -161,6 +162,35 @@ def test_exports_say_what_is_plain(model: Path, report: dict[str, Any], tmp_path
     result = convert.export(model.with_name("packed"), "mlx", tmp_path / "none")
     assert any("draft heads are left out" in line for line in result.notes)
     assert not any(name.startswith(HEAD) for name in stored_tensors(tmp_path / "none"))
+
+
+TABLES = ("embed_tokens", "lm_head")
+CUT = (*TABLES, *(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_device_holds_heads_once(devices: int, model: Path, report: dict[str, Any]) -> None:
+    """Linears of heads are cut like those of blocks; copies of tables are none of an engine's weights."""
+    told = {
+        of: plan_serving.of_job(
+            Job(str(model.with_name(of)), GPTQ.load(), model.with_name("x"), calib="self"),
+            ServingMemory(1 << 30, devices),
+        )["choices"]
+        for of in ("model", "packed")
+    }
+    original, planned, packed = told["model"][0], told["model"][1], told["packed"][-1]
+    nbytes = whole = 0
+    for name, tensor in load_file(model / "model.safetensors").items():
+        if name.startswith(HEAD) and tensor.shape[0] == 264:
+            continue
+        is_cut = devices > 1 and name.split(".")[-2] in CUT
+        nbytes += 2 * tensor.numel() // (devices if is_cut else 1)
+        whole += 0 if is_cut or devices == 1 else 2 * tensor.numel()
+    assert (original["weights_nbytes"], sum(original["whole"].values())) == (nbytes, whole)
+    assert planned["weights_nbytes"] == packed["weights_nbytes"]
+    assert sum(planned["whole"].values()) == sum(packed["whole"].values()) == 2 * whole  # in float32, nothing packed
+    assert devices > 1 or planned["weights_nbytes"] == report["nbytes"]["total"] - 2 * 264 * 64 * 4
+    assert devices > 1 or told["packed"][0]["weights_nbytes"] == nbytes
 
 
 def test_engines_find_heads_by_their_names(model: Path, report: dict[str, Any]) -> None:
