@@ -56,8 +56,12 @@ def capacity_table(found: dict[str, Any]) -> object:
 
 def longest(row: dict[str, Any]) -> str:
     """Return in words the longest context of one sequence."""
-    if not row["room_nbytes"]:
+    if not row["context"]:
         return "does not fit"
+    from compress.run.capacity import UNLIMITED
+
+    if row["context"] == UNLIMITED:
+        return "any length"
     return f"{row['context']:,}{' (all)' if row['is_all_positions'] else ''}"
 
 
@@ -69,21 +73,29 @@ def sequences(row: dict[str, Any], tokens: str) -> str:
 
 def serving_line(row: dict[str, Any]) -> str:
     """Return in words what an engine serves."""
+    from compress.run.capacity import UNLIMITED
+
+    if "reason" in row:
+        return f"serves: {row['reason']}"
     if not row["context"]:
         return "serves: nothing beside the weights, less what is kept free"
-    counts = (
+    counts = [
         f"{sequences(row, tokens)} of {int(tokens):,} tokens" for tokens, n in row["batch"].items() if n is not None
-    )
-    return f"serves: one sequence of {longest(row)} tokens; at a time {', or '.join(counts)}"
+    ]
+    many = f"; at a time {', or '.join(counts)}" if counts else ""
+    length = longest(row) if row["context"] == UNLIMITED else f"{row['context']:,} tokens"
+    whole = " (all positions)" if row["is_all_positions"] else ""
+    return f"serves: one sequence of {length}{whole}{many}"
 
 
 def capacity_lines(found: dict[str, Any]) -> list[str]:
     """Return in words what a table of `capacity_table` was counted with."""
     many = f"{found['devices']} devices of " if found["devices"] > 1 else ""
+    usual = min(4096, found["positions"] or 4096)
     lines = [
         f"{many}{tables.size(found['nbytes'])}, {tables.size(found['reserve'])} of it{' each' if many else ''} "
         "kept free for activations and graphs (--reserve); copies of weights that an engine makes are not counted",
-        "bytes a token: those of a sequence of 4,096 tokens, divided by these",
+        f"bytes a token: those of a sequence of {usual:,} tokens, divided by these",
     ]
     if not found["has_weights"]:
         lines.append("there are no weights: sizes are those of config.json, in bfloat16")

@@ -68,6 +68,8 @@ def bench(
     with errors():
         check_paths(model)
         check_base(model, base)
+        if engine is not None and not serve:
+            raise typer.BadParameter("goes with --serve; give that, too, or leave it out", param_hint="--engine")
         from compress.cli import capacity
 
         models = [model] if base is None else [model, base]

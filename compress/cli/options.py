@@ -52,7 +52,12 @@ CacheSet = Annotated[
     Option("--set", metavar="KEY=VALUE", help="Override a value of --kv's kv_cache: bits=3. Repeatable."),
 ]
 Reserve = Annotated[
-    str, Option("--reserve", metavar="SIZE", help="Of each device for activations and graphs, in --serve: 2GiB or 10%.")
+    str,
+    Option(
+        "--reserve",
+        metavar="SIZE",
+        help="Of each device for activations and graphs, where contexts are counted: 2GiB or 10%.",
+    ),
 ]
 AsJson = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 FormerOut = Annotated[

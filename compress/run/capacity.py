@@ -28,6 +28,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from compress.errors import CompressError
+from compress.kv import hooks
 from compress.kv.cache import layer_types
 from compress.kv.settings import KINDS, CacheSettings
 from compress.kv.states import StateCodes
@@ -104,7 +105,9 @@ def served_cache(
     if has_states or settings.evict is not None or any(policy.sink or policy.residual_length for policy in policies):
         return ServedCache(layers, 1, coded, static_nbytes)
     near, far = (coded.nbytes(tokens).total for tokens in (1 << 14, 1 << 15))
-    layers[KeptLayer(-(-(far - near) // (1 << 14)))] += 1
+    token, count = -(-(far - near) // (1 << 14)), max(1, len(coded.coded))
+    wider = token % count  # as many have a byte more, so that the sum is exact
+    layers += Counter({KeptLayer(token // count): count - wider, KeptLayer(token // count + 1): wider})
     return ServedCache(layers, memory.block, static=static_nbytes)
 
 
@@ -138,7 +141,8 @@ def _state_nbytes(config: Any) -> dict[int, int]:
         return {}
     tokens = torch.zeros(1, meta_pass.PROBE_TOKENS, dtype=torch.long, device="meta")
     try:
-        meta_pass.without_experts(config, DTYPE)(input_ids=tokens, past_key_values=cache, use_cache=True)
+        model = meta_pass.without_experts(config, DTYPE)
+        model(input_ids=tokens, use_cache=True, **{hooks.cache_argument(model): cache})
     except meta_pass.NEEDS_DATA as error:
         types = ", ".join(sorted(set(layer_types(config))))
         raise CompressError(f"what layers of these types keep cannot be counted without data: {types}") from error
@@ -150,8 +154,11 @@ def _state_nbytes(config: Any) -> dict[int, int]:
 def count(weights: int, kept: ServedCache, memory: ServingMemory, positions: int | None) -> dict[str, Any]:
     """Return what fits beside so many bytes of weights on each device, as JSON values.
 
-    positions: the most tokens of a sequence. "batch" is None at contexts beyond that.
+    positions: the most tokens of a sequence. "batch" is None at contexts beyond that. Raises CompressError where a
+    sequence keeps nothing: such as an encoder, or a model with a cache of its own.
     """
+    if not kept.nbytes(1):
+        raise CompressError("nothing that this model keeps of a sequence can be counted: it has no cache, or its own")
     room, longest = memory.nbytes - memory.reserve - weights - kept.static, positions or UNLIMITED
     fits, beyond = 0, longest + 1
     while beyond - fits > 1:

@@ -29,16 +29,17 @@ def of_job(job: Job, memory: ServingMemory) -> dict[str, Any]:
     skeleton = Skeleton(source.open_or_imagine(job))
     config, devices = skeleton.config, Devices(skeleton, memory.devices)
     name, settings, static = job.recipe.name, job.recipe.kv_cache, dict[str, Tensor]()
-    weights, planned = dict[str, HeldWeights](), None
-    if skeleton.checkpoint.config.get("quantization_config"):
-        name, planned = skeleton.checkpoint.directory.name, plan_summary.plan_of_packed(skeleton)
-        settings, static = _stored_cache(skeleton)
+    weights, section = dict[str, HeldWeights](), skeleton.checkpoint.config.get("quantization_config")
+    if section:
+        name, (settings, static) = skeleton.checkpoint.directory.name, _stored_cache(skeleton)
+    if section and (section.get("modules") or "kv_cache" not in section):  # else it tells of a cache alone
+        planned = plan_summary.plan_of_packed(skeleton)
         if memory.devices == 1:  # what is stored has other shapes than the original
-            weights[PLAIN] = HeldWeights(skeleton.numel() * DTYPE.itemsize)
+            weights[PLAIN] = HeldWeights(planned.numel * DTYPE.itemsize)
         weights[name] = devices.weights(planned, DTYPE)
     else:
         weights[PLAIN] = devices.weights(None, DTYPE)
-        if job.recipe.packs:
+        if job.recipe.packs and not section:
             weights[name] = _count_held(job.recipe, prepare.make_plans(job, skeleton, [job.recipe])[0][0], devices)
     caches = {PLAIN: capacity.served_cache(config, None, memory)}
     if settings is not None:

@@ -17,12 +17,14 @@ from pathlib import Path
 
 from torch import nn
 
+from compress import formats
 from compress.errors import CheckpointError, UnsupportedModelError
 from compress.formats import lowrank as lowrank_format
 from compress.formats import transforms
+from compress.model import draft_heads
 from compress.model.meta_pass import flow
 from compress.model.skeleton import MIN_FEATURES, Skeleton
-from compress.runtime import activation_quant, linears
+from compress.runtime import activation_quant, hf, linears
 from compress.runtime.embedding import PackedEmbedding
 from compress.runtime.linear import PackedModule
 from compress.types import LayerPlan, LinearSpec, Plan, Scheme
@@ -78,9 +80,23 @@ def plan_of_packed(skeleton: Skeleton) -> Plan:
         raise CheckpointError(
             f"{skeleton.checkpoint.directory} has no packed linears; give a directory that `compress quantize` wrote"
         )
-    numel = skeleton.numel()
+    drafts = _packed_drafts(skeleton, kept)
+    plain = skeleton.draft_tensors.keys() & kept.keys() - draft_heads.copies(skeleton).keys()
+    numel = skeleton.numel() + sum(layer.spec.numel for layer in drafts)
+    numel += draft_heads.count_numbers(skeleton.draft_tensors[name] for name in plain)
     plan = Plan(tuple(linears), kept_nbytes=kept, tables=tuple(tables), numel=numel, written_numel=numel)
-    return dataclasses.replace(plan, unused=skeleton.unused_tensors())
+    return dataclasses.replace(plan, draft_layers=drafts, unused=skeleton.unused_tensors())
+
+
+def _packed_drafts(skeleton: Skeleton, kept: dict[str, int]) -> tuple[LayerPlan, ...]:
+    """Return the packed linears of draft heads, whose tensors are taken out of `kept`."""
+    config, layers = hf.CompressConfig.read(skeleton.checkpoint.config["quantization_config"]), list[LayerPlan]()
+    for name, (rows, columns) in config.draft_heads.items():
+        stored = hf.scheme(config, name)
+        nbytes = sum(kept.pop(f"{name}.{key}", 0) for key in formats.specs(stored, (rows, columns)))
+        spec = LinearSpec(name, (rows, columns), skeleton.dtype, draft_heads.NO_BLOCK, input_key=name)
+        layers.append(LayerPlan(spec, Scheme("", None), stored, nbytes))
+    return tuple(layers)
 
 
 def describe(layer: LayerPlan) -> str:

@@ -4,6 +4,9 @@ The plan of the model's class in transformers (`_tp_plan`) says which side of a 
 as engines do it: each device has the same number of query heads, and of KV heads one at least, which several devices
 then hold alike. Tables are cut by rows. What nothing cuts is whole on every device, and so is a packed weight that its
 format cannot cut (compress/formats/__init__.py). What counts is the device that holds the most.
+
+Linears of draft heads are cut like those of the last block. A head's copies of tables that are plain are left out:
+engines let heads use the model's own.
 """
 
 from __future__ import annotations
@@ -21,8 +24,11 @@ from torch.overrides import TorchFunctionMode
 from compress import formats
 from compress.errors import CompressError
 from compress.formats import dense
+from compress.model import draft_heads
 from compress.model.cache_pass import CachedHeads, cached_layers
 from compress.model.skeleton import Skeleton
+from compress.model.told_linears import DOWN, EXPERT, UP
+from compress.runtime.draft_heads import is_of_head, place
 from compress.types import PackedWeight, Plan, Stored
 
 ROWS, COLUMNS = "rows", "columns"
@@ -31,6 +37,7 @@ BY_HEADS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj"), ROWS),
     **dict.fromkeys(("o_proj", "out_proj"), COLUMNS),
 }
+OF_EXPERT = {**dict.fromkeys(UP, ROWS), **dict.fromkeys(DOWN, COLUMNS)}  # last names of what is an expert by itself
 UNCUT = "norms, routers and what else is not cut"
 
 Ranges = tuple[range, ...]  # rows or columns of one device
@@ -100,9 +107,10 @@ class Devices:
         """Return what a device holds: of a plan, or of the original in `dtype` where there is none."""
         held = HeldWeights()
         packed = [
-            _Weight(spec.name, (spec.parameters or (spec.name,))[0], spec.shape, each.nbytes, each.stored)
+            _Weight(name, (spec.parameters or (name,))[0], spec.shape, each.nbytes, each.stored)
             for each in (planned.packed if planned is not None else ())
             for spec in (each.spec,)
+            for name in (self._name_in_block(spec.name),)
         ]
         for weight in (*packed, *self._plain(planned, dtype)):
             if self.count == 1:
@@ -122,7 +130,10 @@ class Devices:
         """Yield each stored tensor that is loaded as it is."""
         unused, seen = set(self.skeleton.unused_tensors()), set[str]()
         kept = dict(planned.kept_nbytes) if planned is not None else {}
-        for name, group in self.skeleton.sources.items():
+        copies = draft_heads.copies(self.skeleton).items()
+        unused.update(name for name, original in copies if planned is None or original in kept)
+        for known, group in self.skeleton.sources.items():
+            name = self._name_in_block(known)
             for stored in group:
                 if stored.name in unused or stored.name in seen:
                     continue
@@ -133,6 +144,13 @@ class Devices:
         for name in kept.keys() - seen - unused:
             yield _Weight(name, "", (), kept[name])  # what a plan adds, such as biases of experts
 
+    def _name_in_block(self, name: str) -> str:
+        """Return the name in the last block of what a draft head names, and any other name as it is."""
+        if not is_of_head(name, self.skeleton.config):
+            return name
+        inner = place(name, self.skeleton.config.get_text_config().num_hidden_layers)[1]
+        return f"{self.skeleton.block_prefix(len(self.skeleton.blocks) - 1)}{inner}"
+
     def _side(self, name: str) -> str:
         """Return the side of a linear or parameter that is cut, "" for none."""
         if name in self._tables:
@@ -142,8 +160,11 @@ class Devices:
         style = (self.skeleton.model._tp_plan or {}).get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module), "")
         side = ROWS if style.startswith(("colwise", "packed_colwise", "embedding_rowwise")) else ""
         side = COLUMNS if style.startswith(("rowwise", "packed_rowwise")) else side
+        last = module.rpartition(".")[2]
+        if EXPERT.search(module):
+            side = OF_EXPERT.get(last, side)
         if self._attention(module) is not None:
-            side = BY_HEADS.get(module.rpartition(".")[2], side)
+            side = BY_HEADS.get(last, side)
         return "" if own == "bias" and side == COLUMNS else side
 
     def _attention(self, linear: str) -> int | None:

@@ -70,8 +70,11 @@ class Wanted:
 
 
 def serving(wanted: Wanted, choice: RecipeChoice, memory: plan_serving.ServingMemory) -> dict[str, Any]:
-    """Return what an engine serves of a choice in a memory, as JSON values."""
-    return plan_serving.beside(wanted.job, choice.nbytes, with_cache(choice).kv_cache, memory)
+    """Return what an engine serves of a choice in a memory, as JSON values; "reason": why that cannot be counted."""
+    try:
+        return plan_serving.beside(wanted.job, choice.nbytes, with_cache(choice).kv_cache, memory)
+    except CompressError as error:
+        return {"reason": str(error)}
 
 
 def none_usable(left_out: Mapping[str, str]) -> str:

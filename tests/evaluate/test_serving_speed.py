@@ -112,3 +112,4 @@ def test_the_command(engine: Path, pico_dir: Callable[..., Path]) -> None:
     assert shown.code == 0 and shown.err == "compress: vllm on cpu: prompts of 128 tokens, 2 new ones\n", shown
     assert [line.split()[0] for line in shown.out.splitlines()] == ["requests", "1", "2"] and "ratio" in shown.out
     assert "--engine tgi: it is none of vllm, sglang, transformers" in one_line(cli(*words[:-4], "--engine", "tgi"))
+    assert "goes with --serve" in cli("bench", str(pico_dir("llama")), "--engine", "vllm").err

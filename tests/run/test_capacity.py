@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 import typer
 
 from compress import api, formats
+from compress.cli import capacity as words
 from compress.cli.options import parse_serve
 from compress.errors import CompressError
 from compress.kv.settings import cache_settings
@@ -36,6 +38,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "hybrid": {"model_type": "qwen3_next", "num_key_value_heads": 2, "head_dim": 16, **EXPERTS}
     | {"shared_expert_intermediate_size": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
     | {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+    "states": {
+        "model_type": "mamba2",
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 16,
+        "n_groups": 1,
+        "chunk_size": 16,
+    },
     "experts": {"model_type": "qwen3_moe", "num_key_value_heads": 2, "head_dim": 16, **EXPERTS},
 }
 CLASSES = {
@@ -43,6 +53,7 @@ CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
@@ -89,8 +100,12 @@ def hybrid(tokens: int, block: int, devices: int) -> int:
     return blocks(tokens, larger) * larger * token + larger * token
 
 
+def states(tokens: int, block: int, devices: int) -> int:
+    return 2 * (8 * 16 * 16 * 4 + (128 + 2 * 16) * 4 * 2) // devices  # float32; the convolution's four columns
+
+
 @pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("expected", [grouped, window, latent, hybrid])
+@pytest.mark.parametrize("expected", [grouped, window, latent, hybrid, states])
 def test_bytes_of_a_sequence(expected: Callable[..., int], devices: int, config_dir: Callable[[str], Path]) -> None:
     config = plain_config(config_dir(expected.__name__))
     for block in (16, 128):
@@ -178,6 +193,12 @@ def test_a_packed_checkpoint_is_planned_by_what_it_stores(pico_dir: Callable[...
     assert before == after
 
 
+def test_a_checkpoint_that_says_a_cache_alone_is_planned(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+    api.quantize(dataclasses.replace(job(pico_dir("llama"), Setup("kv4"), tmp_path / "cached"), pack=False))
+    told = plan_serving.of_job(job(tmp_path / "cached", RTN, tmp_path / "out"), ServingMemory(1 << 24))
+    assert [(row["weights"], row["cache"]) for row in told["choices"]] == [("bf16", "bf16"), ("bf16", "cached")]
+
+
 def test_a_cache_that_keeps_exact_tokens_counts_at_its_most(config_dir: Callable[[str], Path]) -> None:
     config = plain_config(config_dir("grouped"))
     settings = cache_settings({"method": "kivi", "bits": 2, "residual_length": 32, "sink": 4, "values": {"bits": 4}})
@@ -196,6 +217,15 @@ def test_a_cache_whose_tokens_are_coded_alone_lies_in_blocks(config_dir: Callabl
         assert kept.nbytes(17) == 2 * 32 * 2 * heads * (16 + 2), devices  # bytes, and a float16 scale
 
 
+def test_a_state_is_padded_to_a_block_of_one_coded_layer(config_dir: Callable[[str], Path]) -> None:
+    config = plain_config(config_dir("hybrid"))
+    config.num_hidden_layers, config.layer_types = 4, config.layer_types * 2
+    settings = cache_settings({"method": "fp8", "sink": 0, "residual_length": 0})
+    token, state = 2 * 2 * (16 + 2), 4 * 16 * 16 * 4 + (2 * 2 * 16 + 4 * 16) * 4 * 2
+    block = next(16 * n for n in range(1, 10**6) if 16 * n * token >= state)
+    assert capacity.served_cache(config, settings, ServingMemory(1 << 30)).nbytes(1) == 2 * block * token * 2
+
+
 def test_coded_states_count_as_they_are_kept(config_dir: Callable[[str], Path]) -> None:
     config = plain_config(config_dir("hybrid"))
     plain, coded = (
@@ -203,6 +233,11 @@ def test_coded_states_count_as_they_are_kept(config_dir: Callable[[str], Path]) 
         for settings in (None, cache_settings({"states": 12}))
     )
     assert plain - coded == 4 * 16 * (16 * 4 - 16 - 8 - 4)  # rows: float32, less codes, residuals and a scale
+
+
+def test_a_model_without_a_cache_is_refused() -> None:
+    with pytest.raises(CompressError, match="it has no cache, or its own"):
+        capacity.count(1, capacity.ServedCache({}, 16), ServingMemory(1 << 20), None)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -233,6 +268,14 @@ def test_what_is_printed(config_dir: Callable[[str], Path]) -> None:
         ("w4kv4", "w4kv4"),
     ]
     assert (told["devices"], told["nbytes"], told["reserve"], told["block"]) == (2, 1 << 20, 1 << 18, 16)
+
+
+def test_words_of_a_choice() -> None:
+    short = {"context": 2048, "is_all_positions": True, "batch": {"4096": None, "32768": None}}
+    assert words.serving_line(short) == "serves: one sequence of 2,048 tokens (all positions)"
+    free = {"context": capacity.UNLIMITED, "is_all_positions": False, "batch": {"4096": 7, "32768": 7}}
+    assert words.serving_line(free).startswith("serves: one sequence of any length; at a time 7 of 4,096 tokens, or 7")
+    assert words.serving_line({"reason": "it has no cache"}) == "serves: it has no cache"
 
 
 def test_errors_are_one_line(config_dir: Callable[[str], Path]) -> None:

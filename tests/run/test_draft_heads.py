@@ -14,11 +14,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from compress import api
+from compress import api, formats
 from compress.export import convert
+from compress.export.source import open_source
 from compress.model import draft_heads
 from compress.model.skeleton import DRAFT_HEADS, Skeleton
-from compress.run import prepare
+from compress.run import plan_serving, prepare
+from compress.run.capacity import ServingMemory
 from compress.run.job import Job
 from compress.runtime import draft_heads as names
 from compress.runtime import hf
@@ -28,7 +30,7 @@ from compress.storage.checkpoint import open_checkpoint
 from helpers import drafting
 from helpers.drafting import GLM, accepted_length, added, published, save_drafting, trained
 from helpers.pico import of_type, save
-from helpers.runs import GPTQ, RTN, Setup, stored_tensors
+from helpers.runs import GPTQ, KEEP_TABLES, RTN, Setup, stored_tensors
 
 HEAD = "model.layers.2."
 KEEP = "draft_heads={keep: true}"
@@ -161,6 +163,56 @@ def test_exports_say_what_is_plain(model: Path, report: dict[str, Any], tmp_path
     result = convert.export(model.with_name("packed"), "mlx", tmp_path / "none")
     assert any("draft heads are left out" in line for line in result.notes)
     assert not any(name.startswith(HEAD) for name in stored_tensors(tmp_path / "none"))
+
+
+def test_types_of_engines_hold_heads(model: Path, run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """FP8 heads beside NVFP4 linears: our numbers are written, and what is plain of a head is ignored by name."""
+    heads = "draft_heads={method: grid_rtn, type: fp8-channel, activations: {bits: 8, dtype: fp8}}"
+    run("mixed", Setup("nvfp4", KEEP_TABLES), "calibration.num_samples=8", "calibration.seq_len=32", heads)
+    drafts = [weight for weight in open_source(model.with_name("mixed")).packed if weight.is_draft]
+    assert {weight.name for weight in drafts} == ATTENTION | SHARED | EXPERTS
+    plain = {f"{HEAD}{name}" for name in ("eh_proj", "embed_tokens", "mlp.gate", "shared_head.head")}
+    for target in ("modelopt", "compressed-tensors"):
+        convert.export(model.with_name("mixed"), target, tmp_path / target)
+        written = stored_tensors(tmp_path / target)
+        for weight in drafts:
+            codes, scales = written[f"{weight.name}.weight"], written[f"{weight.name}.weight_scale"]
+            ours = formats.decode(weight.read(), torch.float32)
+            assert torch.equal(codes.float() * scales.reshape(-1, 1), ours), (target, weight.name)
+        config = json.loads((tmp_path / target / "config.json").read_text())["quantization_config"]
+        assert {name for name in config["ignore"] if name.startswith(HEAD)} == plain
+        if target == "modelopt":
+            algorithms = {config["quantized_layers"][weight.name]["quant_algo"] for weight in drafts}
+            assert algorithms == {"FP8_PER_CHANNEL_PER_TOKEN"}
+
+
+TABLES = ("embed_tokens", "lm_head")
+CUT = (*TABLES, *(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_device_holds_heads_once(devices: int, model: Path, report: dict[str, Any]) -> None:
+    """Linears of heads are cut like those of blocks; copies of tables are none of an engine's weights."""
+    told = {
+        of: plan_serving.of_job(
+            Job(str(model.with_name(of)), GPTQ.load(), model.with_name("x"), calib="self"),
+            ServingMemory(1 << 30, devices),
+        )["choices"]
+        for of in ("model", "packed")
+    }
+    original, planned, packed = told["model"][0], told["model"][1], told["packed"][-1]
+    nbytes = whole = 0
+    for name, tensor in load_file(model / "model.safetensors").items():
+        if name.startswith(HEAD) and tensor.shape[0] == 264:
+            continue
+        is_cut = devices > 1 and name.split(".")[-2] in CUT
+        nbytes += 2 * tensor.numel() // (devices if is_cut else 1)
+        whole += 0 if is_cut or devices == 1 else 2 * tensor.numel()
+    assert (original["weights_nbytes"], sum(original["whole"].values())) == (nbytes, whole)
+    assert planned["weights_nbytes"] == packed["weights_nbytes"]
+    assert sum(planned["whole"].values()) == sum(packed["whole"].values()) == 2 * whole  # in float32, nothing packed
+    assert devices > 1 or planned["weights_nbytes"] == report["nbytes"]["total"] - 2 * 264 * 64 * 4
+    assert devices > 1 or told["packed"][0]["weights_nbytes"] == nbytes
 
 
 def test_engines_find_heads_by_their_names(model: Path, report: dict[str, Any]) -> None:
