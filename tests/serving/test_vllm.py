@@ -19,7 +19,7 @@ from helpers import runs
 
 pytestmark = needed
 
-ROUNDED = 0.1  # nats that bfloat16 makes of a small model's logits: 0.026 of the compiled model, its median 0.006
+ROUNDED = 0.1  # nats that bfloat16 makes of a small model's logits: 0.036 of transformers, its median 0.007
 FLIPPED = 0.02  # nats that an input makes which is rounded to the next code
 CASES = {
     "int4": ("llama", "int4", *SMALL),
