@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from compared import MIXED, SMALL, check, errors_of
-from in_vllm import needed, refused, served
+from in_vllm import in_rounds, needed, refused, served
 from safetensors.torch import load_file, save_file
 
-from helpers import runs
+from compress import api
+from helpers import drafting, runs
 
 pytestmark = needed
 
@@ -104,6 +105,20 @@ def test_lora_beside_packed_linears(packed: Callable[..., Path], tmp_path: Path)
     check(directory, answers, adapted)
     with pytest.raises(AssertionError):
         check(directory, answers)  # the adapter matters
+
+
+def test_a_draft_head_of_the_checkpoint(tmp_path: Path) -> None:
+    """Packed, as the rest is; it guesses what the model writes, which is what it writes without drafts."""
+    directory = tmp_path / "packed"
+    setup = runs.Setup("int4", SMALL)
+    api.quantize(runs.job(drafting.save_drafting(tmp_path / "model"), setup, directory))
+    prompts = drafting.texts(4, 7, 12).tolist()
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    asked = [{"prompts": prompts, "tokens": 32}]
+    got = in_rounds(directory, tmp_path, asked, speculative_config=drafts, disable_log_stats=False)
+    check(directory, got["rounds"][0])
+    counted = got["drafts"]
+    assert 1 + counted["accepted_tokens"] / counted["drafts"] > 2.2  # 2.77 were seen, of 3 at most
 
 
 def test_a_missing_tensor_is_named(packed: Callable[..., Path], tmp_path: Path) -> None:
