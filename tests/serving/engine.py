@@ -42,7 +42,8 @@ def answer(asked: dict[str, Any]) -> Any:
         options["distributed_executor_backend"] = "uni"
     llm = LLM(asked["model"], **options)
     if "rounds" in asked:
-        return {"cache": facts_of_cache(llm), "rounds": [generate(llm, each) for each in asked["rounds"]]}
+        rounds = [generate(llm, each) for each in asked["rounds"]]
+        return {"cache": facts_of_cache(llm), "rounds": rounds, "drafts": counts_of_drafts(llm)}
     return generate(llm, asked)
 
 
@@ -80,9 +81,18 @@ def generate(llm: Any, asked: dict[str, Any]) -> list[dict[str, Any]]:
 def facts_of_cache(llm: Any) -> dict[str, Any]:
     """Blocks, and of each layer in this process its attention and its pages [blocks, KV heads, tokens, bytes]."""
     blocks = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.num_blocks
-    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-    shapes = [[*layer.kv_cache.shape] for layer in layers.values()]
-    return {"blocks": blocks, "shapes": shapes, "kinds": [type(layer.impl).__name__ for layer in layers.values()]}
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    layers = [layer for layer in layers if hasattr(layer, "kv_cache")]  # experts are among them, too
+    shapes = [[*layer.kv_cache.shape] for layer in layers]
+    return {"blocks": blocks, "shapes": shapes, "kinds": [type(layer.impl).__name__ for layer in layers]}
+
+
+def counts_of_drafts(llm: Any) -> dict[str, int]:
+    """What vLLM counts of drafts where it counts at all (`disable_log_stats=False`)."""
+    if not llm.llm_engine.log_stats:
+        return {}
+    sums = [each for each in llm.get_metrics() if each.name.startswith("vllm:spec_decode_num_")]
+    return {each.name.removeprefix("vllm:spec_decode_num_"): each.value for each in sums if hasattr(each, "value")}
 
 
 def serve(words: list[str]) -> None:
