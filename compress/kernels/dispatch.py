@@ -13,6 +13,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -342,7 +343,21 @@ def _read(description: str) -> tuple[str, Any, Shape, list[str]]:
 def linear(x: Tensor, tensors: list[Tensor], description: str) -> Tensor:
     """Run `product` as an operator; tensors in the order of the format's specs, description from `described`."""
     format, params, shape, names = _read(description)
-    return product(x, dict(zip(names, tensors, strict=True)), format, params, shape)
+    aliases = {name: tensor.detach() for name, tensor in zip(names, tensors, strict=True)}
+    y = _weight_of(description, tensors[0]).product(x, aliases)
+    return F.linear(x, formats.get(format).decode(aliases, params, shape, x.dtype)) if y is None else y
+
+
+_WEIGHTS: dict[tuple[str, int], Weight] = {}  # by description and the identity of the first tensor
+
+
+def _weight_of(description: str, first: Tensor) -> Weight:
+    """Return what a call before has prepared for a tensor, which is given up with the tensor; it holds aliases only."""
+    key = description, id(first)
+    if (weight := _WEIGHTS.get(key)) is None:
+        weight = _WEIGHTS[key] = Weight(*_read(description)[:3])
+        weakref.finalize(first, _WEIGHTS.pop, key, None)
+    return weight
 
 
 @linear.register_fake

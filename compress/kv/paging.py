@@ -52,19 +52,20 @@ def for_layer(
 
 def servable(settings: CacheSettings, layer_count: int) -> tuple[Codings, str | None]:
     """Return codings by layer that pages can hold, the settings' own or the nearest, and a line if they differ."""
-    layers, line = [], None
-    if settings.evict is not None or settings.read is not None:
-        key = "evict" if settings.evict is not None else "read"
-        line = f"kv_cache.{key}: pages hold all tokens and attention reads all; it is left out"
+    layers: list[Mapping[str, Coding]] = []
+    left_out = [f"kv_cache.{key}" for key in ("evict", "read") if getattr(settings, key) is not None]
+    lines = [f"{' and '.join(left_out)}: pages hold all tokens and attention reads all; left out"] if left_out else []
+    replaced = None
     for index, layer in enumerate(settings.by_layer(layer_count)):
         codings = {}
         is_exact = all(coding.method == EXACT for coding in layer.values())
         for kind, coding in layer.items():
             codings[kind], reason = (coding, None) if is_exact else _nearest(coding)
-            if reason is not None and line is None:
-                line = f"kv_cache: layer {index}, {kind}: {reason}; served as {_words(codings[kind])}"
+            if reason is not None and replaced is None:
+                replaced = f"kv_cache: layer {index}, {kind}: {reason}; served as {_words(codings[kind])}"
         layers.append(codings)
-    return tuple(layers), line
+    lines += [] if replaced is None else [replaced]
+    return tuple(layers), "; ".join(lines) or None
 
 
 def are_alone(codings: Codings) -> bool:

@@ -97,6 +97,9 @@ def open_heads(
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_layers import MtpModel
         from transformers.modeling_utils import LoadStateDictConfig
+
+        if not hasattr(MtpModel, "forward_layer"):
+            raise ImportError("one head cannot be run alone")
     except ImportError as error:
         raise CheckpointError("this transformers does not run draft heads; install 5.20 or later") from error
     layers = model.config.get_text_config().num_hidden_layers

@@ -109,7 +109,8 @@ class _Product:
             raise ValueError("inputs that are rounded, or low-rank parts")
         prepared = grouped.prepare([[_matrix(each) for each in expert] for expert in zip(*linears, strict=True)], dtype)
         if prepared is None:
-            raise ValueError(" and ".join(sorted({linear.format for linear in every})))
+            formats = " and ".join(sorted({linear.format for linear in every}))
+            raise ValueError(f"no kernel multiplies with all of them together ({formats})")
         self._number, self._group = prepared
         for stacks, each in zip(self._group.stacks, linears, strict=False):
             for number, linear in enumerate(each):

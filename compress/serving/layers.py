@@ -220,7 +220,8 @@ class PackedExpertLayer:
         if self.pruning is not None:
             topk_ids, topk_weights = runtime_experts.prune(x, topk_ids.long(), topk_weights, self.pruning, count)
         is_known = (topk_ids >= 0) & (topk_ids < count)
-        ids = torch.where(is_known, self._local_numbers[topk_ids.clamp(0, count - 1)], -1)  # -1: elsewhere, or dropped
+        local = self._local_numbers[topk_ids.clamp(0, count - 1)]
+        ids = local.masked_fill(~is_known, -1)  # elsewhere, or dropped
         before, together = self.weighs_inputs(layer), self.runner.together
         if together is not None and x.dtype == self.runner.dtype:
             return together.run(x, (ids, topk_weights), self._gate, weighs_inputs=before)

@@ -123,10 +123,17 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Write to output what queries [T, H, d] see; zeros without metadata, which is while vLLM measures memory."""
+        """Write to output what queries [T, H, d] see.
+
+        Without metadata, while vLLM measures the memory of a step, no query sees anything, and as much is allocated.
+        """
+        cache = self.cache
         if attn_metadata is None or not kv_cache.numel():
+            turned = cache.keys.turn.query(query) * self.scale
+            mixed = turned.new_zeros(*turned.shape[:2], cache.values.codes.width)
+            output.copy_(cache.values.turn.out_of(mixed))
             return output.zero_()
-        cache, count = self.cache, attn_metadata.tokens
+        count = attn_metadata.tokens
         mixed = paged.attend(
             cache.keys.turn.query(query[:count]) * self.scale,
             kv_cache,

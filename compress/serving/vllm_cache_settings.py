@@ -120,13 +120,20 @@ class CheckpointCache:
         """A line of what pages hold otherwise than the section says; None if nothing."""
         return self._servable[1]
 
+    def _heads(self, index: int) -> int | None:
+        """Return the KV heads of a layer, as the configuration or calibrated tensors tell them; None: neither does."""
+        if static.states_heads(self._config):
+            return static.head_shape(self._config)[1]
+        names = (f"layers.{index}.{kind}.forward" for kind in KINDS)
+        return next((len(self._static[name]) for name in names if name in self._static), None)
+
     def layer(self, index: int, shape: tuple[int, int, int], ranks: tuple[int, int]) -> LayerCache | None:
         """Return how pages hold a layer on a rank, None where it stays exact.
 
         shape: KV heads of the rank, width of keys, width of values; ranks: (this one, all). Raises RecipeError where
         codes do not fit the heads.
         """
-        total = static.head_shape(self._config)[1] if static.states_heads(self._config) else shape[0] * ranks[1]
+        total = self._heads(index) or shape[0] * ranks[1]
         specs = {
             kind: Spec(kind, index, self.layer_count, total, width, 1)  # type: ignore[arg-type]
             for kind, width in zip(KINDS, shape[1:], strict=True)

@@ -86,11 +86,15 @@ def _loss(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def run(heads: Any, hidden: Tensor, tokens: Tensor, drafted: int = 1) -> Any:
-    """Yield what the one head gives in each of so many steps, each on what it gave before."""
+    """Yield what the one head gives in each of so many steps, each on what it gave before; in any transformers."""
     for number in range(drafted):
         behind = tokens[:, 1 + number :]
         positions = torch.arange(1 + number, tokens.shape[1])[None].expand(len(tokens), -1)
-        hidden = heads.forward_layer(0, hidden[:, :-1], positions, None, input_ids=behind)
+        read = heads.embed_tokens(behind)
+        options = heads.create_masks_for_mtp_layer(0, read, None, positions)
+        options |= {"position_ids": positions, "past_key_values": None}
+        turned = heads.rotary_emb(read, position_ids=positions)
+        hidden = heads.layers[0](read, hidden[:, :-1], position_embeddings=turned, **options)
         yield hidden
 
 

@@ -167,6 +167,20 @@ def test_a_layer_compiles_whole(count: int) -> None:
     assert gradient_of(compiled, x).equal(gradient_of(layer, x))
 
 
+def test_the_operator_prepares_a_weight_once_and_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, prepared = int_weight((64, 256), 4, 64, False), []
+    prepare = dispatch.prepare
+    monkeypatch.setattr(dispatch, "prepare", lambda *given: prepared.append(given) or prepare(*given))
+    layer, x, held = PackedLinear.from_packed(weight), problems.random(1, 256).bfloat16(), len(dispatch._WEIGHTS)
+    given = [getattr(layer, name) for name in layer._matrix], layer._described
+    first, again = dispatch.linear(x, *given), dispatch.linear(x, *given)
+    assert torch.equal(first, again) and torch.equal(first, layer(x))
+    assert len(prepared) == 2 and len(dispatch._WEIGHTS) == held + 1  # by the operator, and by the layer
+    prepared.clear()
+    del weight, layer, given
+    assert len(dispatch._WEIGHTS) == held
+
+
 def gradient_of(layer: Any, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     layer(x).sum().backward()

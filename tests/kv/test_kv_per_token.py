@@ -136,6 +136,12 @@ def test_what_pages_cannot_hold_has_a_nearest_setting(recipe: dict[str, Any], wo
     assert held is not None and all(c.policy == paging.NO_EXACT for c in codings[0].values())
 
 
+def test_all_that_is_replaced_is_in_the_line() -> None:
+    evict = {"method": "snapkv", "keep": 0.5}
+    _, line, _ = layer({"method": "kivi", "bits": 2, **ALONE, "evict": evict})
+    assert line is not None and "kv_cache.evict: pages" in line and "served as method: per_token, bits: 2" in line
+
+
 def test_layers_that_are_skipped_stay_exact() -> None:
     _, line, held = layer({"method": "per_token", **ALONE, "skip_layers": [0]})
     assert held is None and line is None

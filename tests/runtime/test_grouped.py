@@ -6,6 +6,8 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from threading import Barrier, Thread
+from time import sleep
 from typing import Any
 
 import pytest
@@ -160,6 +162,33 @@ def test_threads_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             torch.set_num_threads(before)
     assert all(torch.equal(each, results[0]) for each in results)
+
+
+def test_threads_that_begin_together_share_what_is_prepared(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is prepared is kept by addresses: none may be made twice."""
+    _, runner = made("int4")
+    assert runner.together is not None
+    group, prepared, begin = runner.together._last._group, list[int](), Barrier(3)
+    make = type(group)._form
+
+    def make_slowly(self: Any, rows: int, threads: int) -> Any:
+        prepared.append(rows)
+        sleep(0.01)
+        return make(self, rows, threads)
+
+    def ask() -> None:
+        begin.wait()
+        group._layout(4, 8)
+
+    monkeypatch.setattr(type(group), "_form", make_slowly)
+    monkeypatch.setattr(group, "_known", {})
+    monkeypatch.setattr(group, "_layouts", {})
+    asking = [Thread(target=ask) for _ in range(3)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert sorted(prepared) == [1, 2, 3, 4]
 
 
 def test_no_tokens(made: Made) -> None:

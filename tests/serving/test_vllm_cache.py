@@ -257,6 +257,21 @@ def test_a_layer_reads_the_pages_of_another_as_they_were_written(mixed: Path, sa
     assert type(draft.impl) is SimpleNamespace
 
 
+def test_as_much_memory_is_taken_while_vllm_measures_it(
+    mixed: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compress.kv.pages import Turn
+
+    layer, turned = attention(), list[tuple[int, ...]]()
+    cache_of(mixed).place(layer, "model.layers.0.self_attn.attn")
+    for name in ("query", "out_of"):
+        turn = getattr(Turn, name)
+        monkeypatch.setattr(Turn, name, lambda self, x, turn=turn: turned.append(tuple(x.shape)) or turn(self, x))
+    query, output = torch.randn(7, 4, 32), torch.full((7, 4, 32), torch.nan)
+    layer.impl.forward(layer, query, query[:, :2], query[:, :2], torch.empty(0), None, output)
+    assert turned == [(7, 4, 32)] * 2 and not output.any() and not said
+
+
 def test_a_gpu_without_kernels_is_told_of_vllms_own_types(
     mixed: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,21 @@ def test_ranks_hold_heads_of_their_own_or_repeat_them() -> None:
         heads_of_rank(6, 0, 4)
 
 
+def test_heads_that_only_tensors_tell_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose queries all share a head: each of two ranks has it."""
+    config = LlamaConfig(**{**CONFIG.to_dict(), "num_key_value_heads": 1, "multi_query": True})
+    settings = {"method": "balanced", "bits": 8, "sink": 0, "residual_length": 0}
+    cache = CheckpointCache(kv_config.write(tmp_path, cache_settings(settings), 3, {}), str(tmp_path), config)
+    forward = torch.linalg.qr(torch.randn(1, 64, 64)).Q
+    own = {"forward": forward.half(), "mean": torch.randn(1, 64).half(), "bits": torch.tensor([8])}
+    tensors = {f"layers.0.{kind}.{name}": x for kind in ("keys", "values") for name, x in own.items()}
+    monkeypatch.setattr(CheckpointCache, "_static", tensors)
+    for rank in range(2):
+        held = cache.layer(0, (1, 64, 64), (rank, 2))
+        assert held is not None and torch.equal(held.keys.turn.forward, forward.half().float())
+        assert held.values.turn.mean is not None and held.values.turn.mean.shape == (1, 64)
+
+
 def test_turns_are_cut_like_the_heads() -> None:
     x = torch.randn(5, 4, 8)
     forward = torch.linalg.qr(torch.randn(4, 8, 8)).Q

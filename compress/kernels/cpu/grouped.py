@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,7 @@ class Grouped:
         self.inputs, self.width = experts[0][0].shape[1], sum(kernel.shape[0] for kernel in experts[0])
         self.most = min(kernel.most_rows(dtype) for kernels in experts for kernel in kernels)
         self._layouts: dict[tuple[int, int, int], _Layout] = {}
+        self._lock = Lock()  # two threads that made the same forms would leave an address of one that is gone
         self.stacks: list[dict[str, Tensor]] = []
         self._known: dict[int, tuple[dict[int, _Form], Tensor]] = {}  # threads -> forms and their fields
 
@@ -111,7 +113,8 @@ class Grouped:
         if known := self._layouts.get((rows, pairs, threads)):
             return known
         most, size, count = min(rows, MOST), self.dtype.itemsize, len(self.experts)
-        forms, fields = self._forms(most)
+        with self._lock:
+            forms, fields = self._forms(most)
         used = [forms[each] for each in range(1, most + 1)]
         threads_used = threads if any(form.is_shared for form in used) else 1
         space = max(form.space for form in used)

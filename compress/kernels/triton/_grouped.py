@@ -50,7 +50,7 @@ def multiply(x, words_a, words_b, words_c, scales, zeros, slots, owners, out,
         words_c = _plane(words_c, expert, stored_rows, tiles, C, F, TILE_WORDS, NARROW)
     scales += expert * (groups * stored_rows)
     zeros += expert * (groups * (stored_rows // 8 * BITS))
-    offsets = (tl.where(known, pair, 0) // per)[None, :] * in_row
+    offsets = (tl.where(known, pair, 0) // per).to(tl.int64)[None, :] * in_row
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc = sum_columns(acc, x, offsets, known, words_a, words_b, words_c, scales, zeros, stored, stored_rows, tiles,
                       0, tiles * (TILE_WORDS // BLOCK_WORDS), 0, NARROW, A, B, C, GROUP, not SYMMETRIC, TILE_WORDS,
