@@ -34,8 +34,7 @@ class LinearSpec:
     block: int  # index of the decoder block; -1: outside of the blocks
     input_key: str
     is_expert: bool = False
-    parameters: tuple[str, ...] = ()  # of the model, that an expert's weight, and its bias if any, are parts of; or
-    # all that a table is stored for
+    parameters: tuple[str, ...] = ()  # of the model, that an expert's tensors are parts of; or all that a table serves
 
     @property
     def numel(self) -> int:
@@ -48,8 +47,7 @@ class OutputMetric(NamedTuple):
     The loss of an error E [in, out] of the transposed weight is tr(E^T H E G).
     """
 
-    block: Callable[[slice], Tensor]  # rows of the weight as the method sees it -> G of these, float32, positive
-    # definite, about 1 on its diagonal
+    block: Callable[[slice], Tensor]  # rows of the weight -> their G, float32, positive definite, diagonal about 1
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,7 @@ class Activations:
     """
 
     bits: int = 8  # [bits] of one activation: 2 to 8; 4 for nvfp4 and mxfp4
-    scale: Literal["token", "tensor"] = "token"  # of each token as it comes, or one of the tensor, calibrated and
-    # stored as `in_scale`, which int, fp8 and nvfp4 can have
+    scale: Literal["token", "tensor"] = "token"  # of each token, or one calibrated `in_scale` (int, fp8, nvfp4)
     clip: float = 1.0  # [fraction] of the largest magnitude that is kept; what is larger is clamped
     dtype: Literal["int", "fp8", "nvfp4", "mxfp4", "mxfp8", "fp8-block"] = "int"  # int; fp8: float8_e4m3fn, its largest
     # number 448 in place of Q; or a type with blocks: 16 inputs for nvfp4, 32 for mxfp4 and mxfp8, 128 for fp8-block
@@ -195,12 +192,10 @@ class Correction:
     bits: int = 16  # [bits] of an entry of its factors: 16, 8 or 4
     group_size: int = 64  # [entries] that share a scale, where they have fewer than 16 bits; -1: the whole row
     iterations: int = 1  # [rounds] in which the weight less the low-rank part so far is rounded; the best one is kept
-    start: Literal["weight", "rounding"] = "weight"  # fit the part to the weight before it is rounded, or to what
-    # rounding has left
+    start: Literal["weight", "rounding"] = "weight"  # fit the part to the weight, or to what rounding has left of it
     metric: Literal["inputs", "sizes", "fisher", "none"] = "inputs"  # error to minimize: weighted by the Hessian of the
     # inputs, by its diagonal (sizes), by the gradients of the loss (fisher), or none (plain SVD)
-    train: int = 0  # [steps] in which all parts are trained together against the logits of the original, once all is
-    # packed
+    train: int = 0  # [steps] in which all parts, once packed, are trained against the logits of the original
     train_blocks: int = 0  # [steps] in which the parts of a block are trained against the output of the original block
     train_rate: float = 1e-3  # learning rate of both kinds of training, at its largest
 
@@ -329,7 +324,6 @@ class Plan:
     CHOSEN: ClassVar[str] = "kept by the recipe"  # a reason in `kept_reasons`
     GATE: ClassVar[str] = "a gate of a recurrence, which carries errors on"  # reasons of what is left alone by default
     ROUTER: ClassVar[str] = "a router of experts"
-
     kept_reasons: dict[str, str] = field(default_factory=dict)  # linear name -> why it stays as it is
     kept_nbytes: dict[str, int] = field(default_factory=dict)  # source tensor -> bytes of what is not packed
     schemes: dict[str, Scheme] = field(default_factory=dict)  # linear name -> what the recipe decides for it

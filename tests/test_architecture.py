@@ -7,9 +7,9 @@ import pytest
 from helpers import structure
 
 MAX_FAN_OUT = 14  # modules of ours that one module imports
-MAX_PAIRS = 15  # modules with one importer that would fit into its file
-MAX_CORE_LINES = 90_300
-MAX_KEYS = 374  # settings of plugins and parameters of formats; 250 of them can stand in a recipe
+MAX_PAIRS = 17  # modules with one importer that would fit into its file
+MAX_CORE_LINES = 96_000
+MAX_KEYS = 379  # settings of plugins and parameters of formats; most of them can stand in a recipe
 
 
 def test_no_modules_import_each_other() -> None:

@@ -15,7 +15,8 @@ SOURCES = sorted([*(ROOT / "compress").rglob("*.py"), *(ROOT / "calib").rglob("*
 OTHERS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
 # an option of a command is an argument of its function
 COMMANDS = {ROOT / "cli.py", *(ROOT / "compress" / "cli").glob("*.py")}
-GIVEN = {ROOT / "compress/kernels/paged.py"}  # the arguments of attention are what an engine has
+# the arguments of attention are what an engine has, or what it calls its backends with
+GIVEN = {ROOT / "compress/kernels/paged.py", ROOT / "compress/serving/vllm_cache.py"}
 
 
 def relative(path: Path) -> str:

@@ -1,16 +1,14 @@
 """Find the kernel that multiplies activations with a stored weight, by device and format, or decode the weight.
 
 Kernels are files, `compress/kernels/<folder of the device>/<format>.py` (compress/kernels/contract.py), and so are
-those that read keys and values, `kv_<name>.py`. Where there is no
-kernel, or where there are more rows of activations than it is good for, or a gradient to pass back, the weight is
-decoded: always possible and always right. (Traced by torch.compile, a product that passes a gradient back still takes
-the kernel: the operator cannot tell.)
+those that read keys and values, `kv_<name>.py`. Where there is no kernel, or where there are more rows of activations
+than it is good for, or a gradient to pass back, the weight is decoded: always possible and always right. (Traced by
+torch.compile, a product that passes a gradient back still takes the kernel: the operator cannot tell.)
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.util
 import json
 import weakref
@@ -348,7 +346,7 @@ def linear(x: Tensor, tensors: list[Tensor], description: str) -> Tensor:
     return F.linear(x, formats.get(format).decode(aliases, params, shape, x.dtype)) if y is None else y
 
 
-_WEIGHTS: dict[tuple[str, int], Weight] = {}  # by description and the identity of the first tensor
+_WEIGHTS: dict[tuple[str, int], Weight] = {}  # key: description and identity of the first tensor
 
 
 def _weight_of(description: str, first: Tensor) -> Weight:
@@ -384,8 +382,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, list[Tensor], str], output: Tensor) ->
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, list[None], None]:
-    tensors = list(ctx.saved_tensors)
-    return linear_backward(gradient, tensors, ctx.description), [None] * len(tensors), None
+    return linear_backward(gradient, [*ctx.saved_tensors], ctx.description), [None] * len(ctx.saved_tensors), None
 
 
 linear.register_autograd(_backward, setup_context=_keep)

@@ -103,7 +103,7 @@ def make_cache(
     decoder = config.get_text_config(decoder=True)
     types, arguments = get_layer_types_and_kwargs(decoder)
     if isinstance(arguments, Mapping):  # in earlier versions of transformers: the same for all layers
-        arguments = [arguments] * len(types)
+        arguments = [dict(arguments)] * len(types)
     settings = cache_settings(settings)
     codings = settings.by_layer(len(types))
     cache = KVCache(codings, settings.exact_prefill, query_heads(config), static or {}, named_path(path))

@@ -52,12 +52,12 @@ def for_layer(
 
 def servable(settings: CacheSettings, layer_count: int) -> tuple[Codings, str | None]:
     """Return codings by layer that pages can hold, the settings' own or the nearest, and a line if they differ."""
-    layers: list[Mapping[str, Coding]] = []
+    layers: list[dict[str, Coding]] = []
     left_out = [f"kv_cache.{key}" for key in ("evict", "read") if getattr(settings, key) is not None]
     lines = [f"{' and '.join(left_out)}: pages hold all tokens and attention reads all; left out"] if left_out else []
     replaced = None
     for index, layer in enumerate(settings.by_layer(layer_count)):
-        codings = {}
+        codings: dict[str, Coding] = {}
         is_exact = all(coding.method == EXACT for coding in layer.values())
         for kind, coding in layer.items():
             codings[kind], reason = (coding, None) if is_exact else _nearest(coding)

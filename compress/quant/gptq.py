@@ -173,7 +173,8 @@ class _GridRounder(feedback.ColumnRounder):
         columns, rows = target.shape
         self.config, self.dtype = config, getattr(torch, params.scale_dtype)
         self.size = params.group(columns)
-        self.owner = (order // self.size).tolist()  # group of the k-th column
+        self.owners = order // self.size  # group of the k-th column
+        self.owner = self.owners.tolist()
         self.codes = torch.empty(columns, rows, dtype=torch.uint8, device=target.device)
         if config.static_groups:
             self.group = 0
@@ -194,8 +195,7 @@ class _GridRounder(feedback.ColumnRounder):
         if len(leaf.weight) > column_loops.MAX_COLUMNS or not column_loops.supports(self.codes):
             return False
         part, top = slice(leaf.start, leaf.start + len(leaf.weight)), 2**self.config.bits - 1
-        groups = torch.tensor(self.owner[part], dtype=torch.int64, device="cpu")
-        column_loops.round_columns(*leaf[1:], (groups, *self.grid), self.codes[part], top)
+        column_loops.round_columns(*leaf[1:], (self.owners[part], *self.grid), self.codes[part], top)
         return True
 
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:

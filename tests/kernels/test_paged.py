@@ -106,6 +106,7 @@ def test_written_bytes_are_those_of_the_reference(case: Case, dtype: torch.dtype
     )
     keys[3], values[7, 0], keys[4, :, 3] = 0.25, 0.0, 1e6  # a constant, nothing, more than float16 holds
     pages = torch.full((2, 4, case.heads[1], case.tokens, layout.token_bytes), 77, dtype=torch.uint8)
+    assert kernel.writes(keys, values, pages[0], layout)
     paged.write(keys, values, pages[0], slots, layout, *tables)
     layout.encode_into(pages[1], slots, (keys.float(), values.float()), tables)
     for i, codes in enumerate((case.keys, case.values)):

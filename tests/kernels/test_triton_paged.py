@@ -34,6 +34,7 @@ def test_sums_are_those_of_the_definition(case: Case, monkeypatch: pytest.Monkey
     given = made(case)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
+    assert kernel.supports(given["q"], given["pages"], given["layout"])
     output = paged.attend(**given)
     assert relative(output, expected(case, given)) < 1e-3
 
@@ -46,6 +47,7 @@ def test_written_bytes_are_those_of_the_reference(case: Case) -> None:
     keys, values = (torch.randn(5, 2, codes.width, generator=generator) for codes in (case.keys, case.values))
     keys[0], values[2, 0] = 0.25, 0.0
     pages = torch.full((2, 4, 2, case.tokens, layout.token_bytes), 77, dtype=torch.uint8)
+    assert kernel.writes(keys, values, pages[0], layout)
     paged.write(keys, values, pages[0], slots, layout, *tables)
     layout.encode_into(pages[1], slots, (keys, values), tables)
     assert torch.equal(*pages)

@@ -34,6 +34,8 @@ FINE: dict[str, dict[str, Any]] = {
     "cskv": {"keep": 1.0},
     "matryoshka": {"keep": 1.0},
     "key_pairs": {"keep": 1.0},
+    "per_token": {"bits": 8},
+    "balanced": {"bits": 8},
 }
 COARSE = {"commvq"}  # sums of entries are never exact: tests/papers/codecs/test_commvq.py
 CLOSEST = (

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compress import formats, plugins
+from compress.kernels.loops import columns as column_loops
 from compress.quant import viterbi
 from compress.types import PackedWeight, Stats
 from helpers import problems
@@ -35,6 +36,8 @@ LOOPS = (
 def searched_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no GPU to compile for."""
     monkeypatch.setattr(viterbi, "runs_on_gpu", lambda device: False)
+    supports = column_loops.supports
+    monkeypatch.setattr(column_loops, "supports", lambda weight: not weight.is_cuda and supports(weight))
 
 
 def on_both(method: str, columns: int) -> tuple[PackedWeight, PackedWeight, Gpu]:

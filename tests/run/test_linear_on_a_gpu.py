@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from compress.calib.stats import HessianSum
+from compress.kernels.loops import columns as column_loops
 from compress.quant import viterbi
 from compress.run import prepare, quantize_linear, report
 from compress.run.quantize_linear import LinearTask, finish_statistics
@@ -25,6 +26,8 @@ def test_a_linear_stays_on_the_device(
 ) -> None:
     """Rotated or corrected by a low-rank part, towards a target that drift has moved."""
     monkeypatch.setattr(viterbi, "runs_on_gpu", lambda device: False)
+    supports = column_loops.supports
+    monkeypatch.setattr(column_loops, "supports", lambda weight: not weight.is_cuda and supports(weight))
     prepared = prepare.prepare(job(pico_dir("llama"), setup, tmp_path / "out"))
     layer = next(x for x in prepared.plan.layers if x.spec.name.endswith("gate_proj"))
     columns = layer.spec.shape[1]

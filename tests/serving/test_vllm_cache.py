@@ -136,12 +136,15 @@ def test_scores_are_those_of_transformers_with_the_same_codes(alone: dict[str, A
 
 
 def test_a_recipe_that_pages_cannot_hold_has_its_nearest(packed: Callable[..., Path], tmp_path: Path) -> None:
-    """Beside packed weights."""
-    directory = packed("llama", "w4kv4", *runs.SMALL, "quantize.group_size=32", **HEADS)
+    """Beside packed weights, and a layer that stays exact."""
+    skipped = "kv_cache.skip_layers=[0]"
+    directory = packed("llama", "w4kv4", *runs.SMALL, "quantize.group_size=32", skipped, **HEADS)
     served = asked(directory, tmp_path, [fresh(*FOUR)])
-    assert [shape[3] for shape in served["cache"]["shapes"]] == [2 * (16 + 4)] * 2
+    sizes = [2 * 32 * 4, 2 * (16 + 4)]  # bytes of a token and KV head
+    assert served["cache"]["kinds"] == ["CPUAttentionBackendImpl", "PagedAttention"]
+    assert served["cache"]["shapes"][1][3] == sizes[1] and served["cache"]["blocks"] == MEMORY // (2 * N * sum(sizes))
     said = (tmp_path / "log").read_text()
-    assert said.count("kv_cache: layer 0, keys: pages hold tokens coded alone") == 1 and "packed weights" in said
+    assert said.count("kv_cache: layer 1, keys: pages hold tokens coded alone") == 1 and "packed weights" in said
 
 
 def test_drafts_are_verified_on_pages(alone: dict[str, Any], mixed: Path, tmp_path: Path) -> None:

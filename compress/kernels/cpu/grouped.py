@@ -27,7 +27,7 @@ from compress.kernels.grouped import Experts
 
 MOST = 16  # rows of an expert that are one list of calls; more are several
 MOVED = ("source", "target", "scratch")  # addresses that differ between calls
-LAYOUT_LIMIT = 256  # that are kept
+LAYOUT_LIMIT = 256  # layouts kept at a time
 STEP = 1 << 40  # how far they are moved to find the arguments that move with them
 FORM_SIZE = 6  # numbers that tell `Fill` of a form
 

@@ -187,7 +187,8 @@ class _TernaryRounder(feedback.ColumnRounder):
     def __init__(self, target: Tensor, order: Tensor, factor: Tensor, params: ternary.Params) -> None:
         columns, rows = target.shape
         self.dtype, size = getattr(torch, params.scale_dtype), params.group(columns)
-        self.owner = (order // size).tolist()  # group of the k-th column
+        self.owners = order // size  # group of the k-th column
+        self.owner = self.owners.tolist()
         self.codes = torch.empty(columns, rows, dtype=torch.uint8, device=target.device)
         scale = torch.empty(params.groups(columns), rows).to(target)
         self.grid = grid.Grid(scale, torch.ones_like(scale))
@@ -206,8 +207,7 @@ class _TernaryRounder(feedback.ColumnRounder):
         if len(leaf.weight) > column_loops.MAX_COLUMNS or not column_loops.supports(self.codes):
             return False
         part = slice(leaf.start, leaf.start + len(leaf.weight))
-        groups = torch.tensor(self.owner[part], dtype=torch.int64, device="cpu")
-        column_loops.round_columns(*leaf[1:], (groups, *self.grid), self.codes[part], TOP)
+        column_loops.round_columns(*leaf[1:], (self.owners[part], *self.grid), self.codes[part], TOP)
         return True
 
     def round_block(self, target: Tensor, metric: Tensor, start: int) -> Tensor:
