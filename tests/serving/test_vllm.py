@@ -63,7 +63,7 @@ def test_experts_that_run_together(eager: bool, packed: Callable[..., Path], tmp
     directory = packed(*CASES["mixtral"], intermediate_size=320)
     answers = served(directory, tmp_path, enforce_eager=eager, dtype="bfloat16")
     errors = errors_of(directory, answers, is_greedy=False)
-    assert statistics.median(errors) < ROUNDED and max(errors) < 0.6  # 0.29 was seen
+    assert statistics.median(errors) < ROUNDED and max(errors) < 0.6  # 0.29 where a router changes
 
 
 def test_two_ranks_share_a_model(packed: Callable[..., Path], tmp_path: Path) -> None:
