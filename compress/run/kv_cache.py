@@ -278,7 +278,9 @@ def _stand_ins(config: Any, settings: CacheSettings, cached: CachedLayers) -> di
             specs = getattr(plugins.load("kv", coding.method), "specs", None)
             spec = Spec(kind, index, len(codings), *shape, queries)  # type: ignore[arg-type]
             for name, (size, dtype) in specs(coding.config, spec).items() if specs is not None else ():
-                tensors[f"layers.{index}.{kind}.{name}"] = _stand_in(size, dtype)
+                chosen = getattr(coding.config, name, None)  # a number that the recipe gives, on average over layers
+                whole = math.ceil(chosen) if isinstance(chosen, int | float) else 1
+                tensors[f"layers.{index}.{kind}.{name}"] = _stand_in(size, dtype) * whole
     return tensors
 
 

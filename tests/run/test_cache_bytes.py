@@ -55,7 +55,7 @@ def test_the_bytes_are_those_of_a_cache_of_that_length(model: PreTrainedModel, r
     assert (found.static, found.context, found.exact_bytes_per_token) == (held.static, CONTEXT, 2 * 2 * 2 * 32 * 4)
 
 
-@pytest.mark.parametrize("method", ["pca", "kvquant", "commvq"])
+@pytest.mark.parametrize("method", ["pca", "kvquant", "commvq", "balanced"])
 def test_bytes_are_known_before_calibration(model: PreTrainedModel, method: str) -> None:
     settings = cache_settings({"method": method})
     static = calibrate(model, coded_layers(model.config, settings), torch.arange(512).view(4, 128) % 250)[0]
