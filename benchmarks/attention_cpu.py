@@ -36,15 +36,20 @@ TURNS = 9
 WAYS = ("compiled", "bfloat16", "float32", "copy")
 
 
-def main() -> None:
-    """Read the arguments, and measure or show."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str, tokens: list[int]) -> argparse.ArgumentParser:
+    """Return what reads the arguments of a benchmark of attention on a CPU; tokens: the default contexts."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", nargs="?", choices=["show"])
     parser.add_argument("--avx2", action="store_true")
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=tokens)
     parser.add_argument("--shape", type=int, nargs=3, metavar=("HEADS", "KV_HEADS", "WIDTH"))
     parser.add_argument("--again", action="store_true", help="measure rows that the file has anew")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Read the arguments, and measure or show."""
+    arguments = make_parser(__doc__, TOKENS).parse_args()
     if arguments.command != "show":
         if arguments.avx2:
             sys.path.insert(0, str(ROOT / "tests"))

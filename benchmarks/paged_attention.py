@@ -14,7 +14,6 @@ benchmarks/results/paged_attention.json.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import statistics
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import result_file
+from attention_cpu import make_parser
 from measure import ROOT
 from rich.table import Table
 
@@ -40,13 +40,8 @@ TURNS = 11
 
 def main() -> None:
     """Read the arguments, and measure or show."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", nargs="?", choices=["show"])
-    parser.add_argument("--avx2", action="store_true")
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--shape", type=int, nargs=3, metavar=("HEADS", "KV_HEADS", "WIDTH"))
+    parser = make_parser(__doc__, TOKENS)
     parser.add_argument("--page", type=int, default=128, help="tokens of a page")
-    parser.add_argument("--again", action="store_true", help="measure rows that the file has anew")
     arguments = parser.parse_args()
     if arguments.command != "show":
         if arguments.avx2:

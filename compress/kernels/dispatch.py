@@ -354,7 +354,7 @@ def _weight_of(description: str, first: Tensor) -> Weight:
     key = description, id(first)
     if (weight := _WEIGHTS.get(key)) is None:
         weight = _WEIGHTS[key] = Weight(*_read(description)[:3])
-        weakref.finalize(first, _WEIGHTS.pop, key, None)
+        weakref.finalize(first, _WEIGHTS.pop, key, None).atexit = False
     return weight
 
 

@@ -149,7 +149,8 @@ def test_a_recipe_that_pages_cannot_hold_has_its_nearest(packed: Callable[..., P
 
 def test_drafts_are_verified_on_pages(alone: dict[str, Any], mixed: Path, tmp_path: Path) -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    drafted = asked(mixed, tmp_path, ALONE, speculative_config=drafts)
+    drafted = asked(mixed, tmp_path, ALONE, speculative_config=drafts, disable_log_stats=False)
+    assert drafted["drafts"]["accepted_tokens"] > 0
     check_same(flat(alone["rounds"])[: len(ALONE)], flat(drafted["rounds"]))
 
 
