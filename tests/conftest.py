@@ -42,19 +42,23 @@ def _nothing_is_measured() -> None:
 
 
 @pytest.fixture(scope="session")
-def pico_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """pico_dir(name, shards=False, dtype=torch.float32) -> a checkpoint, written once: do not write into it."""
+def pico_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
+    """pico_dir(name, shards=False, dtype=torch.float32) -> a checkpoint, written once: no test writes into it."""
     from helpers.pico import save_pico
 
     written: dict[tuple[str, bool, torch.dtype], Path] = {}
+    files: dict[Path, list[str]] = {}
 
     def directory(name: str, shards: bool = False, dtype: torch.dtype = torch.float32) -> Path:
         key = (name, shards, dtype)
         if key not in written:
             written[key] = save_pico(name, tmp_path_factory.mktemp(name), shards, dtype)
+            files[written[key]] = sorted(os.listdir(written[key]))
         return written[key]
 
-    return directory
+    yield directory
+    changed = [str(path) for path, names in files.items() if sorted(os.listdir(path)) != names]
+    assert not changed, f"a test has written into {', '.join(changed)}"
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -106,10 +107,11 @@ def test_transformers_serves(pico_dir: Callable[..., Path]) -> None:
 
 
 def test_the_command(engine: Path, pico_dir: Callable[..., Path]) -> None:
-    words = ["bench", str(pico_dir("llama")), "--serve", "--device", "cpu", "--engine", "vllm", "--new-tokens", "2"]
+    model = str(shutil.copytree(pico_dir("llama"), engine / "model"))
+    words = ["bench", model, "--serve", "--device", "cpu", "--engine", "vllm", "--new-tokens", "2"]
     folder = f"import sys; sys.path.insert(0, {str(engine)!r}); import os; os.environ['PYTHONPATH'] = {str(engine)!r}"
-    shown = cli(*words, "--base", str(pico_dir("llama")), "--concurrency", "1,2", prepare=folder)
+    shown = cli(*words, "--base", model, "--concurrency", "1,2", prepare=folder)
     assert shown.code == 0 and shown.err == "compress: vllm on cpu: prompts of 128 tokens, 2 new ones\n", shown
     assert [line.split()[0] for line in shown.out.splitlines()] == ["requests", "1", "2"] and "ratio" in shown.out
     assert "--engine tgi: it is none of vllm, sglang, transformers" in one_line(cli(*words[:-4], "--engine", "tgi"))
-    assert "goes with --serve" in cli("bench", str(pico_dir("llama")), "--engine", "vllm").err
+    assert "goes with --serve" in cli("bench", model, "--engine", "vllm").err
