@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compress.errors import CalibrationError
-from compress.model.edits import EditContext
+from compress.model.edits import EditContext, WeightEdits
 from compress.model.skeleton import Skeleton
 from compress.papers.transform import fewer_layers, reshaping
 from compress.papers.transform.block_choice import Choice, Choosing, Rule, choose_evenly
@@ -69,7 +69,7 @@ def apply(skeleton: Skeleton, config: Config, seed: int) -> Dropping:
     return Dropping(skeleton, original, config, (candidates, count, seed))
 
 
-class Dropping(reshaping.Reshaping):
+class Dropping(WeightEdits):
     """Lets a model go without the blocks that `choose` names; until then, evenly chosen ones."""
 
     def __init__(self, skeleton: Skeleton, original: Skeleton, config: Config, what: tuple[range, int, int]) -> None:
