@@ -64,7 +64,8 @@ class _Sum:
             self.outputs[number] = self.outputs[number] + mine if len(self.outputs[number]) else mine
 
     def finish(self) -> ExpertSums:
-        return ExpertSums(*self.sums, torch.stack(self.outputs))
+        counts, weights, norms = self.sums
+        return ExpertSums(counts, weights, norms, torch.stack(self.outputs))
 
 
 def measure(

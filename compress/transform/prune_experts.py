@@ -243,8 +243,8 @@ class Pruning(WeightEdits):
         says = f"{self.removed} of the {count} experts of each of {layers} layers are removed, by {config.by}"
         self.says: tuple[str, ...] = (says,) if self.removed else ()
 
-    def put(self, kept: Sequence[Sequence[int]]) -> None:
-        """Let the skeleton read these experts of each block that has some."""
+    def put(self, kept: Sequence[Sequence[int]], sums: ExpertSums | None = None) -> None:
+        """Let the skeleton read these experts of each block that has some; sums: of all blocks, if measured."""
         by_block = dict(zip(self.mixture.blocks, kept, strict=True))
         chosen = {name: cut.apply(name, stored, by_block[cut.block]) for name, (stored, cut) in self.cuts.items()}
         self.skeleton.sources = {**self.skeleton.sources, **chosen}
@@ -255,7 +255,7 @@ class Pruning(WeightEdits):
             return []
         sums = self._measure(bench) if self.samples else None
         kept = [self._kept(number, sums) for number in range(len(self.mixture.blocks))]
-        self.put(kept)
+        self.put(kept, sums)
         return [*self.says, *self._notes(kept, sums)]
 
     def _measure(self, bench: EditContext) -> ExpertSums:
