@@ -11,7 +11,7 @@ from types import ModuleType
 
 from compress import formats, plugins
 from compress.errors import RecipeError, shown
-from compress.formats import dense, transforms
+from compress.formats import columns, dense, transforms
 from compress.model.skeleton import Skeleton
 from compress.model.spared import spared_linears
 from compress.quant import incoherence
@@ -98,8 +98,8 @@ def _sparsity_message(dense: Sequence[LinearSpec], layers: Sequence[LayerPlan], 
             f"sparsity: {turning[0]} rotates what linears read, and inputs that are about normal have few small ones; "
             "remove the transform or sparsity"
         )
-    if recipe.tune and any(layer.stored.has_rest_part for layer in sparse):
-        raise RecipeError("sparsity: parts of the score rank cannot be tuned; remove tune, or set another score")
+    if recipe.tune and sparse:
+        raise RecipeError("sparsity: what is tuned reads all inputs; remove tune or sparsity")
     if not dense:
         return ()
     experts = sum(spec.is_expert for spec in dense)
@@ -197,6 +197,9 @@ def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: WeightT
         stored = Stored(method.FORMAT, params, around, scheme.activations, lowrank)
         if sparsity is not None:
             stored = dataclasses.replace(stored, sparsity=sparsity.for_linear(sparsity.unread()))
+            by_columns = columns.params_for(stored.format, params)  # which kernels read that skip some
+            if by_columns is not None:
+                stored = dataclasses.replace(stored, format="columns", params=by_columns)
         nbytes = formats.nbytes(stored, spec.shape)
     except ValueError as error:  # a setting that cannot be for this shape
         shape = f"{spec.shape[0]} x {spec.shape[1]}"

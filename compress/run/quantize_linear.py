@@ -17,7 +17,7 @@ from compress import formats, plugins
 from compress.calib import stats as calib_stats
 from compress.calib.output_gradients import OutputGradients
 from compress.errors import NumericalError
-from compress.formats import dense
+from compress.formats import columns, dense
 from compress.lowrank import correct
 from compress.quant import feedback, incoherence, target_correction
 from compress.run import sizes
@@ -277,6 +277,6 @@ def _with_surroundings(task: LinearTask, result: Quantized, around: dict[str, Te
         tensors = {**packed.tensors, **{name: each.cpu() for name, each in task.sparse.tensors.items()}}
         part = task.sparse.lowrank or packed.stored.lowrank
         stored = dataclasses.replace(packed.stored, sparsity=task.sparse.sparsity, lowrank=part)
-        packed = PackedWeight(stored, tensors, packed.shape)
+        packed = columns.repack(PackedWeight(stored, tensors, packed.shape))
     check_nbytes(layer, packed)
     return Quantized(packed, (*_statistics(task).notes, *notes))
