@@ -62,10 +62,10 @@ class Config:
 
     def __post_init__(self) -> None:
         sparse.Params(self.keep, self.of, "dense", self.block_rows, self.block_columns)
+        if self.bits != 16 and 0 < self.group_size < self.keep:
+            raise ValueError(f"group_size {self.group_size} is less than the {self.keep} weights that are kept")
         if self.bits != 16:
             _ = self.search
-            if 0 < self.group_size < self.keep:
-                raise ValueError(f"group_size {self.group_size} is less than the {self.keep} weights that are kept")
         check(self, "sweeps", score=SCORES)
         check_damp(self.damp)
 
