@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compress import api, recipe
+from compress.calib import reference_logprobs
 from compress.errors import RecipeError, UnsupportedModelError
 from compress.model.edits import EditContext
 from compress.model.skeleton import Skeleton
@@ -236,3 +239,23 @@ def test_what_is_refused(llama: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_norm_behind_the_last_projection_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="set heal: none"):
         api.quantize(job(save(build("gemma2", {"num_hidden_layers": 4}), tmp_path / "m"), tmp_path / "out", "by: even"))
+
+
+def test_tuning_goes_by_the_original_with_all_blocks(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, real, blocks = job(llama, tmp_path / "out", "by: even, heal: none"), reference_logprobs.load, list[int]()
+    path = tmp_path / "out.yaml"
+    path.write_text(
+        path.read_text()
+        + "quantize: {method: rtn, bits: 8, group_size: -1}\ntune: [{method: end_to_end, steps: 2, batch_tokens: 64}]\n"
+    )
+
+    def watch(skeleton: Skeleton, *args: Any, **options: Any) -> Any:
+        blocks.append(len(skeleton.blocks))
+        return real(skeleton, *args, **options)
+
+    monkeypatch.setattr(reference_logprobs, "load", watch)
+    api.quantize(replace(asked, recipe=recipe.load(str(path)), pack=True))
+    assert blocks == [LAYERS]
+    assert api.load(tmp_path / "out").config.num_hidden_layers == LAYERS - 2
