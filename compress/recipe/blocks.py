@@ -37,7 +37,8 @@ def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sche
 
     if "method" in entries:
         module, name = method(entries), plugins.current("quant", value(entries, "method", str))
-        beside = (above.activations, above.lowrank) if above is not None else ()
+        is_over = above is not None and getattr(module, "INHERITS", True)
+        beside = (above.activations, above.lowrank) if above is not None and is_over else ()
         base = Scheme(name, module.Config(), module.INCOHERENCE, *beside)
     elif above is not None:
         base = above

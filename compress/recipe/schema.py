@@ -133,7 +133,7 @@ class Acceptance:
     # comes with, where the run was calibrated on another one
 
 
-Units = Literal["fused", "linear", "expert", "block"]
+Units = Literal["fused", "linear", "expert", "sublayer", "block"]
 CacheEstimator = Literal["kl_one_at_a_time", "output_error", "rule"]
 
 
@@ -185,7 +185,7 @@ class Allocation:
     # true}; default: bits 2 to 8
     target: Target | None = None  # what is aimed at: 3.25bpw, 2.1GiB of all tensors, or 0.05kl
     units: Units = "fused"  # what gets one option together: fused (what is stored alike: q, k, v and gate, up; all
-    # experts of a block), one linear, one expert, or a block
+    # experts of a block), one linear, one expert, a sublayer (attention or MLP with its experts), or a block
     samples: int = 32  # [sequences] of calibration on which measured choices are scored
     context: int | None = None  # [tokens] whose cache is within the target, too; its bits are chosen with those of the
     # weights

@@ -72,6 +72,7 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("ternary", TERNARY, "tensor_scale", (False,), (True,)),
     ("structured", SIDES, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
     ("salient", {}, "salient", (0, 100), (-1,)),
+    ("zero", {}, "", (), ()),  # nothing to set
     ("dense", {}, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
     ("lowrank", {"rank": 4}, "bits", (16, 8, 4), (2, 32)),
     ("lowrank", {"rank": 4}, "dtype", ("float16", "bfloat16"), ("float32",)),
