@@ -49,6 +49,17 @@ class Options:
         return {plugins.load("transform", step.method).SCOPE for step in self.job.recipe.transform}
 
     @property
+    def base_options(self) -> set[int]:
+        """The numbers of the options that differ from the first quantizing one in settings of its method alone."""
+        schemes = [option for option in self.allocation.options if option is not None]
+        first = next((each for each in schemes if not _is_dropping(each)), schemes[0])
+        return {
+            number
+            for number, each in enumerate(self.allocation.options)
+            if each is None or dataclasses.replace(each, config=first.config) == first
+        }
+
+    @property
     def table_names(self) -> list[str]:
         """The names of the options of tables, which are numbered behind those of linears."""
         return [f"table {name}" for name in option_names(self.allocation.tables)]

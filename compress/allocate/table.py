@@ -194,7 +194,9 @@ def assemble(
         for option in prepare_options.options_of(opened, group.members):
             nbytes = prepare_options.nbytes(opened, group.members, option)
             damage = {name: units[group.name][option] for name, units in damages.items() if group.name in units}
-            entries.append(UnitEntry(opened.names[option], nbytes, 8 * nbytes / numel, damage))
+            entries.append(
+                UnitEntry(opened.names[option], nbytes, 8 * nbytes / numel, damage, option in opened.base_options)
+            )
         entries.sort(key=lambda entry: entry.nbytes)
         first, names = group.members[0], tuple(member.name for member in group.members)
         known = {name: units[group.name] for name, units in scores.items() if group.name in units}
