@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress import formats, plugins
-from compress.formats import codebook, exponents, ternary
+from compress.formats import codebook, dense, exponents, sparse, ternary
 from compress.numerics.packing import pack_stream
 from compress.types import PackedWeight, Stored
 from helpers import problems
@@ -77,6 +77,11 @@ def random_weight(format: str, params: Any, shape: tuple[int, int], seed: int = 
 def random_parts(stored: Stored, shape: tuple[int, int], seed: int = 0) -> dict[str, Tensor]:
     """All tensors that are stored for a weight [out, in], drawn anew."""
     generator = torch.Generator().manual_seed(seed)
+    drawn = (
+        {"mask": sparse.pack(random_mask(stored.params, shape), {}, stored.params)["mask"]}
+        if stored.format == "sparse"
+        else {}
+    )
 
     def draw(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         chosen = _draw_choice(name, stored, shape[1], size, generator)
@@ -87,7 +92,20 @@ def random_parts(stored: Stored, shape: tuple[int, int], seed: int = 0) -> dict[
         info = torch.iinfo(dtype)
         return torch.randint(info.min, info.max + 1, size, generator=generator).to(dtype)
 
-    return {name: draw(name, *spec) for name, spec in formats.specs(stored, shape).items()}
+    return {
+        name: drawn.get(name) if name in drawn else draw(name, *spec)
+        for name, spec in formats.specs(stored, shape).items()
+    }
+
+
+def random_mask(params: sparse.Params, shape: tuple[int, int], seed: int = 0) -> Tensor:
+    """A mask [out, padded columns] that keeps what the format says."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, groups = -(-shape[0] // params.block_rows), -(-shape[1] // params.of)
+    scores = torch.rand(rows, groups, params.of // params.block_columns, generator=generator)
+    entries = scores.argsort(-1).argsort(-1) < params.keep // params.block_columns
+    mask = entries.flatten(1).repeat_interleave(params.block_rows, 0)[: shape[0]]
+    return mask.repeat_interleave(params.block_columns, 1)
 
 
 def _draw_choice(
@@ -136,6 +154,12 @@ def samples(name: str, shape: tuple[int, int]) -> list[PackedWeight]:
     if name == "exponents":  # its method keeps what is too small to gain by it
         packed = [exponents.pack(weight.bfloat16(), coding) for coding in ("huffman", "ranked")]
         return [PackedWeight(Stored(name, params), tensors, shape) for params, tensors in packed]
+    if name == "sparse":
+        chosen = sparse.params_for(2, 4, dense.Params())
+        mask = random_mask(chosen, shape)
+        padded = torch.nn.functional.pad(weight, (0, mask.shape[1] - shape[1]))
+        kept = dense.pack(padded[mask].view(shape[0], -1), dense.Params())
+        return [PackedWeight(Stored(name, chosen), sparse.pack(mask, kept, chosen), shape)]
     stats = problems.stats(problems.inputs(2 * shape[1], shape[1]))
     methods = {method: plugins.load("quant", method) for method in METHODS}
     writers = {key: method for key, method in methods.items() if name == method.FORMAT}
