@@ -80,6 +80,10 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("structured", SIDES, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
     ("salient", {}, "salient", (0, 100), (-1,)),
     ("zero", {}, "", (), ()),  # nothing to set
+    ("columns", {}, "bits", (2, 4, 8, 16), (3, 5, 32)),
+    ("columns", {"bits": 4}, "group_size", (-1, 1, 100), (0, -2)),
+    ("columns", {}, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
+    ("columns", {"bits": 8}, "dtype", ("bfloat16", "float16"), ("float32",)),
     ("dense", {}, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
     ("lowrank", {"rank": 4}, "bits", (16, 8, 4), (2, 32)),
     ("lowrank", {"rank": 4}, "dtype", ("float16", "bfloat16"), ("float32",)),
