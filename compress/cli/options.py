@@ -120,6 +120,8 @@ def parse_serve(text: str, reserve: str, device: str) -> ServingMemory:
     if times and not (count.strip().isdecimal() and int(count)):
         raise typer.BadParameter(f"{text!r} is not a size such as 24GiB or 8x141GiB", param_hint="--serve")
     nbytes = parse_nbytes(each, "--serve")
+    if each.strip().isdecimal() and nbytes < MIN_MEMORY_NBYTES:
+        raise typer.BadParameter(f"{text!r} has no unit; {text}GiB?", param_hint="--serve")
     share, percent, _ = reserve.partition("%")
     if percent and not re.fullmatch(r"\d{1,2}(\.\d+)?", share.strip()):
         raise typer.BadParameter(

@@ -91,7 +91,11 @@ def parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def separate(model: nn.Module) -> int:
     """Make an adapter of the low-rank part of every packed linear, in place; returns their number."""
-    corrected = {name: layer for name, layer in _packed_targets(model).items() if layer.lowrank is not None}
+    corrected = {
+        name: layer
+        for name, layer in _packed_targets(model).items()
+        if layer.lowrank is not None and not layer.stored.has_rest_part
+    }
     for name, layer in corrected.items():
         weight = layer.packed()
         bare = PackedLinear.from_packed(_without_part(weight), layer.bias)

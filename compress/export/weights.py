@@ -55,6 +55,8 @@ class ExportWeight:
             )
         if stored.lowrank is not None:
             return "a low-rank part lies beside it; set lowrank: null"
+        if stored.sparsity is not None:
+            return "it leaves inputs unread at run time; set sparsity: null"
         return None
 
 

@@ -24,7 +24,7 @@ A format file has
   weights on both sides of it.
 
 Transforms around the stored matrix (compress/formats/transforms.py) and a low-rank part beside it (formats/lowrank.py)
-are no business of a format: the functions here add them to what `Stored` (compress/types.py) says.
+are no business of a format: the functions here add them to what `Stored` (compress/types) says.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from compress import plugins
 from compress.errors import CheckpointError, RecipeError, shown
 from compress.formats import lowrank, transforms
 from compress.numerics import checks
-from compress.types import IN_SCALE, Activations, PackedWeight, Stored
+from compress.types import IN_SCALE, IN_THRESHOLD, Activations, PackedWeight, Stored
 
 Shape = tuple[int, int]
 Spec = tuple[tuple[int, ...], torch.dtype]  # of a stored tensor
@@ -77,13 +77,23 @@ def specs(stored: Stored, shape: Shape) -> dict[str, Spec]:
         **transforms.specs(stored.ops, shape),
         **({IN_SCALE: ((1,), torch.float32)} if stored.has_in_scale else {}),
         **(lowrank.part_specs(stored.lowrank, shape) if stored.lowrank is not None else {}),
+        **_threshold_specs(stored, shape),
     }
+
+
+def _threshold_specs(stored: Stored, shape: Shape) -> dict[str, Spec]:
+    if stored.sparsity is None:
+        return {}
+    if stored.has_rest_part and stored.lowrank is None:
+        raise ValueError("a low-rank part for inputs that are not read is missing")
+    return {IN_THRESHOLD: ((stored.sparsity.thresholds(shape[1]),), torch.float32)}
 
 
 def fixed_tensors(stored: Stored) -> tuple[str, ...]:
     """Return the names of stored tensors that training leaves as they are, beside codes."""
     own = getattr(get(stored.format), "fixed_tensors", lambda _: ())
-    return (*own(stored.params), *((IN_SCALE,) if stored.has_in_scale else ()))
+    scale = (IN_SCALE,) if stored.has_in_scale else ()
+    return (*own(stored.params), *scale, *((IN_THRESHOLD,) if stored.sparsity is not None else ()))
 
 
 def check(weight: PackedWeight, where: str) -> None:
@@ -106,6 +116,8 @@ def check(weight: PackedWeight, where: str) -> None:
                 checks.finite(name, tensor)
         if weight.stored.has_in_scale:
             checks.positive(IN_SCALE, weight.tensors[IN_SCALE])
+        if weight.stored.sparsity is not None and (weight.tensors[IN_THRESHOLD] < 0).any():
+            raise ValueError(f"{IN_THRESHOLD} has a negative number")
         check_values = getattr(get(weight.format), "check", None)
         if check_values is not None:
             check_values(weight.tensors, weight.params, weight.shape)
@@ -126,15 +138,16 @@ def is_estimated(stored: Stored) -> bool:
 def is_unpacked(stored: Stored) -> bool:
     """Return whether a weight is meant to be decoded once, when it is loaded."""
     format: Any = get(stored.format)
-    is_bare = not stored.ops and stored.activations is None and stored.lowrank is None
+    is_bare = not stored.ops and stored.activations is None and stored.lowrank is None and stored.sparsity is None
     return is_bare and hasattr(format, "is_unpacked") and bool(format.is_unpacked(stored.params))
 
 
 def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Return the dequantized weight [out, in], with its low-rank part and the transforms around both multiplied in.
 
-    It shares no memory with the stored tensors.
+    It reads all inputs, and shares no memory with the stored tensors.
     """
+    weight = read_all(weight)
     stored = weight.stored
     if not stored.ops and stored.lowrank is None:
         return decode_stored(weight, dtype)
@@ -145,13 +158,24 @@ def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     return (transforms.effective(matrix, stored.ops, weight.tensors) if stored.ops else matrix).to(dtype)
 
 
+def read_all(weight: PackedWeight) -> PackedWeight:
+    """Return a weight without what leaves inputs unread; a low-rank part that is for these goes, too."""
+    stored = weight.stored
+    if stored.sparsity is None:
+        return weight
+    kept = None if stored.has_rest_part else stored.lowrank
+    dense = dataclasses.replace(stored, sparsity=None, lowrank=kept)
+    return PackedWeight(dense, {name: weight.tensors[name] for name in specs(dense, weight.shape)}, weight.shape)
+
+
 def has_rows(stored: Stored) -> bool:
     """Return whether single rows of a weight can be decoded.
 
     Its format must be able to, and nothing may be beside the matrix, nor around it that rows have in common.
     """
     format: Any = get(stored.format)
-    lies_alone = not stored.ops.output and stored.activations is None and stored.lowrank is None
+    is_plain = stored.activations is None and stored.lowrank is None and stored.sparsity is None
+    lies_alone = not stored.ops.output and is_plain
     has_own = hasattr(format, "decode_rows") and (not hasattr(format, "has_rows") or format.has_rows(stored.params))
     return lies_alone and bool(has_own)
 
@@ -180,8 +204,10 @@ def cut(weight: PackedWeight, rows: range, columns: range) -> PackedWeight:
     """Return some rows and columns of a weight; ValueError with the reason where that is not possible.
 
     Around the matrix may lie transforms, which can be cut along a side where they are diagonal: all others need every
-    input, or every output. Quantized inputs whose scale is that of the whole token cannot be cut along the inputs.
+    input, or every output. Quantized inputs whose scale is that of the whole token cannot be cut along the inputs. What
+    is returned reads all inputs.
     """
+    weight = read_all(weight)
     stored, shape = weight.stored, weight.shape
     if (len(rows), len(columns)) == shape:
         return weight

@@ -2,10 +2,12 @@
 
 config.json, report.json, the records of finished blocks and those of packed options all hold a `Stored` as
 
-    {"format": "int", "params": {...}, "ops": {"input": [...], "output": [...]}, "activations": {...}, "lowrank": {...}}
+    {"format": "int", "params": {...}, "ops": {"input": [...], "output": [...]}, "activations": {...}, "lowrank": {...},
+     "sparsity": {...}}
 
-"params" has the fields of the format's `Params`, "ops" the names of compress/formats/transforms.py, "activations" and
-"lowrank" the fields of `Activations` and `LowRank`, or null. The last three may be absent.
+"params" has the fields of the format's `Params`, "ops" the names of compress/formats/transforms.py, "activations",
+"lowrank" and "sparsity" the fields of `Activations`, `LowRank` and `InputSparsity`, or null. The last four may be
+absent.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from compress import formats, plugins
 from compress.errors import CheckpointError, first_line, shown
 from compress.formats import transforms
-from compress.types import Activations, LowRank, Stored
+from compress.types import Activations, InputSparsity, LowRank, Stored
 
 KEYS = tuple(field.name for field in dataclasses.fields(Stored))
 
@@ -38,15 +40,16 @@ def from_dict(values: Mapping[str, Any], where: str) -> Stored:
     if not {"format", "params"} <= set(values) <= set(KEYS) or not isinstance(values["format"], str):
         raise CheckpointError(
             f"{where} has {shown(sorted(values))}, needs just 'format' and 'params' "
-            "('ops', 'activations' and 'lowrank' if it has any)"
+            "('ops', 'activations', 'lowrank' and 'sparsity' if it has any)"
         )
-    activations, lowrank = values.get("activations"), values.get("lowrank")
+    activations, lowrank, sparsity = (values.get(key) for key in ("activations", "lowrank", "sparsity"))
     return Stored(
         plugins.current("formats", values["format"]),
         params_from_dict(values["format"], values["params"]),
         transforms.from_dict(values.get("ops", {}), where),
         None if activations is None else from_table(Activations, activations, f"{where}: activations"),
         None if lowrank is None else from_table(LowRank, lowrank, f"{where}: lowrank", complete=True),
+        None if sparsity is None else from_table(InputSparsity, sparsity, f"{where}: sparsity", complete=True),
     )
 
 

@@ -22,7 +22,7 @@ from compress.recipe.yaml import Entries, check_keys, describe_node, error_at, m
 if TYPE_CHECKING:
     from compress.types import Scheme
 
-SCHEME_KEYS = ("method", "incoherence", "activations", "lowrank", *OUTPUT_DEFAULTS)
+SCHEME_KEYS = ("method", "incoherence", "activations", "lowrank", "sparsity", *OUTPUT_DEFAULTS)
 # What embeddings and head get where their sections do not say otherwise.
 TABLE_METHOD, TABLE_BITS = "rtn", 8
 METHOD_OF_DRAFTS = "gptq"  # inputs are measured for it; without, the method of tables
@@ -33,12 +33,12 @@ RULE_KEYS = ("match", "match_any", "keep", *SCHEME_KEYS)
 
 def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Scheme:
     """Return settings over the defaults of `method`, or over the scheme `above` where no method is named."""
-    from compress.types import Activations, Correction, Scheme
+    from compress.types import Activations, Correction, Scheme, Sparsity
 
     if "method" in entries:
         module, name = method(entries), plugins.current("quant", value(entries, "method", str))
         beside = (above.activations, above.lowrank) if above is not None else ()
-        base = Scheme(name, module.Config(), module.INCOHERENCE, *beside)
+        base = Scheme(name, module.Config(), module.INCOHERENCE, *beside, sparsity=above and above.sparsity)
     elif above is not None:
         base = above
     else:
@@ -50,8 +50,11 @@ def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sche
     types = get_type_hints(Scheme)
     basis = value(entries, "incoherence", types["incoherence"], base.incoherence)
     output = [value(entries, key, types[key], getattr(base, key)) for key in OUTPUT_DEFAULTS]
-    made = Scheme(base.method, config, basis, activations, lowrank, *output)
+    sparsity = _part(entries, "sparsity", base.sparsity, Sparsity())
+    made = Scheme(base.method, config, basis, activations, lowrank, *output, sparsity)
     _check_output(made, at, where)
+    if sparsity is not None and sparsity.has_rest_part and lowrank is not None:
+        raise error_at(at, f"{where}: score rank has a low-rank part of its own; set lowrank: null, or another score")
     return made
 
 

@@ -26,6 +26,7 @@ SECTIONS = {  # sections of a recipe -> the module and the class of their keys
     "quantize": ("compress.types", "Scheme"),
     "activations": ("compress.types", "Activations"),
     "lowrank": ("compress.types", "Correction"),
+    "sparsity": ("compress.types", "Sparsity"),
     "allocate": ("compress.recipe.schema", "Allocation"),
     "experts": ("compress.types", "ExpertPruning"),
     "kv_cache": ("compress.kv.settings", "CacheSettings"),

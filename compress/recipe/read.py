@@ -15,6 +15,7 @@
                                # inputs each (for MXFP4); by default what suits the method
       activations: {bits: 8}   # quantize the inputs, too, at run time (`Activations`); by default they stay as they are
       lowrank: {rank: 16}      # two thin matrices that make up for what is lost (`Correction`); none by default
+      sparsity: {share: 0.5}   # small inputs of a linear go unread at run time (`Sparsity`); none by default
       two_sided: true          # feed errors back between outputs, too, by the loss's gradients (YAQA); default: false
       out_scales: rms          # store a scale of each output beside its sign, of a rotated basis; default: none
       in_vector: true          # store numbers in place of signs of inputs, to be trained; default: false

@@ -239,6 +239,8 @@ def settings(scheme: Scheme, plain: ToPlain = dataclasses.asdict) -> dict[str, A
     lowrank = dataclasses.asdict(scheme.lowrank) if scheme.lowrank else None
     around = {"incoherence": scheme.incoherence, "activations": activations, "lowrank": lowrank}
     around |= {key: getattr(scheme, key) for key, usual in OUTPUT_DEFAULTS.items() if getattr(scheme, key) != usual}
+    if scheme.sparsity is not None:
+        around["sparsity"] = dataclasses.asdict(scheme.sparsity)
     return {"method": scheme.method, **around, **plain(scheme.config)}
 
 

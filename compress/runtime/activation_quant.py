@@ -1,4 +1,4 @@
-"""Quantize the inputs of a linear, as `Activations` (compress/types.py) says.
+"""Quantize the inputs of a linear, as `Activations` (compress/types) says.
 
     q = round(clamp(x / s, -Q, Q))        x ~ s q
 

@@ -105,8 +105,8 @@ class _Product:
     def __init__(self, linears: Sequence[Sequence[PackedLinear]], dtype: torch.dtype) -> None:
         """linears: those of each projection, by experts. Raises ValueError where no kernel multiplies with them."""
         every = [linear for each in linears for linear in each]
-        if any(linear.activations is not None or linear.lowrank is not None for linear in every):
-            raise ValueError("inputs that are rounded, or low-rank parts")
+        if any(each.activations or each.lowrank or each.sparsity for each in every):
+            raise ValueError("inputs that are rounded or unread, or low-rank parts")
         prepared = grouped.prepare([[_matrix(each) for each in expert] for expert in zip(*linears, strict=True)], dtype)
         if prepared is None:
             formats = " and ".join(sorted({linear.format for linear in every}))

@@ -9,12 +9,12 @@ config.json holds
         "experts": {"model.layers.3.mlp.experts": {"threshold": 0.45, "protected": 151.2, "taken": 0.3}}
     }
 
-Every packed linear and embedding is listed; its entry is laid over `default`, "format", "params", "ops", "activations"
-and "lowrank" each as a whole. "ops", {"input": [...], "output": [...]} with names of compress/formats/transforms.py,
-may be absent where there are none. "activations", the fields of `Activations` of compress/types.py, is absent (null, to
-differ from `default`) where inputs are not quantized, and "lowrank", the fields of `LowRank`, where there is no
-low-rank part. What is not listed is loaded as transformers always does. A checkpoint that does not fit its list is an
-error, never random weights.
+Every packed linear and embedding is listed; its entry is laid over `default`, "format", "params", "ops", "activations",
+"lowrank" and "sparsity" each as a whole. "ops", {"input": [...], "output": [...]} with names of
+compress/formats/transforms.py, may be absent where there are none. "activations", the fields of `Activations` of
+compress/types, is absent (null, to differ from `default`) where inputs are not quantized, and "lowrank", the fields of
+`LowRank`, where there is no low-rank part, "sparsity", those of `InputSparsity`, where all inputs are read. What is not
+listed is loaded as transformers always does. A checkpoint that does not fit its list is an error, never random weights.
 
 An embedding whose table is also the output head's is listed once, under its own name. Its "ops" are those of the head;
 a row that is looked up passes the transposes of the orthogonal ones.
@@ -23,7 +23,7 @@ a row that is looked up passes the transposes of the orthogonal ones.
 their shapes [out, in]. The class of the model has no such modules (compress/runtime/draft_heads.py).
 
 "experts", absent where there are none, names the modules of experts that a token may go without, with the fields of
-`Pruning` of compress/types.py. Their linears must be listed.
+`Pruning` of compress/types. Their linears must be listed.
 
 "kv_cache", absent where generation keeps keys and values as they are, is described in compress/runtime/kv_config.py.
 
@@ -144,7 +144,7 @@ def build_config(
             entries[name]["params"] = entry["params"]  # equal ones of another format are other ones
     if not any(default["ops"].values()):
         del default["ops"]
-    for key in ("activations", "lowrank"):
+    for key in ("activations", "lowrank", "sparsity"):
         if default[key] is None:
             del default[key]
     pruned = {name: dataclasses.asdict(pruning) for name, pruning in (experts or {}).items()}

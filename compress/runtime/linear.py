@@ -10,6 +10,10 @@ Where inputs are quantized (compress/runtime/activation_quant.py), the product i
 
 A low-rank part lies beside the stored matrix, inside of the operations around it, and is given the inputs as they come
 from these operations, never quantized.
+
+Small inputs may go unread (`InputSparsity`): a kernel skips their columns of the weight where there is one for the
+format (compress/kernels/sparse_inputs.py), elsewhere they are multiplied as zeros. That is for tokens that come one at
+a time, or for all (`sparse_tokens`).
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ import dataclasses
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Self, cast
 from weakref import ref
 
@@ -33,7 +38,7 @@ from compress.kernels.fused import Weights
 from compress.runtime import activation_quant as inputs
 from compress.runtime import integer
 from compress.runtime.plain_linear import CompiledLinear
-from compress.types import IN_SCALE, PackedWeight, Stored
+from compress.types import IN_SCALE, IN_THRESHOLD, PackedWeight, Stored
 
 CACHE_LIMIT_NBYTES = 1 << 30
 Derived = tuple[Tensor, ...]
@@ -199,7 +204,7 @@ class PackedLinear(PackedModule):
 
     Where `ops` (compress/formats/transforms.py) lie around the stored matrix M, W = Out M In: they are applied to the
     inputs of the product with M, and to its outputs before the bias. With `activations`, what M is multiplied with is
-    quantized. With `lowrank`, W = Out (M + B^T A) In.
+    quantized. With `lowrank`, W = Out (M + B^T A) In. With `sparsity`, inputs of M that are small go unread.
 
     The stored tensors are parameters under their names on disk and keep their types: `to(dtype)`, `half()` and
     `float()` convert the bias only.
@@ -222,6 +227,7 @@ class PackedLinear(PackedModule):
         super().__init__(stored, shape, device)
         format, params = stored.format, stored.params
         self.ops, self.activations, self.lowrank = stored.ops, stored.activations, stored.lowrank
+        self.sparsity, self.sparse_tokens = stored.sparsity, stored.sparsity and stored.sparsity.tokens
         self.out_features, self.in_features = shape
         self._matrix = list(formats.get(format).specs(params, shape))  # names of the tensors of M alone
         self._described = dispatch.described(format, params, shape)
@@ -268,9 +274,20 @@ class PackedLinear(PackedModule):
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in_features], quantized if it is to be, times the stored matrix, plus the low-rank part and bias."""
-        if self.lowrank is not None:
+        if self.sparse_tokens is not None and (self.sparse_tokens == "all" or x.dim() < 2 or x.shape[-2] == 1):
+            return self._sparse_product(x, bias)
+        if self.lowrank is not None and not self.stored.has_rest_part:
             return self._product_with_lowrank(x, bias, *self._factors(x.dtype))
         return self._matrix_product(x, bias)
+
+    def _sparse_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in_features] without small inputs, times the stored matrix, plus low-rank part and bias."""
+        read = torch.where(x.abs() >= self._parameters[IN_THRESHOLD], x, 0)
+        if self.lowrank is None:
+            return self._matrix_product(read, bias)
+        if not self.stored.has_rest_part:
+            return self._product_with_lowrank(read, bias, *self._factors(x.dtype))
+        return _plus(dispatch.with_lowrank(self._matrix_product(read, None), x - read, *self._factors(x.dtype)), bias)
 
     def _product_with_lowrank(self, x: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         trained = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
@@ -328,7 +345,8 @@ class PackedLinear(PackedModule):
     @property
     def is_bare(self) -> bool:
         """Whether nothing lies around the product with the stored matrix: no operation, rounding, low rank or bias."""
-        return not self.ops and self.activations is None and self.lowrank is None and self._parameters["bias"] is None
+        is_plain = self.activations is None and self.lowrank is None and self.sparsity is None
+        return not self.ops and is_plain and self._parameters["bias"] is None
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -337,6 +355,8 @@ class PackedLinear(PackedModule):
             around += f", {inputs.describe(self.activations)}"
         if self.lowrank is not None:
             around += f", {lowrank_format.describe(self.lowrank)}"
+        if self.sparsity is not None:
+            around += f", {self.sparsity.share:.0%} of inputs unread"
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {self.params}{around}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -344,6 +364,20 @@ class PackedLinear(PackedModule):
         CACHE.drop(self)
         self._weight.forget()  # it holds the tensors that are replaced
         return super()._apply(fn, recurse)
+
+
+@contextmanager
+def sparse_for(model: nn.Module, tokens: str | None) -> Iterator[None]:
+    """While active, leave inputs unread in linears with `sparsity` for these tokens: decode, all, or None (none)."""
+    sparse = [each for each in model.modules() if isinstance(each, PackedLinear) and each.sparsity is not None]
+    before = [each.sparse_tokens for each in sparse]
+    for each in sparse:
+        each.sparse_tokens = tokens  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for each, own in zip(sparse, before, strict=True):
+            each.sparse_tokens = own
 
 
 class FusedLinears:

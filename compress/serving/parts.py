@@ -107,6 +107,7 @@ class LinearShard(nn.Module):
             return
         weight = PackedWeight(self.stored, tensors, region.shape)
         formats.check(weight, self.name)
+        weight = formats.read_all(weight)  # an engine has tokens of several requests in one call
         try:
             weights = [formats.cut(weight, rows, region.columns) for rows in region.rows]
         except ValueError as error:
@@ -201,6 +202,7 @@ class Totals:
     def __init__(self) -> None:
         self.waiting = 0  # layers that are not finished
         self.count, self.nbytes = 0, 0  # packed linears, and their stored bytes on this rank
+        self.sparse = 0  # linears that leave inputs unread in transformers
         self.whole: dict[str, int] = {}  # why linears could not be cut -> their bytes
 
     def finish(self, shards: Iterable[LinearShard]) -> list[str]:
@@ -210,6 +212,7 @@ class Totals:
         """
         for shard in shards:
             if shard.stored is not None:
+                self.sparse += shard.stored.sparsity is not None
                 self.add(sum(tensor.nbytes for tensor in shard.parameters()), shard.whole_because)
         self.waiting -= 1
         if self.waiting:
@@ -229,6 +232,8 @@ class Totals:
         if self.whole:
             reasons = "; ".join(sorted(self.whole))
             lines.append(f"{sum(self.whole.values()) / MIB:.1f} MiB of them are whole on every rank: {reasons}")
+        if self.sparse:
+            lines.append(f"{self.sparse} linears of activation sparsity read all inputs here; transformers skips them")
         if CACHE.nbytes:
             lines.append(
                 f"{CACHE.nbytes / MIB:.1f} MiB are kept decoded beside them, where no kernel reads what is stored"

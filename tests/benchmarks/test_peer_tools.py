@@ -199,6 +199,7 @@ def test_the_walk_sees_what_each_block_reads_behind_replaced_ones(batch: int) ->
     assert shared["model.layers.1.self_attn.o_proj"] == "model.layers.1.self_attn.o_proj"
 
 
+@pytest.mark.slow
 def test_exl3_is_stored_and_read_back(tmp_path: Path) -> None:
     source, out = tmp_path / "model", tmp_path / "packed"
     tiny_model().save_pretrained(source)

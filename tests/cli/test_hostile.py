@@ -6,7 +6,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -150,8 +150,15 @@ def test_the_baits_work(tmp_path: Path) -> None:
         marker.unlink()
 
 
-@pytest.mark.parametrize("hostile", SOURCES, ids=lambda hostile: hostile.__name__)
-@pytest.mark.parametrize("name", sorted(commands()))
+def cases() -> Iterator[Any]:
+    """Every command and every source; a study of a model that can be opened takes long."""
+    for name in sorted(commands()):
+        for hostile in SOURCES:
+            marks = [pytest.mark.slow] if name == "study" and hostile is known_model else []
+            yield pytest.param(name, hostile, id=f"{name}-{hostile.__name__}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "hostile"), list(cases()))
 def test_no_command_runs_code_of_a_checkpoint(name: str, hostile: Callable[[Path], None], tmp_path: Path) -> None:
     directory = save_pico("llama", tmp_path / "model")
     lora(tmp_path / "lora")

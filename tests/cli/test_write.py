@@ -136,7 +136,7 @@ def test_chat_reads_a_pipe(chatty: Path) -> None:
 @pytest.mark.parametrize(
     ("installed", "words"),
     [
-        ({"vllm", "llama-server"}, "vllm serve DIR --enforce-eager --port 1"),
+        ({"vllm", "llama-server"}, "vllm serve DIR --port 1"),
         ({"sglang"}, "-m sglang.launch_server --model-path DIR --port 1"),
         ({"fastapi", "uvicorn", "openai", "llama-server"}, "transformers serve DIR --port 1"),
         ({"llama-server"}, "llama-server -m DIR.gguf --port 1"),

@@ -135,7 +135,8 @@ def test_studies_with_and_without_are_two(model: Path) -> None:
     assert dataclasses.replace(settings, bos="never").bos == "never"
 
 
-@pytest.mark.parametrize(("bos", "said"), [("auto", "<bos>"), pytest.param("never", NEVER, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("bos", "said"), [("auto", "<bos>"), ("never", NEVER)])
 def test_a_study_of_such_a_model_is_none_of_an_older_version(bos: str, said: str, model: Path, tmp_path: Path) -> None:
     """Its cells were calibrated without, whatever is scored."""
     words = ["study", str(model), "--recipes", "int8", "--text", str(HELD_OUT), "--window", "32", "--max-tokens", "64"]

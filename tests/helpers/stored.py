@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress import formats, plugins
-from compress.formats import codebook, dense, exponents, sparse, ternary
+from compress.formats import codebook, columns, dense, exponents, sparse, ternary
 from compress.numerics.packing import pack_stream
 from compress.types import PackedWeight, Stored
 from helpers import problems
@@ -167,5 +168,18 @@ def samples(name: str, shape: tuple[int, int]) -> list[PackedWeight]:
         asked = [(method, settings) for key, method in writers.items() for settings in ({}, *VARIANTS.get(key, ()))]
         former = former_codebooks(shape) if name == "codebook" else []
         return [method.quantize(weight, stats, method.Config(**settings)).weight for method, settings in asked] + former
+    if name == "columns":  # what methods wrote row by row
+        return columnar(weight, ({}, {"bits": 3, "group_size": 16, "symmetric": False}, {"bits": 8, "group_size": 32}))
     module = plugins.load("formats", name)
     return [PackedWeight(Stored(name, module.Params()), module.pack(weight, module.Params()), shape)]
+
+
+def columnar(weight: Tensor, settings: Sequence[dict[str, Any]]) -> list[PackedWeight]:
+    """A weight [out, in] column by column: as it is, then rounded to nearest, with these settings each."""
+    shape = (weight.shape[0], weight.shape[1])
+    plain = dense.Params()
+    made = [columns.from_dense(dense.pack(weight, plain), plain, shape)]
+    for each in settings:
+        packed = plugins.load("quant", "rtn").quantize(weight, None, plugins.load("quant", "rtn").Config(**each)).weight
+        made.append(columns.from_int(packed.tensors, packed.params, shape))
+    return [PackedWeight(Stored("columns", params), tensors, shape) for params, tensors in made]

@@ -286,6 +286,7 @@ def test_errors_are_one_line(config_dir: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     ("serve", "reserve", "says"),
     [
+        ("24", "10%", "'24' has no unit; 24GiB?"),
         ("0x1MiB", "10%", "'0x1MiB' is not a size such as 24GiB or 8x141GiB"),
         ("much", "10%", "'much' is not a size"),
         ("1MiB", "200%", "'200%' is not a share such as 10%"),

@@ -156,6 +156,7 @@ def test_drafts_are_verified_on_pages(alone: dict[str, Any], mixed: Path, tmp_pa
 
 def test_compiled_by_vllm(alone: dict[str, Any], mixed: Path, tmp_path: Path) -> None:
     compiled = asked(mixed, tmp_path, ALONE, enforce_eager=False)
+    assert "saved AOT compiled function" in (tmp_path / "log").read_text()
     check_same(flat(alone["rounds"])[: len(ALONE)], flat(compiled["rounds"]))
 
 

@@ -56,6 +56,7 @@ def _is_compiled(linear: PackedLinear) -> bool:
     return (
         linear.activations is None
         and linear.lowrank is None
+        and linear.sparsity is None
         and (not ops.input or ops.input in dispatch.FUSED_BEFORE)
         and (not ops.output or ops.output in dispatch.FUSED_AFTER)
     )

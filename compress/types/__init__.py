@@ -9,6 +9,13 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from compress.types.inputs import IN_SCALE as IN_SCALE
+from compress.types.inputs import IN_THRESHOLD as IN_THRESHOLD
+from compress.types.inputs import INPUT_BLOCKS as INPUT_BLOCKS
+from compress.types.inputs import Activations as Activations
+from compress.types.inputs import InputSparsity as InputSparsity
+from compress.types.inputs import Sparsity as Sparsity
+
 
 class Work(NamedTuple):
     """What quantizing takes, from shapes alone: counts that a prediction multiplies with the speeds of a machine."""
@@ -86,47 +93,6 @@ class WeightTransforms:
 
 
 NO_TRANSFORMS = WeightTransforms()
-IN_SCALE = "in_scale"  # the stored tensor of a static scale of activations, float32 [1]
-
-
-INPUT_BLOCKS = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32, "fp8-block": 128}  # dtype -> inputs that share a scale
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Quantization of the inputs of a linear at run time: signed and symmetric, after the input transforms.
-
-    q = round(clamp(x / s, -Q, Q)) with Q = 2^(bits - 1) - 1 and s = clip max|x| / Q over a token, or s as calibrated.
-    In types with blocks each block has a scale, as compress/runtime/activation_quant.py says.
-    """
-
-    bits: int = 8  # [bits] of one activation: 2 to 8; 4 for nvfp4 and mxfp4
-    scale: Literal["token", "tensor"] = "token"  # of each token, or one calibrated `in_scale` (int, fp8, nvfp4)
-    clip: float = 1.0  # [fraction] of the largest magnitude that is kept; what is larger is clamped
-    dtype: Literal["int", "fp8", "nvfp4", "mxfp4", "mxfp8", "fp8-block"] = "int"  # int; fp8: float8_e4m3fn, its largest
-    # number 448 in place of Q; or a type with blocks: 16 inputs for nvfp4, 32 for mxfp4 and mxfp8, 128 for fp8-block
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 8:
-            raise ValueError(f"bits {self.bits} is not between 2 and 8")
-        if not 0 < self.clip <= 1:
-            raise ValueError(f"clip {self.clip} is not between 0 and 1")
-        if self.dtype != "int" and self.bits != (own := 4 if self.dtype in ("nvfp4", "mxfp4") else 8):
-            raise ValueError(f"bits {self.bits}: {self.dtype} has {own}")
-        if self.block and self.clip != 1:
-            raise ValueError(f"clip {self.clip}: blocks of {self.dtype} keep their largest magnitude; remove clip")
-        if self.scale == "tensor" and self.dtype in ("mxfp4", "mxfp8", "fp8-block"):
-            raise ValueError(f"scale tensor: {self.dtype} has scales of blocks alone; set scale: token")
-
-    @property
-    def block(self) -> int:
-        """Inputs of a token that share a scale; 0: the type has no blocks."""
-        return INPUT_BLOCKS.get(self.dtype, 0)
-
-    @property
-    def has_token_scale(self) -> bool:
-        """Whether a scale is taken from all inputs of a token."""
-        return self.scale == "token" and self.dtype in ("int", "fp8", "nvfp4")
 
 
 @dataclass(frozen=True)
@@ -238,6 +204,12 @@ class Stored:
     ops: WeightTransforms = NO_TRANSFORMS
     activations: Activations | None = None
     lowrank: LowRank | None = None
+    sparsity: InputSparsity | None = None
+
+    @property
+    def has_rest_part(self) -> bool:
+        """Whether the low-rank part is that of inputs which are not read, and no part of the weight."""
+        return self.sparsity is not None and self.sparsity.has_rest_part
 
     @property
     def has_in_scale(self) -> bool:
@@ -292,6 +264,7 @@ class Scheme:
     # linears with 512 inputs or more
     in_vector: bool = False  # store real numbers in place of the signs of the inputs, to be trained; at first the signs
     vector_bits: VectorBits = 16  # [bits] of a stored scale or number, its sign included: 16 or 8
+    sparsity: Sparsity | None = None  # leave small inputs unread at run time: keys of recipe/sparsity; null: read all
 
 
 @dataclass(frozen=True)
