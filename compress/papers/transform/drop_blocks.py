@@ -85,7 +85,7 @@ class Dropping(WeightEdits):
         self.layers = len(original.blocks)
         looks = not (config.numbers or config.by == "even") or config.heal != "none"
         self.samples = max(config.samples, config.search_samples if config.by in SEARCHES else 0) if looks else 0
-        self.says = (f"{self.count} of {self.layers} decoder blocks are dropped",)
+        self.says: tuple[str, ...] = (f"{self.count} of {self.layers} decoder blocks are dropped",)
 
     def choose(self, bench: EditContext) -> list[str]:
         """Choose the blocks, refit what stands before the gaps, and return the notes for the report."""
