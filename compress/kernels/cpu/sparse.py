@@ -57,7 +57,7 @@ def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Deco
     rows, columns = params.kept_shape(shape)
     sizes = {"pitch": params.mask_shape(shape)[1], "mask_bytes": mask_bytes, "kept": columns}
     settings: tuple[Any, ...] = (params, 0, False)
-    kept = params.kept
+    kept = params.inner_params
     if isinstance(kept, int_format.Params):
         span = int_kernel.span_blocks(kept) * kept.tile_words
         if not span or span % SHORTS:
@@ -162,7 +162,7 @@ class _SparseReader(RowReader):
     def __init__(self, e: Emitter, named: Mapping[str, Any], params: Params, span: int, has_tail: bool) -> None:
         super().__init__(e, named)
         self.params, self.lanes = params, register_lanes()
-        kept = params.kept
+        kept = params.inner_params
         self.kept: _DenseKept | _IntKept = (
             _DenseKept(e, named, kept, self.lanes)
             if isinstance(kept, dense.Params)
