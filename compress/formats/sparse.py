@@ -82,8 +82,9 @@ class Params:
         return rows, -(-groups // 8) * 3 if self.has_patterns else -(-groups * self.of // self.block_columns // 8)
 
 
-def params_for(keep: int, of: int, inner: str, kept: Any, block_rows: int = 1, block_columns: int = 1) -> Params:
-    """Return the parameters around those of the inner format."""
+def params_for(keep: int, of: int, kept: Any, block_rows: int = 1, block_columns: int = 1) -> Params:
+    """Return the parameters around those of the inner format, `Params` of int or dense."""
+    inner = type(kept).__module__.rpartition(".")[2]
     return Params(keep, of, inner, block_rows, block_columns, **dataclasses.asdict(kept))
 
 
@@ -168,7 +169,7 @@ def cut(
     inner: Any = formats.get(params.inner)
     chosen, kept = inner.cut(tensors, params.inner_params, params.kept_shape(shape), rows, part)
     high = math.gcd(params.block_rows, rows.start)
-    cut_params = params_for(params.keep, params.of, params.inner, chosen, high, params.block_columns)
+    cut_params = params_for(params.keep, params.of, chosen, high, params.block_columns)
     mask = decode_mask(tensors, params, shape, slice(rows.start, rows.stop))
     padded = -(-columns.stop // params.of) * params.of
     return cut_params, pack(mask[:, columns.start : padded], kept, cut_params)

@@ -18,10 +18,11 @@ from compress.export.source import PackedSource, open_source
 from compress.model.load import load_model
 from helpers import without_us
 from helpers.pico import build, save, save_pico
-from helpers.runs import KEEP_TABLES, Setup, cli, job, one_line, stored_tensors, untouched
+from helpers.runs import KEEP_TABLES, SMALL, Setup, cli, job, one_line, stored_tensors, untouched
 from helpers.without_us import TOKENS
 
 ASYMMETRIC = ("symmetric=false",)
+SPARSE = ("quantize.method=sparsegpt", *SMALL)
 INT8_INPUTS = ("quantize.bits=8", "group_size=-1", "activations={bits: 8, scale: token}")
 
 
@@ -58,6 +59,7 @@ CASES = [
     ("compressed-tensors", "qwen3_moe", 56, ()),
     ("compressed-tensors", "llama", 14, ("rules=[{match: '*down_proj', bits: 8, group_size: -1}]",)),
     ("compressed-tensors", "llama", 14, INT8_INPUTS),
+    ("compressed-tensors", "llama", 14, (*SPARSE, "bits=16")),
     ("torchao", "llama", 14, ("quantize.bits=8", "group_size=-1")),
     ("torchao", "qwen2", 14, ASYMMETRIC),
 ]
@@ -136,6 +138,12 @@ REFUSED = [
     ("awq", ("rules=[{match: '*down_proj', bits: 4, group_size: -1}]",), "one group_size for all"),
     ("compressed-tensors", ("symmetric=false", "rules=[{match: '*down_proj', bits: 8}]"), "symmetric: true"),
     ("torchao", (*ASYMMETRIC, "group_size=-1"), "leaves the zero points of whole rows out"),
+    ("compressed-tensors", SPARSE, "2:4 in 16 bits alone; set keep: 2, of: 4 and bits: 16"),
+    (
+        "compressed-tensors",
+        ("quantize.method=rtn", *SMALL, "rules=[{match: '*k_proj', method: sparsegpt, bits: 16}]"),
+        "no others",
+    ),
     ("gptqq", (), "did you mean 'gptq'"),
 ]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from compress.formats import codebook, e8p, grid, kquant, ternary, trellis
+from compress.formats import codebook, dense, e8p, grid, kquant, sparse, ternary, trellis
 from compress.formats import int as int_format
 from compress.kernels import dispatch
 from compress.kernels.contract import Prepared
@@ -71,6 +71,19 @@ KQUANT: list[tuple[Any, ...]] = [  # shape, type, type of steps
     ((16, 1000), "q3_k", "bfloat16"),
     ((50, 40), "q5_k", "float16"),
     ((5, 256), "q6_k", "bfloat16"),
+]
+SPARSE: list[tuple[Any, ...]] = [  # shape, keep, of, kept weights, rows and columns of a block
+    ((37, 300), 2, 4, "bfloat16"),
+    ((5, 200), 2, 4, "float16"),
+    ((40, 1152), 2, 4, (4, 32, True)),
+    ((33, 300), 2, 4, (3, -1, False)),
+    ((17, 1000), 2, 4, (8, 64, False)),
+    ((33, 300), 64, 128, "float16"),
+    ((24, 1024), 2, 4, (4, 128, True)),  # as bytes
+    ((17, 2048), 2, 4, (2, 64, True)),
+    ((40, 333), 3, 5, (4, -1, False)),
+    ((40, 600), 16, 32, (2, 32, True), 3, 4),
+    ((40, 600), 32, 64, "bfloat16", 16, 16),
 ]
 NF: list[tuple[Any, ...]] = [  # shape, bits, block_size, bits of a size
     ((37, 300), 4, 64, 8),
@@ -179,6 +192,13 @@ def ternary_weight(shape: tuple[int, int], *params: Any) -> PackedWeight:
     return stored.random_weight("ternary", ternary.Params(*params), shape)
 
 
+def sparse_weight(shape: tuple[int, int], keep: int, of: int, kept: Any, *block: int) -> PackedWeight:
+    """kept: type of kept weights, or bits, group_size and symmetric of their codes; block: rows and columns."""
+    columns = -(-shape[1] // of) * keep
+    inner = dense.Params(kept) if isinstance(kept, str) else int_format.params_for(*kept, columns)
+    return stored.random_weight("sparse", sparse.params_for(keep, of, inner, *block), shape)
+
+
 WEIGHTS = [
     *(pytest.param(int_weight, case, id=f"int{case[1]}-{case[0]}-{case[2]}") for case in INT),
     pytest.param(int_weight, (*INT[0], "bfloat16"), id="int4-bfloat16"),
@@ -194,6 +214,7 @@ WEIGHTS = [
     *(pytest.param(e8p_weight, case, id=f"e8p{case[1]}-{case[0]}") for case in E8P),
     *(pytest.param(kquant_weight, case, id=f"{case[1]}-{case[0]}") for case in KQUANT),
     *(pytest.param(codebook_weight, case, id=f"any-codebook-{i}") for i, case in enumerate(ANY_CODEBOOK)),
+    *(pytest.param(sparse_weight, case, id=f"sparse{case[2]}-{i}") for i, case in enumerate(SPARSE)),
     *(pytest.param(nf_weight, case, id=f"nf{case[1]}-{case[0]}") for case in NF),
     *(pytest.param(affine_weight, case, id=f"affine{case[1]}-{case[0]}") for case in AFFINE),
     *(pytest.param(lattice_weight, case, id=f"lattice{case[1]}-{case[0]}") for case in LATTICE),

@@ -10,6 +10,9 @@ and weight_scale. The tensor scale of NVFP4 is written as a divisor, weight_glob
 a reader's scale of a block may differ from ours in the last bit of float32, unless it is a power of two. Static scales
 of inputs are input_scale, or for NVFP4 the divisor input_global_scale.
 
+2:4 weights of 16 bits, stored in the format `sparse`, are `sparse-24-bitmask`: compressed [out, in / 2], bitmask uint8
+[out, ceil(in / 8)], shape [2, 1]. compressed-tensors up to 0.12 reads it; vLLM 0.32 refuses it.
+
 transformers with compressed-tensors 0.18 to 0.20 opens asymmetric weights only if it is told to decode them all, and
 can do that only if all are alike: "dequantize" says so, and asymmetric weights that differ are refused.
 """
@@ -28,12 +31,15 @@ from compress.errors import ExportError
 from compress.export import directory, grids, integers
 from compress.export.convert import Export, dtype_name
 from compress.export.weights import ExportWeight, IntWeight, StoredWeight
+from compress.formats import sparse
+from compress.numerics.packing import pack_stream
 from compress.types import Activations
 
 SUFFIX = ""
 DRAFT_HEADS = "held"
 CACHE = "vllm serve --kv-cache-dtype fp8"
 BITS = tuple(range(2, 9))
+SPARSE, SPARSE_BITMASK = "sparse", "sparse-24-bitmask"
 PACKED, INT8, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
 FLOAT, NVFP4, MXFP4, MXFP8 = "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
 GRIDS: dict[str, tuple[str, dict[str, Any]]] = {  # data type -> format, and what shares a scale
@@ -58,6 +64,8 @@ def refuses(weight: ExportWeight) -> str | None:
     """Return why a weight is no plain integers or data type of engines, or has quantized inputs they do not know."""
     if weight.stored.format == grids.FORMAT:
         return grids.refusal(weight, tuple(GRIDS))
+    if weight.stored.format == SPARSE:
+        return _sparse_refusal(weight)
     if reason := integers.refusal(weight, BITS, heads=True):
         return reason
     if weight.is_expert and not weight.stored.params.symmetric:
@@ -74,9 +82,26 @@ def refuses(weight: ExportWeight) -> str | None:
     return None
 
 
+def _sparse_refusal(weight: ExportWeight) -> str | None:
+    """Return why a weight of the format `sparse` is no 2:4 weight of 16 bits as an `nn.Linear` of its own."""
+    params, columns = weight.stored.params, weight.shape[1]
+    if weight.roles or weight.is_expert:
+        return "only linears are sparse there; keep it, or quantize it without sparsity"
+    if not params.has_patterns or params.inner != "dense" or columns % 4:
+        return "of sparse weights readers have 2:4 in 16 bits alone; set keep: 2, of: 4 and bits: 16"
+    if weight.stored.activations is not None:
+        return "its inputs are quantized, which readers do not beside 16 bits; set activations: null"
+    if weight.is_turned:
+        return "the class of the model holds it as [inputs, outputs], which is no linear there; keep it"
+    return weight.not_alone()
+
+
 def check(export: Export) -> None:
     """Raise ExportError for what no reader opens: asymmetric weights that are not all alike, unequal fused linears."""
     export.check_packed()
+    if any(weight.stored.format == SPARSE for weight in export.held):
+        _check_sparse(export)
+        return
     grids.check_fused(export)
     _settle_head(export)
     groups = _groups(export)
@@ -89,6 +114,22 @@ def check(export: Export) -> None:
         export.notes.append("transformers 5.23 does not open experts of these types (it does fp8 and fp8-channel)")
     whole = [weight.stored.params for weight in export.held if weight.stored.format != grids.FORMAT]
     integers.settle_type(export, (params.scale_dtype for params in whole))
+
+
+def _check_sparse(export: Export) -> None:
+    """Raise ExportError for sparse weights beside quantized ones, of which old readers decompress one sort alone."""
+    export.tables = (*export.tables, *(weight for weight in export.held if weight.roles))
+    export.held = tuple(weight for weight in export.held if not weight.roles)
+    other = next((weight for weight in export.held if weight.stored.format != SPARSE), None)
+    if other is not None:
+        raise ExportError(
+            f"{other.name} is quantized beside sparse weights, and readers of these take no others; give all linears "
+            "one method, or keep them"
+        )
+    export.notes.append(
+        "compressed-tensors up to 0.12 reads 2:4 weights, as transformers does with it; vLLM 0.32 refuses them: export "
+        "to dense for an engine"
+    )
 
 
 def _settle_head(export: Export) -> None:
@@ -114,6 +155,9 @@ def _is_odd_draft(weight: StoredWeight) -> bool:
 
 def write(export: Export, out: Path) -> None:
     """Write the directory, with the settings in config.json."""
+    if export.held[0].stored.format == SPARSE:
+        _write_sparse(export, out)
+        return
     groups = _groups(export)
     formats = sorted({scheme["format"] for scheme, _ in groups})
     is_one = len(groups) == 1
@@ -134,6 +178,26 @@ def write(export: Export, out: Path) -> None:
     in_scales = grids.in_scales(export)
     tensors = directory.held_tensors(export, lambda weight: _stored_tensors(weight, in_scales.get(weight.name)))
     directory.write(export, out, tensors, {"quantization_config": settings})
+
+
+def _write_sparse(export: Export, out: Path) -> None:
+    """Write 2:4 weights; more settings than these would say that weights are quantized."""
+    sparsity = {"format": SPARSE_BITMASK, "global_sparsity": 0.5, "sparsity_structure": "2:4"}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "sparsity_config": {**sparsity, "targets": ["Linear"], "ignore": export.plain_linears()},
+    }
+    directory.write(export, out, directory.held_tensors(export, _sparse_tensors), {"quantization_config": settings})
+
+
+def _sparse_tensors(weight: StoredWeight) -> dict[str, Tensor]:
+    packed = weight.read()
+    mask = sparse.decode_mask(packed.tensors, packed.params, packed.shape, slice(None))
+    return {
+        "compressed": packed.tensors["values"],
+        "bitmask": pack_stream(torch.nn.functional.pad(mask.byte(), (0, -mask.shape[1] % 8)), 1),
+        "shape": torch.tensor(packed.shape)[:, None],
+    }
 
 
 def _groups(export: Export) -> list[tuple[dict[str, Any], list[str]]]:

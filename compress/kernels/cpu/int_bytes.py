@@ -70,15 +70,18 @@ def count_floats(bits: int, tile_words: int, span: int, columns: int, tiles: int
 class IntBytes(Emitter):
     """Sums rows of the weight times few rows of activations."""
 
+    more_pointers, more_integers = "", ""  # of weights that leave columns out
+
     def __init__(
         self, bits: int, tile_words: int, span: int, symmetric: bool, scale_dtype: str, has_tail: bool, tokens: int
     ) -> None:
-        super().__init__("product", f"{words(bits)} scales zeros {PRODUCT}", "first last spans rows group tiles tail")
+        pointers = f"{self.more_pointers} {words(bits)} scales zeros {PRODUCT}"
+        super().__init__("product", pointers, f"first last spans rows group tiles tail {self.more_integers}")
         self.bits, self.tile_words, self.span, self.tokens = bits, tile_words, span, tokens
         self.symmetric, self.scale_dtype = symmetric, getattr(torch, scale_dtype)
-        self.plane = self.pointers[0]
+        self.plane = self.named[words(bits)]
         self.scales, self.zeros, self.x16, self.x_scales, self.x_sums, self.out, self.space = self.pointers[-7:]
-        first, last, self.spans, self.rows, self.group, self.tiles, self.tail = self.integers
+        first, last, self.spans, self.rows, self.group, self.tiles, self.tail = self.integers[:7]
         b, (width,) = self.b, PLANES[bits]
         self.columns = FIELDS[width] * tile_words  # of a tile
         self.count = min(tile_words, 32 if "avx512bw" in llvm.features() else 16)  # words of a vector

@@ -87,8 +87,7 @@ def plan_params(config: Config, shape: tuple[int, int], dtype: str = "") -> spar
         inner: dense.Params | int_format.Params = dense.Params(dtype or "bfloat16")
     else:
         inner = grid.params(replace(config, keep=keep, of=of).search, kept, dtype or "float16")
-    name = "dense" if config.bits == 16 else "int"
-    return sparse.params_for(keep, of, name, inner, config.block_rows, config.block_columns)
+    return sparse.params_for(keep, of, inner, config.block_rows, config.block_columns)
 
 
 def _pattern(config: Config, columns: int) -> tuple[int, int]:
