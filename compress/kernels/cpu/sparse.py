@@ -55,7 +55,7 @@ def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Prep
     rows, columns = params.kept_shape(shape)
     sizes = {"pitch": params.mask_shape(shape)[1], "mask_bytes": mask_bytes, "kept": columns}
     settings: tuple[Any, ...] = (params, 0, False)
-    kept = params.kept
+    kept = params.inner_params
     if isinstance(kept, int_format.Params):
         span = int_kernel.span_blocks(kept) * kept.tile_words
         if not span or span % SHORTS:

@@ -44,7 +44,7 @@ class PatternCodes(Product):
 
     def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape, near: Any, span: int) -> None:
         """near: the product of the same weight whose decoder is taken; span: kept weights that share a scale."""
-        kept, sizes = params.kept, near.sizes
+        kept, sizes = params.inner_params, near.sizes
         assert isinstance(kept, int_format.Params)
         spans = -(-params.kept_shape(shape)[1] // span)
         columns, tiles = 2 * spans * span, sizes["tiles"]
