@@ -199,7 +199,7 @@ class PatternReader(SparseReader):
         two = b.select(second_in_2, odd, b.select(in_0_or_1, zeros, even))
         three = b.select(second_in_1, zeros, b.select(second_in_2, zeros, odd))
         halves = [e.shuffled(a, z, range(2 * lanes)) for a, z in ((b.select(in_0, even, zeros), one), (two, three))]
-        return e.shuffled(*halves, [p * lanes + group for group in range(lanes) for p in range(GROUP)])
+        return e.shuffled(halves[0], halves[1], [p * lanes + group for group in range(lanes) for p in range(GROUP)])
 
 
 class BitmapReader(SparseReader):
@@ -208,7 +208,9 @@ class BitmapReader(SparseReader):
     def write(self, row: Any, features: Any, put: Put) -> None:
         e, b = self.e, self.b
         order = [i // 2 + i % 2 * self.lanes for i in range(2 * self.lanes)]
-        self.kept.each([row], lambda first, halves: e.store(e.shuffled(*halves[0], order), self.space, first))
+        self.kept.each(
+            [row], lambda first, halves: e.store(e.shuffled(halves[0][0], halves[0][1], order), self.space, first)
+        )
         place = e.variable(e.index)
         b.store(e.i64(0), place)
         line = b.mul(b.udiv(row, e.i64(self.params.block_rows)), self.named["pitch"])
@@ -253,7 +255,7 @@ class BitmapReader(SparseReader):
                 parts.append(b.select(is_kept, self._permuted(values, order), e.constant(e.float, lanes, 0.0)))
             counted = e.intrinsic("llvm.ctpop.i32", e.word, b.and_(bits, e.word(sum({1 << i for i in entries}))))
             b.store(b.add(begin, b.mul(b.zext(counted, e.index), e.i64(min(width, lanes)))), place)
-        return parts[0] if len(parts) == 1 else e.shuffled(*parts, range(LANES))
+        return parts[0] if len(parts) == 1 else e.shuffled(parts[0], parts[1], range(LANES))
 
     def _permuted(self, values: Any, order: Any) -> Any:
         e, b = self.e, self.b
