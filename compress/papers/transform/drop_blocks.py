@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compress.errors import CalibrationError, RecipeError
-from compress.model.edits import EditContext
+from compress.model.edits import EditContext, WeightEdits
 from compress.model.skeleton import Skeleton
 from compress.papers.transform import fewer_layers, reshaping
 from compress.papers.transform.block_choice import Choice, Choosing, Rule, choose_evenly
@@ -76,7 +76,7 @@ def apply(skeleton: Skeleton, config: Config, seed: int) -> Dropping:
     return Dropping(skeleton, original, config, (candidates, count, seed))
 
 
-class Dropping(reshaping.Reshaping):
+class Dropping(WeightEdits):
     """Lets a model go without the blocks that `choose` names; until then, evenly chosen ones."""
 
     def __init__(self, skeleton: Skeleton, original: Skeleton, config: Config, what: tuple[range, int, int]) -> None:
@@ -85,7 +85,7 @@ class Dropping(reshaping.Reshaping):
         self.layers = len(original.blocks)
         looks = not (config.numbers or config.by == "even") or config.heal != "none"
         self.samples = max(config.samples, config.search_samples if config.by in SEARCHES else 0) if looks else 0
-        self.says = (f"{self.count} of {self.layers} decoder blocks are dropped",)
+        self.says: tuple[str, ...] = (f"{self.count} of {self.layers} decoder blocks are dropped",)
 
     def choose(self, bench: EditContext) -> list[str]:
         """Choose the blocks, refit what stands before the gaps, and return the notes for the report."""

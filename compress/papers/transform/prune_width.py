@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple
 
 from compress.errors import CalibrationError, RecipeError, UnsupportedModelError
 from compress.importers.source import Decoded
-from compress.model.edits import EditContext
+from compress.model.edits import EditContext, WeightEdits
 from compress.model.skeleton import Skeleton
 from compress.papers.transform import reshaping, width_pass
 from compress.papers.transform.channel_choice import Score
@@ -179,7 +179,7 @@ def _first(whole: Readable, shape: tuple[int, ...]) -> Readable:
     return Decoded(whole.name, whole.dtype, shape, whole.sources, decode, shape[0])
 
 
-class Narrowing(reshaping.Reshaping):
+class Narrowing(WeightEdits):
     """Gives a model narrower blocks: their weights are in the files that `choose` writes."""
 
     def __init__(
