@@ -16,7 +16,8 @@ The last quarter of the samples is held out. It decides between RIDGES, times th
 there is any change. A gap at the front has no block before it and stays.
 
 What is not done: blocks behind a gap are not refitted; biases stay; a block whose last step is not a linear on its way
-into the states (a norm behind it, experts) is refused.
+into the states (a norm behind it, experts) stays as it is, which the notes say. H and C of one projection are in memory
+twice, in float64.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ import torch
 from torch import Tensor, nn
 
 from compress import process_memory
-from compress.errors import UnsupportedModelError
 from compress.model import blockwise
 from compress.model.block_calls import BlockArgs
 from compress.model.blockwise import FULL, QUANTIZED, HiddenStates, ModelArgs
@@ -182,10 +182,8 @@ class GapHealing:
         _, hidden, call = next(self._batches(index, calls, stream))
         path = find_last_projection(block, call, hidden, name)
         if path is None:
-            raise UnsupportedModelError(
-                f"drop_blocks: no linear of {name} is the last step on its way into the hidden states, so that nothing "
-                "can be refitted before a gap; set heal: none"
-            )
+            write_parameters(self.files[index], self.original, f"{name}.", {}, ())
+            return
         linear = block.get_submodule(path)
         weight, seen_inputs = linear.get_parameter("weight"), list[Tensor]()
         self.bench.say(f"refitting {name}.{path}")
@@ -206,9 +204,14 @@ class GapHealing:
 
     def notes(self) -> list[str]:
         """Return what the report should say."""
-        errors = [read_facts(path) for path in self.files.values()]
-        parts = [f"block {index}: {a:.3g} -> {b:.3g}" for index, (a, b) in zip(self.files, errors, strict=True)]
-        return [f"refitted before gaps, held-out error a token in parts of the states' squares, {', '.join(parts)}"]
+        errors = {index: read_facts(path) for index, path in self.files.items()}
+        parts = ", ".join(f"block {index}: {each[0]:.3g} -> {each[1]:.3g}" for index, each in errors.items() if each)
+        left = ", ".join(str(index) for index, each in errors.items() if not each)
+        said = {
+            f"refitted before gaps, held-out error a token in parts of the states' squares, {parts}": parts,
+            f"not refitted before gaps, as the last step into the hidden states is not one linear: blocks {left}": left,
+        }
+        return [line for line, holds in said.items() if holds]
 
 
 def find_edges(kept: Sequence[int], layers: int) -> list[int]:

@@ -11,7 +11,7 @@ H: sum of a a^T of its inputs; k, d: channels that stay and go. `update: own` st
 it gave, as far as the kept channels can. `update: original` adds C = sum of e a^T, with e what is missing to the hidden
 states of the original model behind the block, so that blocks make up for those before them. Tokens count by one over
 the squares of these states, and the ridge is chosen on a quarter of the samples, as in gap_healing.py. Attention is
-refitted to itself; what it has lost is left to the MLP.
+refitted to itself; what it has lost is left to the MLP. So is an MLP with a norm behind it (Gemma).
 
 CLOVER (clover.py) decomposes the product of values and output and cuts directions within heads, which keeps more for
 the same bytes of these two, but leaves sizes that no configuration says. This is the cheap complement for the MLP.
@@ -73,6 +73,9 @@ class Sizes(NamedTuple):
 def apply(skeleton: Skeleton, config: Config, seed: int) -> Narrowing:
     """Give the skeleton smaller sizes; no weight is read. UnsupportedModelError, RecipeError."""
     original = Skeleton(skeleton.checkpoint)
+    if original.second is not None or original.draft_tensors:
+        what = "draft heads" if original.draft_tensors else "two stacks of blocks"
+        raise UnsupportedModelError(f"prune_width: this model has {what}, which have these sizes, too; {ADVICE}")
     text = original.config.get_text_config()
     parts, says = dict[str, list[Part]](), list[str]()
     for sizes in (_neurons(text, config), _heads(text, config)):

@@ -99,12 +99,12 @@ class WidthPass:
             cut, errors = dict[str, Tensor](), (0.0, 0.0)
             for part in reversed(self.parts[index]):  # attention, then the MLP behind it
                 errors = self._narrow(full, part, cut, _Streams(index, calls, stream))
-            reshaping.write_parameters(path, self.narrower, prefix, cut, errors)
         block = self.narrower.load_block(index, bench.device)
-        for name, stored in reshaping.read_parameters(path).items():
-            block.get_parameter(name).copy_(stored.read())
         if full is not None:
             self._compare(full, block, cut, _Streams(index, calls, stream))
+            reshaping.write_parameters(path, self.narrower, prefix, cut, errors)
+        for name, stored in reshaping.read_parameters(path).items():
+            block.get_parameter(name).copy_(stored.read())
         for start, hidden, call in self._batches(_Streams(index, calls, stream)):
             stream.write(start, blockwise.run_block(block, call, hidden, prefix.rstrip(".")), QUANTIZED)
         self.narrower.free()
@@ -119,12 +119,11 @@ class WidthPass:
 
     def _narrow(self, block: nn.Module, part: Part, cut: dict[str, Tensor], streams: _Streams) -> tuple[float, float]:
         """Put what stays of a part into `cut`, zeros for the rest into the block; return held-out errors."""
-        path = part.behind.name.removesuffix(".weight")
-        linear = block.get_submodule(path)
+        linear = block.get_submodule(part.behind.name.removesuffix(".weight"))
         weight = linear.get_parameter("weight")
         is_attention = part.behind.size > 1
         to_original = self.how.update == "original" and not is_attention
-        seen, held = self._moments(block, linear, path if to_original else "", streams)
+        seen, held = self._moments(block, linear, to_original, streams)
         matrix, size = weight.double(), part.behind.size
         count = part.behind.units - part.behind.stays
         kept = channel_choice.choose_channels(matrix, seen.inputs, size, count, self.how.score)
@@ -142,45 +141,45 @@ class WidthPass:
         cut[part.behind.name] = refitted
         return result.before, result.after
 
-    def _moments(self, block: nn.Module, linear: nn.Module, added: str, streams: _Streams) -> tuple[Moments, Moments]:
+    def _moments(
+        self, block: nn.Module, linear: nn.Module, to_original: bool, streams: _Streams
+    ) -> tuple[Moments, Moments]:
         """Return moments of a projection's inputs on seen and held-out samples; e is what is missing behind the block.
 
-        added: path of the projection where it makes up for that; "": e is zero.
+        to_original: e is zero otherwise, and where the projection is not the last step on its way into the states.
         """
         index, stream, inputs = streams.number, streams.stream, list[Tensor]()
         name, shape = self.original.block_prefix(index).rstrip("."), linear.get_parameter("weight").shape
         parts = [Moments.of(shape, self.bench.device) for _ in range(2)]
         held = stream.samples - max(1, stream.samples // gap_healing.HELD_OUT)
-        if added:
+        if to_original:
             _, hidden, call = next(self._batches(streams))
-            if gap_healing.find_last_projection(block, call, hidden, name) != added:
-                raise UnsupportedModelError(
-                    f"prune_width: {name}.{added} is not the last step on its way into the hidden states, so that it "
-                    "cannot make up for earlier blocks; set update: own"
-                )
+            to_original = linear is _find_last(block, call, hidden, name)
         with blockwise.attached([linear.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))]):
             for start, hidden, call in self._batches(streams):
                 states = blockwise.run_block(block, call, hidden, name)
                 targets = stream.fetch(start, len(hidden), self.bench.device, FULL)
                 for row, (a, x, z) in enumerate(zip(inputs.pop(), states, targets, strict=True), start):
-                    parts[row >= held].add(a, x if added else z, z)
+                    parts[row >= held].add(a, x if to_original else z, z)
         return parts[0], parts[1]
 
     def _compare(self, full: nn.Module, block: nn.Module, cut: dict[str, Tensor], streams: _Streams) -> None:
         """Raise UnsupportedModelError unless the narrower block is the full one with these channels at zero."""
         _, hidden, call = next(self._batches(streams))
         name = self.original.block_prefix(streams.number).rstrip(".")
-        stored = {key: block.get_parameter(key).clone() for key in cut}
         for key, tensor in cut.items():
-            block.get_parameter(key).copy_(tensor)  # without the rounding of the file
-        outputs = [blockwise.run_block(each, call, hidden, name) for each in (full, block)]
-        for key, tensor in stored.items():
             block.get_parameter(key).copy_(tensor)
+        outputs = [blockwise.run_block(each, call, hidden, name) for each in (full, block)]
         if (outputs[0] - outputs[1]).norm() > TOLERANCE * outputs[0].norm():
             raise UnsupportedModelError(
                 f"prune_width: {name} does not compute the same with channels cut as with them at zero; remove "
                 "prune_width from the recipe's transform"
             )
+
+
+def _find_last(block: nn.Module, call: BlockArgs, hidden: Tensor, name: str) -> nn.Module | None:
+    path = gap_healing.find_last_projection(block, call, hidden, name)
+    return None if path is None else block.get_submodule(path)
 
 
 class _Streams(NamedTuple):

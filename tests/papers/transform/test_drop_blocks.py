@@ -236,9 +236,10 @@ def test_what_is_refused(llama: Path, tmp_path: Path, monkeypatch: pytest.Monkey
             Config(**settings)  # type: ignore[arg-type]
 
 
-def test_a_norm_behind_the_last_projection_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="set heal: none"):
-        api.quantize(job(save(build("gemma2", {"num_hidden_layers": 4}), tmp_path / "m"), tmp_path / "out", "by: even"))
+def test_a_norm_behind_the_last_projection_leaves_it_as_it_is(tmp_path: Path) -> None:
+    directory = save(build("gemma2", {"num_hidden_layers": 4}), tmp_path / "m")
+    report = api.quantize(job(directory, tmp_path / "out", "by: even"))
+    assert report["notes"]["transform"][-1].endswith("is not one linear: blocks 0"), report["notes"]["transform"]
 
 
 def test_tuning_goes_by_the_original_with_all_blocks(
