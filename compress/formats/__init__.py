@@ -133,7 +133,7 @@ def nbytes(stored: Stored, shape: Shape) -> int:
 
 def is_estimated(stored: Stored) -> bool:
     """Return whether the bytes of a weight that is not packed yet may be others than those that are planned."""
-    return bool(getattr(get(stored.format), "ESTIMATED", False))
+    return bool(getattr(get(stored.format), "ESTIMATED", False)) or stored.has_rest_part
 
 
 def is_unpacked(stored: Stored) -> bool:

@@ -104,7 +104,7 @@ class PackedModule(nn.Module):
 
 def are_unpacked(packed: Sequence[PackedModule]) -> bool:
     """Return whether all packed weights of a model are stored for their bytes alone, and are here."""
-    ways = {module.stored for module in packed if module.format != "dense"}
+    ways = {module.stored for module in packed if not module.stored.is_plain}
     is_here = not any(tensor.is_meta for module in packed for tensor in module.tensors.values())
     return is_here and bool(ways) and all(map(formats.is_unpacked, ways))
 
@@ -282,7 +282,7 @@ class PackedLinear(PackedModule):
 
     def _sparse_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in_features] without small inputs, times the stored matrix, plus low-rank part and bias."""
-        read = torch.where(x.abs() >= self._parameters[IN_THRESHOLD], x, 0)
+        read = torch.where(x.abs() >= cast(Tensor, self._parameters[IN_THRESHOLD]), x, 0)
         if self.lowrank is None:
             return self._matrix_product(read, bias)
         if not self.stored.has_rest_part:

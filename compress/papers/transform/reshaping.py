@@ -1,53 +1,21 @@
-"""The part that all transforms share which give a model another shape: nothing is left to run time, nothing is edited.
-
-Their weights come from files that `choose` writes, or from other places of the checkpoint; blocks are loaded with them.
-"""
+"""Keep the weights that transforms which give a model another shape have computed, a file for each block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from compress.errors import CheckpointError
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import StoredTensor, read_header, write_shard
 from compress.storage.files import make_folder
-from compress.types import NO_TRANSFORMS, WeightTransforms
 
 FOLDER = "reshaped"  # inside a run's own files: what such a transform keeps there
 FACTS = "facts"  # float64, beside the parameters in a file
-
-
-class Reshaping:
-    """Edits that change no weight while blocks are loaded."""
-
-    online: dict[str, WeightTransforms] = {}
-    samples: int
-    says: tuple[str, ...]
-
-    def begin(self, device: torch.device) -> None:
-        """Prepare nothing."""
-
-    def table_ops(self) -> WeightTransforms:
-        """Return no operations: tables stay as they are."""
-        return NO_TRANSFORMS
-
-    def table_tensors(self) -> dict[str, Tensor]:
-        return {}
-
-    def head(self) -> Callable[[Tensor], Tensor]:
-        """Return that the output head stays as it is."""
-        return lambda rows: rows
-
-    def rest(self, model: nn.Module) -> None:
-        """Change nothing outside the blocks."""
-
-    def block(self, index: int, block: nn.Module) -> None:
-        """Change nothing: blocks are loaded as they are to be."""
 
 
 def write_parameters(
