@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from compress.allocate import costs
 from compress.allocate.costs import Costs
+from compress.allocate.problem import Problem
 from compress.allocate.sensitivity import Measurements
 from compress.allocate.table import SensitivityTable
 from compress.errors import NotMeasuredError, RecipeError
 from compress.formats import stored
-from compress.recipe.schema import KEEP
+from compress.recipe.schema import KEEP, Target
 from compress.runtime.linear import PackedLinear
 from compress.runtime.plain_linear import compile_linears
 from compress.storage.checkpoint import read_json, write_text
@@ -33,6 +35,12 @@ from compress.types import LinearSpec, PackedWeight
 FILE = "times.json"
 TURNS, CALLS = 15, 20  # medians of so many turns, each of so many products
 NANO = 1_000_000_000
+
+
+def problem(store: Measurements, table: SensitivityTable, target: Target) -> tuple[SensitivityTable, Problem, int]:
+    """Return what `costs.problem` does for a target in units or in time, and what the original costs."""
+    priced = unit_times(store, table) if target.unit == "%time" else costs.count_units(table.units)
+    return *costs.problem(table, target, priced), priced.original
 
 
 def unit_times(store: Measurements, table: SensitivityTable) -> Costs:
