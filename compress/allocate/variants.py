@@ -131,6 +131,10 @@ class Database(WorkDirectory):
 
     def weight(self, block: int, name: str, level: int | str, original: Tensor) -> Tensor:
         """Return the weight [out, in] of a linear at option `level`, of the dtype and on the device of `original`."""
+        return formats.decode(self.packed(block, name, level), original.dtype).to(original.device)
+
+    def packed(self, block: int, name: str, level: int | str) -> PackedWeight:
+        """Return a linear at option `level` as it is stored."""
         key = f"{name}@{level}"
         try:
             form = dict(self._record(block)["stored"][key])
@@ -142,7 +146,7 @@ class Database(WorkDirectory):
         shape = tuple(form.pop("shape"))
         packed = PackedWeight(stored.from_dict(form, name), tensors, shape)
         formats.check(packed, f"{self.folder}: {key}")
-        return formats.decode(packed, original.dtype).to(original.device)
+        return packed
 
     @property
     def nbytes(self) -> int:

@@ -112,7 +112,10 @@ class RunOptions:
     dtype: ComputeDtype = None
     seed: Seed = 0
     target: Annotated[
-        str | None, Option(metavar="SIZE", help="Allocate bits for 3.25bpw (linears) or 2.1GiB (whole model).")
+        str | None,
+        Option(
+            metavar="SIZE", help="Allocate bits for 3.25bpw (linears), 2.1GiB (whole model), 75% units or 70% time."
+        ),
     ] = None
     context: Annotated[
         int | None, Option(min=1, metavar="TOKENS", help="Count the cache of so many tokens in --target, too.")

@@ -15,10 +15,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from compress.model import sublayers
 from compress.model.skeleton import Skeleton
 from compress.runtime import expert_layouts, linears
 from compress.runtime.expert_layouts import ExpertLayout
-from compress.types import Plan
+from compress.types import LinearSpec, Plan
 
 DECAYS = {"A_log", "dt_bias"}  # parameters
 GATES = re.compile(r"(in_proj_(a|b|ba)|[abf]_proj|f_[ab]_proj|dt_proj|x_proj)$")
@@ -50,3 +51,10 @@ def _routers(skeleton: Skeleton, experts: str, count: int) -> Iterator[str]:
             path = f"{around}.{name}.{inside[0]}".rstrip(".")
             if skeleton.model.get_submodule(path).get_parameter("weight").shape[0] == count:
                 yield path
+
+
+def keeps_bias(skeleton: Skeleton, spec: LinearSpec) -> bool:
+    """Return whether a linear adds a bias to the residual stream, whatever becomes of its weight."""
+    module = None if spec.is_expert else skeleton.model.get_submodule(spec.name)
+    has_bias = len(spec.parameters) > 1 if module is None else getattr(module, "bias", None) is not None
+    return has_bias and spec.name in sublayers.writers(skeleton)

@@ -38,13 +38,6 @@ def sublayers(skeleton: Skeleton, specs: list[LinearSpec]) -> dict[str, str]:
     return parts
 
 
-def keeps_bias(skeleton: Skeleton, spec: LinearSpec) -> bool:
-    """Return whether a linear adds a bias to the residual stream, whatever becomes of its weight."""
-    module = None if spec.is_expert else skeleton.model.get_submodule(spec.name)
-    has_bias = len(spec.parameters) > 1 if module is None else getattr(module, "bias", None) is not None
-    return has_bias and spec.name in writers(skeleton)
-
-
 def _child(skeleton: Skeleton, spec: LinearSpec) -> str:
     prefix = skeleton.block_prefix(spec.block)
     return prefix + spec.name.removeprefix(prefix).partition(".")[0]

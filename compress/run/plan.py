@@ -12,9 +12,8 @@ from types import ModuleType
 from compress import formats, plugins
 from compress.errors import RecipeError, shown
 from compress.formats import columns, dense, transforms
-from compress.model import sublayers
 from compress.model.skeleton import Skeleton
-from compress.model.spared import spared_linears
+from compress.model.spared import keeps_bias, spared_linears
 from compress.quant import incoherence
 from compress.recipe.schema import KEEP, Recipe
 from compress.run import draft_heads, outside_plan
@@ -78,7 +77,7 @@ def _reason_to_keep(layer: LayerPlan, spared: dict[str, str], recipe: Recipe, sk
     spared: linears that are left alone by default. Raises RecipeError for a rule that drops what has a bias.
     """
     name = layer.spec.name
-    if not layer.nbytes and sublayers.keeps_bias(skeleton, layer.spec):
+    if not layer.nbytes and keeps_bias(skeleton, layer.spec):
         if not recipe.is_open(name):
             raise RecipeError(f"{name} has a bias, which would stay where it is dropped; change its rule")
         return Plan.BIASED

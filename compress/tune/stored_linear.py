@@ -115,8 +115,10 @@ def decode_codes(packed: PackedWeight) -> Tensor:
     tensors = {name: packed.tensors[name] for name in specs}
     for name in row_factors(packed.stored):
         tensors[name] = torch.ones(specs[name][0], dtype=specs[name][1], device=tensors[name].device)
-    example = next(iter(tensors.values()))
-    kernel = dispatch.prepare(example, tensors, format, params, shape) if example.is_cpu else None
+    example = next(iter(tensors.values()), None)  # None: a weight that was dropped
+    kernel = None
+    if example is not None and example.is_cpu:
+        kernel = dispatch.prepare(example, tensors, format, params, shape)
     if kernel is not None:
         return kernel.decode(torch.float32)
     return formats.decode_stored(PackedWeight(packed.stored, tensors, shape), torch.float32)

@@ -19,7 +19,8 @@ from compress.evaluate.reader import Candidate
 from compress.kv import hooks
 from compress.kv.settings import cache_settings
 from compress.model.skeleton import Skeleton
-from compress.model.sublayers import keeps_bias, sublayers
+from compress.model.spared import keeps_bias
+from compress.model.sublayers import sublayers
 from compress.run import plan, verify
 from compress.runtime.linear import PackedLinear
 from compress.runtime.step.skipping import MARK

@@ -3,7 +3,7 @@
 Two rules. `angular`: units that turn the residual stream least go first, by the mean over tokens of the angle between
 what they read and what they leave ("The unreasonable ineffectiveness of the deeper layers", arXiv 2403.17887, and
 ShortGPT, arXiv 2403.03853, of whole blocks; here of each unit of a block, in turn). `even`: units at even distances go
-(unified layer skipping, arXiv 2404.06954).
+(unified layer skipping, arXiv 2404.06954), attentions and MLPs apart.
 
 Made for `units: sublayer` with the options {method: drop} and {keep: true}. A knapsack on `kl_one_at_a_time` is the
 third simple rule, and better than both: docs/results/sparsity.md.
@@ -86,6 +86,7 @@ def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None
 def _order(problem: Problem, config: Config, count: int) -> list[int]:
     """Return the units that go when so many do."""
     if config.score == "even":
-        return [int((i + 0.5) * len(problem.units) / count) for i in range(count)]
+        by_kind = sorted(range(len(problem.units)), key=lambda i: (problem.units[i].kind, problem.units[i].block))
+        return [by_kind[int((i + 0.5) * len(by_kind) / count)] for i in range(count)]
     scores = [unit.scores[config.score] for unit in problem.units]
     return sorted(range(len(scores)), key=lambda i: (scores[i], i))[:count]
