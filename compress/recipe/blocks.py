@@ -39,8 +39,9 @@ def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sche
         module, name = method(entries), plugins.current("quant", value(entries, "method", str))
         base = Scheme(name, module.Config(), module.INCOHERENCE)
         if above is not None:
-            beside = {"activations": above.activations, "lowrank": above.lowrank, "sparsity": above.sparsity}
-            base = dataclasses.replace(base, **beside)
+            base = dataclasses.replace(
+                base, activations=above.activations, lowrank=above.lowrank, sparsity=above.sparsity
+            )
     elif above is not None:
         base = above
     else:
@@ -53,7 +54,7 @@ def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sche
     basis = value(entries, "incoherence", types["incoherence"], base.incoherence)
     output = [value(entries, key, types[key], getattr(base, key)) for key in OUTPUT_DEFAULTS]
     sparsity = _part(entries, "sparsity", base.sparsity, Sparsity())
-    made = Scheme(base.method, config, basis, activations, lowrank, *output, sparsity=sparsity)
+    made = dataclasses.replace(Scheme(base.method, config, basis, activations, lowrank, *output), sparsity=sparsity)
     _check_output(made, at, where)
     if sparsity is not None and sparsity.has_rest_part and lowrank is not None:
         raise error_at(at, f"{where}: score rank has a low-rank part of its own; set lowrank: null, or another score")
