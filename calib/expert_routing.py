@@ -148,7 +148,7 @@ def measure(
 
     block: with its experts unfused and not pruned; where: its full name; {} if it has no experts.
     """
-    modules = _experts(block, where)
+    modules = experts_of(block, where)
     if not modules:
         return {}
     sums = {name: _Sum(module) for name, module in modules.items()}
@@ -157,7 +157,7 @@ def measure(
         def noting(name: str) -> Routed:
             return lambda hidden, index, weights: sums[name].add(hidden, index, weights, outputs)
 
-        with _watch_experts({module: noting(name) for name, module in modules.items()}):
+        with watch_experts({module: noting(name) for name, module in modules.items()}):
             for hidden, call in batches():
                 run_block(block, call, hidden, where)
                 outputs.clear()
@@ -226,7 +226,7 @@ def _harm(
     Where the others take over the share s of a dropped weight, the output is off by a + s b, a being off by the dropped
     part and b by all that the others can gain: the best s follows from the sums of |a|^2, ab and |b|^2.
     """
-    modules = {name: module for name, module in _experts(block, where).items() if name in prunings}
+    modules = {name: module for name, module in experts_of(block, where).items() if name in prunings}
     products: dict[str, Tensor] = {}  # [3, tokens] float32 of the present batch: |a|^2, ab, |b|^2
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in modules}
     dropped, pairs, tokens = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0), 0
@@ -243,7 +243,7 @@ def _harm(
 
         return note
 
-    with _watch_experts({module: noting(name, module) for name, module in modules.items()}):
+    with watch_experts({module: noting(name, module) for name, module in modules.items()}):
         for hidden, call in batches():
             out = run_block(block, call, hidden, where)
             energy = out.float().square().sum(-1).flatten().clamp(min=torch.finfo(torch.float32).tiny)
@@ -267,7 +267,7 @@ def output_changes(
     changes: linear (full name, all of one expert) -> its weight [out, in], decoded; linears not named stay as they are.
     The expert's outputs are computed in float32 whatever the model's type, as their difference is small.
     """
-    modules = _experts(block, where)
+    modules = experts_of(block, where)
     sums = dict.fromkeys(changes, OutputChange(0.0, 0.0))
     by_expert: dict[tuple[str, int], list[Key]] = {}
     for key, change in changes.items():
@@ -298,7 +298,7 @@ def output_changes(
         return note
 
     names = {name for name, _ in by_expert}
-    with _watch_experts({module: noting(name, module) for name, module in modules.items() if name in names}):
+    with watch_experts({module: noting(name, module) for name, module in modules.items() if name in names}):
         for hidden, call in batches() if names else ():
             run_block(block, call, hidden, where)
     return sums
@@ -318,7 +318,7 @@ def _output(experts: Experts, number: int, x: Tensor, weights: Mapping[str, Tens
 # ---------------------------------------------------------------- watching a block
 
 
-def _experts(block: nn.Module, where: str) -> dict[str, Experts]:
+def experts_of(block: nn.Module, where: str) -> dict[str, Experts]:
     """Return the modules of experts in a block, by their full names.
 
     Raises UnsupportedModelError for one whose routing is not seen.
@@ -333,7 +333,7 @@ def _experts(block: nn.Module, where: str) -> dict[str, Experts]:
     return modules
 
 
-def _watch_experts(actions: Mapping[Experts, Routed]) -> AbstractContextManager[None]:
+def watch_experts(actions: Mapping[Experts, Routed]) -> AbstractContextManager[None]:
     """While active, call each action with the arguments of its module of experts."""
 
     def hook(action: Routed) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:

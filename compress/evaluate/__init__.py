@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from compress.evaluate.scores import Comparison, Execution, Scores, evaluate
 
 __all__ = ["Comparison", "Execution", "Scores", "evaluate", "generate", "measure_sparsity"]
-MODULES = {"generate": "generation", "measure_sparsity": "activation_sparsity"}  # of what does not lie in scores.py
+MODULES = {"generate": "generation", "measure_sparsity": "activation_sparsity"}  # what lies elsewhere than in scores.py
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 A format file has
 - `Params`: a frozen dataclass, the static integers and names that config.json stores;
 - `specs(params, shape) -> {tensor name: (shape, dtype)}`: what is stored for a weight [out_features, in_features];
+  nothing at all for a weight of zeros;
 - `decode(tensors, params, shape, dtype) -> Tensor [out_features, in_features]`;
 - `pack(...)`: the encoder, called by the methods that write the format, beside its decoder;
 - `check(tensors, params, shape)`, only where a stored integer selects something and can say more than there is, such as

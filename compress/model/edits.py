@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from compress.types import Plan, WeightTransforms
+from compress.types import NO_TRANSFORMS, Plan, WeightTransforms
 
 
 class Edits(Protocol):
@@ -54,3 +54,29 @@ class EditContext(NamedTuple):
     folder: Path  # of the run's own files; its file `rotation` stays for a resumed run, `stream` does not
     max_memory: int | None  # bytes
     say: Callable[[str], None]  # shows what is being done
+
+
+class WeightEdits:
+    """What edits do that only give the skeleton other sources: nothing once `choose` has decided."""
+
+    online: dict[str, WeightTransforms] = {}
+
+    def begin(self, device: torch.device) -> None:
+        """Prepare nothing."""
+
+    def table_ops(self) -> WeightTransforms:
+        """Return no operations: tables stay as they are."""
+        return NO_TRANSFORMS
+
+    def table_tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """Return that the output head stays as it is."""
+        return lambda rows: rows
+
+    def rest(self, model: nn.Module) -> None:
+        """Change nothing outside the blocks."""
+
+    def block(self, index: int, block: nn.Module) -> None:
+        """Change nothing: blocks are loaded as they are to be."""

@@ -137,7 +137,7 @@ def improve_grid(
 ) -> tuple[Tensor, Grid]:
     """Return better codes [columns, rows] uint8 and grids [groups, rows]. The layer's loss never rises."""
     size = params.group(len(codes))
-    state = _OnGrid(layer, codes, fitted.values(codes, size), fitted, params)
+    state = OnGrid(layer, codes, fitted.values(codes, size), fitted, params)
     state.sweep(size, sweeps)
     return state.codes, Grid(state.scale, fitted.zero)
 
@@ -229,7 +229,7 @@ def _step_columns(units: Tensor, pull: Tensor, metric: Tensor, grid: Sequence[Te
         pull[j + 1 :].addr_(metric[j, j + 1 :], change.mul_(scale), alpha=-1)  # the others have been read
 
 
-class _OnGrid(Descent):
+class OnGrid(Descent):
     """Integers whose scales are floating-point numbers."""
 
     def __init__(

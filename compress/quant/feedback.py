@@ -76,11 +76,13 @@ class Rounder(Protocol):
 
     width: int  # columns rounded together
     group: int = 0  # columns that share fitted state; 0: nothing is fitted inside the loop
+    subgroup: int = 0  # columns that share more of it within a group, which divide it; 0: nothing
 
     def fit_group(self, targets: Tensor, metric: Tensor, start: int) -> None:
         """Fit the state of columns [start, start + len(targets)) on targets [columns, rows]; metric = C_gg.
 
-        A rounder without groups is not asked to.
+        A rounder without groups is not asked to. Those with subgroups are asked for the group, then for each of these
+        when the loop reaches it.
         """
         raise AssertionError("a rounder whose `group` is not 0 has to fit its groups")
 
@@ -171,22 +173,24 @@ def factor_layer(
     return Layer(weight, hessian, damping, factor.upper, order, [*notes, *factor.notes])
 
 
-def loop_order(diagonal: Tensor, group: int = 0) -> Tensor:
+def loop_order(diagonal: Tensor, *groups: int) -> Tensor:
     """Return the columns [in] int64, those with the largest inputs first: entries of the Hessian's diagonal [in].
 
-    group: columns that stay together, groups in the order of their means, a last, shorter one last; 0: each column goes
-    where it belongs by itself. Ties keep the original order.
+    groups: columns that stay together, groups in the order of their means, a last, shorter one last; 0: each column
+    goes where it belongs by itself. Of several sizes each is a multiple of the one before it, whose groups are sorted
+    within. Ties keep the original order.
     """
     columns = diagonal.shape[0]
-    within = torch.argsort(diagonal, descending=True, stable=True)
-    if not group:
-        return within
-    owner = torch.arange(columns, device=diagonal.device) // group
-    mean = torch.zeros(int(owner[-1]) + 1, dtype=diagonal.dtype, device=diagonal.device).index_add_(0, owner, diagonal)
-    if columns % group:
-        mean[-1] = -1
-    rank = torch.argsort(torch.argsort(mean, descending=True, stable=True))
-    return within[torch.argsort(rank[owner[within]], stable=True)]
+    order = torch.argsort(diagonal, descending=True, stable=True)
+    for group in filter(None, groups):
+        owner = torch.arange(columns, device=order.device) // group
+        mean = torch.zeros(int(owner[-1]) + 1, dtype=diagonal.dtype, device=order.device)
+        mean.index_add_(0, owner, diagonal)
+        if columns % group:
+            mean[-1] = -1
+        rank = torch.argsort(torch.argsort(mean, descending=True, stable=True))
+        order = order[torch.argsort(rank[owner[order]], stable=True)]
+    return order
 
 
 def prepare(weight: Tensor, stats: Stats, damp: float, width: int, group: int = 0) -> Layer:
@@ -248,7 +252,7 @@ def run(weight: Tensor, factor: Tensor, rounder: Rounder, leaf: int = LEAF_COLUM
 
     The result does not depend on `leaf` beyond rounding of float sums. in_features must be a multiple of rounder.width.
     """
-    assert rounder.group % rounder.width == 0, "a scale group must hold whole blocks"
+    assert rounder.group % (rounder.subgroup or rounder.width) == 0, "a scale group must hold whole blocks"
     loop = _Loop(weight, factor, rounder, max(leaf, rounder.width))
     for start, end in loop.leaves(0, weight.shape[0]):
         loop.round_leaf(start, end)
@@ -265,14 +269,14 @@ class _Loop:
 
     def leaves(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of few columns in order, each when the errors of all columns before it are in `pending`."""
-        group, width = self.rounder.group, self.rounder.width
-        if group and start % group == 0 and end == min(start + group, len(self.weight)):
+        sizes = (self.rounder.group, self.rounder.subgroup)
+        if any(size and start % size == 0 and end == min(start + size, len(self.weight)) for size in sizes):
             self._fit(start, end)
-        several = group > 0 and end - start > group
-        if end - start <= self.leaf and not several:
+        unit = next((size for size in sizes if 0 < size < end - start), 0)
+        if end - start <= self.leaf and not unit:
             yield start, end
             return
-        unit = group if several else width
+        unit = unit or self.rounder.width
         middle = start + (-(-(end - start) // unit) + 1) // 2 * unit
         yield from self.leaves(start, middle)
         cross = self.factor[start:middle, middle:end]

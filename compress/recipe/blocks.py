@@ -38,7 +38,7 @@ def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sche
     if "method" in entries:
         module, name = method(entries), plugins.current("quant", value(entries, "method", str))
         base = Scheme(name, module.Config(), module.INCOHERENCE)
-        if above is not None:
+        if above is not None and getattr(module, "INHERITS", True):
             base = dataclasses.replace(
                 base, activations=above.activations, lowrank=above.lowrank, sparsity=above.sparsity
             )

@@ -18,7 +18,7 @@ from compress.calib import enough, gradient_pass, prefix
 from compress.calib.enough import Need
 from compress.calib.prefix import Prefix
 from compress.errors import RecipeError
-from compress.model import architectures
+from compress.model import architectures, expert_linears
 from compress.model.skeleton import Skeleton
 from compress.run import kv_cache, loss_gradients, memory_plan, sizes
 from compress.run.job import Job, Prepared
@@ -27,7 +27,6 @@ from compress.types import LayerPlan, Plan
 READER_NBYTES = 64 << 20  # libraries that read parquet files and data sets
 MAX_DOCUMENT_NBYTES = 8 << 20  # more of a document is not counted
 # Names of a configuration for the experts that a token is sent to.
-EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k")
 
 
 class TextSize(NamedTuple):
@@ -138,8 +137,7 @@ def _factor(config: Any) -> float:
 
 def _expert_share(layers: Sequence[LayerPlan], skeleton: Skeleton) -> float:
     """Return the share of the tokens that reach an expert in the mean; 1 where that is not known."""
-    config = skeleton.config.get_text_config()
-    chosen = next((n for key in EXPERTS_OF_A_TOKEN if isinstance(n := getattr(config, key, None), int)), None)
+    chosen = expert_linears.experts_of_a_token(skeleton.config.get_text_config())
     by_block: dict[int, set[str]] = {}
     for layer in layers:
         if layer.spec.is_expert:

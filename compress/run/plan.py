@@ -8,10 +8,12 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from types import ModuleType
+from typing import Any
 
 from compress import formats, plugins
 from compress.errors import RecipeError, shown
-from compress.formats import columns, dense, transforms
+from compress.formats import dense, transforms
+from compress.model import sublayers
 from compress.model.skeleton import Skeleton
 from compress.model.spared import spared_linears
 from compress.quant import incoherence
@@ -47,8 +49,8 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
             layer = _layer(spec, scheme, methods[scheme.method], online.get(spec.name, NO_TRANSFORMS))
             if scheme.sparsity is not None and layer.stored.sparsity is None:
                 dense_inputs.append(spec)
-            if spec.name in spared and (spared[spec.name] == Plan.ROUTER or layer.nbytes < spec.numel):
-                kept[spec.name] = spared[spec.name]
+            if reason := _reason_to_keep(layer, spared, recipe, skeleton):
+                kept[spec.name] = reason
             else:
                 layers.append(layer)
         elif spec.is_expert and (_owner(spec) in packed_experts or recipe.transform):  # what is edited is not copied
@@ -69,6 +71,20 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     with_towers = outside_plan.add_towers(of_blocks, recipe, skeleton, _outside)
     with_tables = outside_plan.add_tables(with_towers, recipe, skeleton, _outside)
     return _with_estimates(draft_heads.add(with_tables, recipe, skeleton, _outside))
+
+
+def _reason_to_keep(layer: LayerPlan, spared: dict[str, str], recipe: Recipe, skeleton: Skeleton) -> str:
+    """Return why a linear is left alone though the recipe has a scheme for it, "" if it is not.
+
+    spared: linears that are left alone by default. Raises RecipeError for a rule that drops what has a bias.
+    """
+    name = layer.spec.name
+    if not layer.nbytes and sublayers.keeps_bias(skeleton, layer.spec):
+        if not recipe.is_open(name):
+            raise RecipeError(f"{name} has a bias, which would stay where it is dropped; change its rule")
+        return Plan.BIASED
+    is_spared = name in spared and (spared[name] == Plan.ROUTER or layer.nbytes < layer.spec.numel)
+    return spared[name] if is_spared else ""
 
 
 def _spared_message(plan: Plan) -> tuple[str, ...]:
@@ -197,6 +213,7 @@ def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: WeightT
         stored = Stored(method.FORMAT, params, around, scheme.activations, lowrank)
         if sparsity is not None:
             stored = dataclasses.replace(stored, sparsity=sparsity.for_linear(sparsity.unread()))
+            columns: Any = formats.get("columns")
             by_columns = columns.params_for(stored.format, params)  # which kernels read that skip some
             if by_columns is not None:
                 stored = dataclasses.replace(stored, format="columns", params=by_columns)

@@ -318,6 +318,8 @@ class PackedLinear(PackedModule):
 
     def _matrix_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in_features], quantized if it is to be, times the stored matrix, plus bias."""
+        if not self._matrix:  # zeros, of which nothing is stored
+            return _plus(x.new_zeros(*x.shape[:-1], self.out_features), bias)
         if self.activations is None:
             return self._multiply(x, bias)
         y = self._quantized_product(x, integer.IntegerProduct(self.format, self.params, self.shape, self.activations))
@@ -353,6 +355,11 @@ class PackedLinear(PackedModule):
         """Whether nothing lies around the product with the stored matrix: no operation, rounding, low rank or bias."""
         is_plain = self.activations is None and self.lowrank is None and self.sparsity is None
         return not self.ops and is_plain and self._parameters["bias"] is None
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether it gives zeros for every input."""
+        return not self._matrix and self.lowrank is None and self._parameters["bias"] is None
 
     def extra_repr(self) -> str:
         bias = self.bias is not None

@@ -48,7 +48,8 @@ from compress.storage.paths import UNFINISHED
 
 SPARE = 64 << 20  # bytes that must stay free on the disk beside what the run writes
 NAMES = {"lock", "run.json", "run.json.part", "blocks", "model", "stream", "calibration", "old"}
-NAMES |= {"rotation", "rotation.part", "kv-heads", "gradients", "cache-states"}
+RESHAPED = ("kv-heads", "reshaped")  # folders of what transforms of the whole model have measured and fitted
+NAMES |= {"rotation", "rotation.part", *RESHAPED, "gradients", "cache-states"}
 
 
 class WorkDirectory:
@@ -242,7 +243,7 @@ class Output(WorkDirectory):
 
     def _resumable(self) -> bool:
         """Return True if there is work to go on with; a run that has published has no model left."""
-        begun = self._block(0).is_file() or any((self.work / name).exists() for name in ("rotation", "kv-heads"))
+        begun = self._block(0).is_file() or any((self.work / name).exists() for name in ("rotation", *RESHAPED))
         return begun and self.is_begun and self.model.is_dir()
 
     def _check_folder(self) -> None:
@@ -263,7 +264,7 @@ class Output(WorkDirectory):
     def _forget(self) -> None:
         """Start over; records go first and the identity last, so that no run takes them for its own."""
         self.forget_from(0)
-        for directory in (self.blocks, self.model, self.work / "kv-heads"):
+        for directory in (self.blocks, self.model, *(self.work / name for name in RESHAPED)):
             self._remove(directory)
         for name in ("stream", "gradients", "cache-states", "rotation", "rotation.part", "run.json.part", "run.json"):
             (self.work / name).unlink(missing_ok=True)

@@ -310,6 +310,7 @@ class Plan:
     CHOSEN: ClassVar[str] = "kept by the recipe"  # a reason in `kept_reasons`
     GATE: ClassVar[str] = "a gate of a recurrence, which carries errors on"  # reasons of what is left alone by default
     ROUTER: ClassVar[str] = "a router of experts"
+    BIASED: ClassVar[str] = "its bias would stay if its weight were dropped"
     kept_reasons: dict[str, str] = field(default_factory=dict)  # linear name -> why it stays as it is
     kept_nbytes: dict[str, int] = field(default_factory=dict)  # source tensor -> bytes of what is not packed
     schemes: dict[str, Scheme] = field(default_factory=dict)  # linear name -> what the recipe decides for it

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress import formats, plugins
 from compress.errors import CheckpointError
-from compress.formats import codebook
+from compress.formats import codebook, sparse
 from compress.papers.formats import lattice, salient, structured
 from compress.types import Activations, LowRank, PackedWeight, Stored, WeightTransforms
 from helpers import stored
@@ -165,6 +165,9 @@ STRUCTURED = structured.Params(6, 7)
         ("lattice", LATTICE, "group_bits", {0: 0}, "holds 0, "),
         ("lattice", LATTICE, "group_bits", {0: 4, 1: 3}, "sum to 7, expected 3 for each of 2 groups"),
         ("salient", salient.Params(10), "mask", {0: 255, 1: 255}, "selects "),
+        ("sparse", sparse.Params(2, 4, "dense"), "mask", {3: 7}, "has pattern 7, expected 0 to 5"),
+        ("sparse", sparse.Params(4, 8, "int"), "mask", {3: 7}, "keeps 3 of 8 columns, expected 4"),
+        ("sparse", sparse.Params(3, 5, "int"), "mask", {7: 255}, "has bits behind the 32 columns"),
         ("structured", STRUCTURED, "rows", {5: 8}, "holds 8, which is not between 0 and 7"),
         ("structured", STRUCTURED, "columns", {0: -1}, "holds -1, "),
         ("structured", STRUCTURED, "columns", {0: 1, 1: 1}, "holds 1 twice"),

@@ -61,9 +61,14 @@ def possible(weight: PackedWeight) -> list[Part]:
 
 SETTINGS: list[tuple[str, tuple[int, int], dict[str, Any]]] = [  # of layouts that no kernel reads
     ("dense", (40, 96), {}),
+    ("zero", (40, 96), {}),
     ("structured", (40, 96), {"rows": 30, "columns": 96}),
     ("structured", (40, 96), {"rows": 40, "columns": 70, "dtype": "float16"}),
     ("structured", (40, 96), {"rows": 30, "columns": 70, "dtype": "float32"}),
+    ("sparse", (40, 96), {"keep": 2, "of": 4, "inner": "int", "bits": 4, "group_size": 16}),
+    ("sparse", (160, 100), {"keep": 2, "of": 4, "inner": "dense"}),
+    ("sparse", (40, 96), {"keep": 3, "of": 8, "inner": "int", "bits": 3}),
+    ("sparse", (40, 96), {"keep": 4, "of": 16, "inner": "dense", "block_rows": 8, "block_columns": 4}),
     ("kquant", (160, 512), {"type": "q4_k"}),
     ("kquant", (40, 600), {"type": "q3_k"}),
     ("salient", (40, 96), {"salient": 19}),

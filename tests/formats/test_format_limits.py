@@ -21,6 +21,7 @@ GRID = {"values": "e2m1", "block_columns": 16, "scale_type": "e4m3"}
 PVQ = {"vector_dim": 16, "pulses": 8, "gain_bits": 4}
 TRELLIS = {"bits": 2, "state_bits": 12, "tile_rows": 256}
 TERNARY = {"packing": "base3", "group_size": 64}
+KEPT = {"keep": 4, "of": 8, "inner": "int"}
 SIDES = {"rows": 4, "columns": 4}
 
 # format, other parameters, key, what it takes, what it refuses
@@ -70,8 +71,15 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("ternary", TERNARY, "group_size", (-1, 1, 64, 100), (0, -2)),
     ("ternary", TERNARY, "scale_dtype", ("float16", "bfloat16", "float32"), ("float64",)),
     ("ternary", TERNARY, "tensor_scale", (False,), (True,)),
+    ("sparse", KEPT, "keep", (1, 4, 7), (0, 8)),
+    ("sparse", KEPT, "of", (5, 128), (1,)),
+    ("sparse", KEPT, "inner", ("int", "dense"), ("grid",)),
+    ("sparse", KEPT, "bits", tuple(range(2, 9)), (1, 9)),
+    ("sparse", KEPT, "block_rows", (1, 16), (0,)),
+    ("sparse", KEPT, "block_columns", (1, 2, 4), (0, 3, 8)),
     ("structured", SIDES, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
     ("salient", {}, "salient", (0, 100), (-1,)),
+    ("zero", {}, "", (), ()),  # nothing to set
     ("columns", {}, "bits", (2, 4, 8, 16), (3, 5, 32)),
     ("columns", {"bits": 4}, "group_size", (-1, 1, 100), (0, -2)),
     ("columns", {}, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compress import formats, plugins
-from compress.formats import codebook, columns, dense, exponents, ternary
+from compress.formats import codebook, columns, dense, exponents, sparse, ternary
 from compress.numerics.packing import pack_stream
 from compress.types import PackedWeight, Stored
 from helpers import problems
@@ -36,6 +36,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "aqlm": [{"bits": 4, "stages": 3, "codebook_dtype": "int8", "vector_dim": 4}],
     "decoupleq": [{"bits": 4, "group_size": 32}],
     "sinq": [{"bits": 3, "group_size": 32}],
+    "sparsegpt": [
+        {"bits": 16},
+        {"keep": 4, "of": 8, "group_size": 8},
+        {"keep": 8, "of": 16, "block_rows": 2, "block_columns": 2, "bits": 3, "score": "wanda"},
+    ],
     "spqr": [{"bits": 2, "group_size": 8, "outliers": 0.1}, {"outliers": 0.0}],
     "trellis": [
         {"bits": 3, "state_bits": 6, "row_scales": True},
@@ -78,6 +83,11 @@ def random_weight(format: str, params: Any, shape: tuple[int, int], seed: int = 
 def random_parts(stored: Stored, shape: tuple[int, int], seed: int = 0) -> dict[str, Tensor]:
     """All tensors that are stored for a weight [out, in], drawn anew."""
     generator = torch.Generator().manual_seed(seed)
+    drawn = (
+        {"mask": sparse.pack(random_mask(stored.params, shape), {}, stored.params)["mask"]}
+        if stored.format == "sparse"
+        else {}
+    )
 
     def draw(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         chosen = _draw_choice(name, stored, shape[1], size, generator)
@@ -88,7 +98,20 @@ def random_parts(stored: Stored, shape: tuple[int, int], seed: int = 0) -> dict[
         info = torch.iinfo(dtype)
         return torch.randint(info.min, info.max + 1, size, generator=generator).to(dtype)
 
-    return {name: draw(name, *spec) for name, spec in formats.specs(stored, shape).items()}
+    return {
+        name: drawn.get(name) if name in drawn else draw(name, *spec)
+        for name, spec in formats.specs(stored, shape).items()
+    }
+
+
+def random_mask(params: sparse.Params, shape: tuple[int, int], seed: int = 0) -> Tensor:
+    """A mask [out, padded columns] that keeps what the format says."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, groups = -(-shape[0] // params.block_rows), -(-shape[1] // params.of)
+    scores = torch.rand(rows, groups, params.of // params.block_columns, generator=generator)
+    entries = scores.argsort(-1).argsort(-1) < params.keep // params.block_columns
+    mask = entries.flatten(1).repeat_interleave(params.block_rows, 0)[: shape[0]]
+    return mask.repeat_interleave(params.block_columns, 1)
 
 
 def _draw_choice(

@@ -22,6 +22,7 @@ pytestmark = needed
 
 ROUNDED = 0.02  # nats that bfloat16 makes of half of a small model's logits: 0.007 in transformers, 0.008 here
 FLIPPED = 0.02  # nats that an input makes which is rounded to the next code
+PRUNED = "transform=[{method: prune_experts, remove: 1, samples: 4}]"
 CASES = {
     "int4": ("llama", "int4", *SMALL),
     "int4-tied": ("llama_tied", "int4", *SMALL),
@@ -34,6 +35,7 @@ CASES = {
     "w4a8": ("llama", "w4a8", *runs.SMALL, *runs.KEEP_TABLES),
     "quarot4bit": ("llama_tied", "quarot4bit", *SMALL),
     "kept tables": ("mixtral", "int4", *SMALL, *runs.KEEP_TABLES),
+    "fewer experts": ("mixtral", "int4", *SMALL, *runs.KEEP_TABLES, PRUNED),
 }
 
 
@@ -42,6 +44,14 @@ def test_same_as_transformers(case: str, packed: Callable[..., Path], tmp_path: 
     directory = packed(*CASES[case])
     check(directory, served(directory, tmp_path))
     assert "packed weights" in (tmp_path / "log").read_text()
+
+
+def test_a_plain_checkpoint_of_fewer_experts(packed: Callable[..., Path], tmp_path: Path) -> None:
+    path = tmp_path / "fewer.yaml"
+    path.write_text("transform: [{method: prune_experts, remove: 1, samples: 4}]\n")
+    directory = packed("mixtral", str(path), *runs.SMALL)
+    check(directory, served(directory, tmp_path))
+    assert json.loads((directory / "config.json").read_text())["num_local_experts"] == 3
 
 
 def test_rounded_inputs_may_flip(packed: Callable[..., Path], tmp_path: Path) -> None:

@@ -137,7 +137,8 @@ class ColumnProduct(Prepared):
     def _by_panels(self, x: Tensor) -> Tensor:
         """Return the product with many rows: some outputs are decoded at a time."""
         outputs, inputs = self.shape
-        kind = torch.float32 if emitter.widens(x.dtype) else x.dtype
+        is_slow = emitter.widens(x.dtype) or emitter.most_rows(x.dtype) > emitter.MOST  # torch's product in this type
+        kind = torch.float32 if is_slow else x.dtype
         if self.params.bits == 16 and self.tensors["values"].dtype == kind:
             return x @ self.tensors["values"]
         y, rows = x.new_empty(len(x), outputs), x.to(kind)

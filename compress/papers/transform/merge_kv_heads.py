@@ -28,19 +28,15 @@ divide their number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from compress.errors import CalibrationError, RecipeError, UnsupportedModelError
 from compress.importers.source import Decoded
-from compress.model.edits import EditContext
+from compress.model.edits import EditContext, WeightEdits
 from compress.model.graph import Attention, trace
 from compress.model.skeleton import Skeleton
 from compress.papers.transform import kv_head_pass
 from compress.storage.checkpoint import Readable
-from compress.types import NO_TRANSFORMS, WeightTransforms
 
 SCOPE = "model"
 HEADS = "num_key_value_heads"
@@ -127,10 +123,8 @@ def _first_heads(
     return Decoded(whole.name, whole.dtype, becomes, whole.sources, whole.rows, becomes[0])
 
 
-class Merging:
+class Merging(WeightEdits):
     """Gives a model merged heads: their weights are in the files that `choose` writes; until then, the first heads."""
-
-    online: dict[str, WeightTransforms] = {}
 
     def __init__(self, skeleton: Skeleton, config: Config, attentions: list[Attention]) -> None:
         self.skeleton, self.config, self.attentions = skeleton, config, attentions
@@ -153,23 +147,3 @@ class Merging:
         for index, block in enumerate(merged):
             block.put_into(self.skeleton, self.skeleton.block_prefix(index))
         return [*self.says, *kv_head_pass.notes(merged, self.config)]
-
-    def begin(self, device: torch.device) -> None:
-        """Prepare nothing."""
-
-    def table_ops(self) -> WeightTransforms:
-        """Return no operations: tables stay as they are."""
-        return NO_TRANSFORMS
-
-    def table_tensors(self) -> dict[str, Tensor]:
-        return {}
-
-    def head(self) -> Callable[[Tensor], Tensor]:
-        """Return that the output head stays as it is."""
-        return lambda rows: rows
-
-    def rest(self, model: nn.Module) -> None:
-        """Change nothing outside the blocks."""
-
-    def block(self, index: int, block: nn.Module) -> None:
-        """Change nothing: blocks are loaded with merged heads."""
