@@ -197,9 +197,7 @@ def _run_text(
             scores, read = cache_scores.evaluate(directories, text, caches, calib, lengths, running, progress)
     values = dataclasses.asdict(scores)
     if options.percent is not None:
-        from compress.evaluate import activation_sparsity
-
-        sparse = activation_sparsity.measure(directory, text, options.percent, lengths, running)
+        sparse = evaluation.measure_sparsity(directory, text, options.percent, lengths, running)
         values["activation_sparsity"] = dataclasses.asdict(sparse)
     _show_scores(values, read, as_json)
 

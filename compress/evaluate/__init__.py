@@ -9,13 +9,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from compress.evaluate.activation_sparsity import measure_sparsity
     from compress.evaluate.generation import generate
     from compress.evaluate.scores import Comparison, Execution, Scores, evaluate
 
-__all__ = ["Comparison", "Execution", "Scores", "evaluate", "generate"]
+__all__ = ["Comparison", "Execution", "Scores", "evaluate", "generate", "measure_sparsity"]
+MODULES = {"generate": "generation", "measure_sparsity": "activation_sparsity"}  # what lies elsewhere than in scores.py
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{'generation' if name == 'generate' else 'scores'}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{MODULES.get(name, 'scores')}"), name)

@@ -101,7 +101,7 @@ def last_linears(model: Any) -> dict[str, nn.Module]:
     return last
 
 
-def measure(
+def measure_sparsity(
     directory: Path,
     text: str | Path,
     percent: float,

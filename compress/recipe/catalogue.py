@@ -160,7 +160,8 @@ def _reads_inputs(scheme: dict[str, Any]) -> bool:
     """Whether a weight is quantized with statistics of its inputs."""
     static = (scheme.get("activations") or {}).get("scale") == "tensor"
     corrected = (scheme.get("lowrank") or {"metric": "none"}).get("metric") != "none"
-    return static or corrected or "hessian" in plugins.constant("quant", scheme["method"], "NEEDS")
+    unread = scheme.get("sparsity") is not None
+    return static or corrected or unread or "hessian" in plugins.constant("quant", scheme["method"], "NEEDS")
 
 
 def _trains(settings: dict[str, Any]) -> bool:

@@ -8,10 +8,12 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from types import ModuleType
+from typing import Any
 
 from compress import formats, plugins
 from compress.errors import RecipeError, shown
-from compress.formats import columns, dense, transforms
+from compress.formats import dense, transforms
+from compress.model import sublayers
 from compress.model.skeleton import Skeleton
 from compress.model.spared import keeps_bias, spared_linears
 from compress.quant import incoherence
@@ -55,6 +57,7 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
             layers.append(_dense(spec))
         else:
             kept[spec.name] = Plan.CHOSEN
+    unread_message = _sparsity_message(dense_inputs, layers, recipe)
     if all(layer.stored.is_plain for layer in layers):
         raise RecipeError(f"recipe {shown(recipe.name)} leaves no linear to quantize; look at its rules and ignore")
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
@@ -64,8 +67,7 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
             kept_nbytes[f"{layer.spec.name}.bias"] = layer.spec.shape[0] * layer.spec.dtype.itemsize
     chosen = sum(spec.numel for spec in specs if schemes[spec.name] is None or spec.name in kept)
     of_blocks = Plan(tuple(layers), kept, kept_nbytes, decided, chosen_numel=chosen, one_sided=one_sided)
-    messages = (*_spared_message(of_blocks), *_sparsity_message(dense_inputs, layers, recipe))
-    of_blocks = dataclasses.replace(of_blocks, messages=messages)
+    of_blocks = dataclasses.replace(of_blocks, messages=(*_spared_message(of_blocks), *unread_message))
     with_towers = outside_plan.add_towers(of_blocks, recipe, skeleton, _outside)
     with_tables = outside_plan.add_tables(with_towers, recipe, skeleton, _outside)
     return _with_estimates(draft_heads.add(with_tables, recipe, skeleton, _outside))
@@ -211,6 +213,7 @@ def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: WeightT
         stored = Stored(method.FORMAT, params, around, scheme.activations, lowrank)
         if sparsity is not None:
             stored = dataclasses.replace(stored, sparsity=sparsity.for_linear(sparsity.unread()))
+            columns: Any = formats.get("columns")
             by_columns = columns.params_for(stored.format, params)  # which kernels read that skip some
             if by_columns is not None:
                 stored = dataclasses.replace(stored, format="columns", params=by_columns)

@@ -39,6 +39,7 @@ ROW = (  # keys of a layer in report.json, and of what is kept of it while a run
 )
 
 TWO_SIDED = "two_sided_error"  # a further key of a layer whose outputs do not count alike
+SPARSITY = "sparsity"  # a further key of a layer that leaves inputs unread
 BLOCK_RECORD = {  # the record of a finished block, with the rows of its layers
     **{"file": TEXT, "sha256": TEXT, "probe": TEXT, "notes": [TEXT], "experts": OBJECT},
     "layers": [
@@ -197,7 +198,8 @@ def to_dict(layer: LayerReport) -> dict[str, Any]:
     """Return a layer's row of report.json."""
     values = {**vars(layer), **stored.to_dict(layer.stored)}
     of_outputs = {} if layer.two_sided_error is None else {TWO_SIDED: layer.two_sided_error}
-    return {key: values[key] for key in ROW} | of_outputs
+    of_inputs = {} if layer.stored.sparsity is None else {SPARSITY: values[SPARSITY]}
+    return {key: values[key] for key in ROW} | of_outputs | of_inputs
 
 
 def from_dict(values: Mapping[str, Any]) -> LayerReport:

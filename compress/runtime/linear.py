@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from compress import formats
 from compress.formats import lowrank as lowrank_format
 from compress.formats import transforms as operations
-from compress.kernels import dispatch
+from compress.kernels import dispatch, sparse_inputs
 from compress.kernels.fused import Weights
 from compress.runtime import activation_quant as inputs
 from compress.runtime import integer
@@ -282,12 +282,18 @@ class PackedLinear(PackedModule):
 
     def _sparse_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in_features] without small inputs, times the stored matrix, plus low-rank part and bias."""
-        read = torch.where(x.abs() >= cast(Tensor, self._parameters[IN_THRESHOLD]), x, 0)
-        if self.lowrank is None:
-            return self._matrix_product(read, bias)
-        if not self.stored.has_rest_part:
-            return self._product_with_lowrank(read, bias, *self._factors(x.dtype))
-        return _plus(dispatch.with_lowrank(self._matrix_product(read, None), x - read, *self._factors(x.dtype)), bias)
+        threshold, y = cast(Tensor, self._parameters[IN_THRESHOLD]), None
+        if self.activations is None and not _is_traced():
+            kernel = self._weight.prepared(x, self._parameters)
+            tokens = x.reshape(-1, self.in_features)
+            y = None if kernel is None else sparse_inputs.product_with(tokens, kernel, threshold)
+        if y is not None and self.lowrank is None:
+            return _plus(y.view(*x.shape[:-1], -1), bias)
+        read = torch.where(x.abs() >= threshold, x, 0)
+        y = self._matrix_product(read, None) if y is None else y.view(*x.shape[:-1], -1)
+        if self.lowrank is not None:
+            y = dispatch.with_lowrank(y, x - read if self.stored.has_rest_part else read, *self._factors(x.dtype))
+        return _plus(y, bias)
 
     def _product_with_lowrank(self, x: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         trained = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from compress import api
 from compress.errors import RecipeError
-from compress.evaluate import activation_sparsity, scores
+from compress.evaluate import measure_sparsity, scores
 from compress.formats import dense
 from compress.model import load
 from compress.run.linear_inputs import (
@@ -155,7 +155,7 @@ def test_checkpoint_has_the_share_that_was_asked_for(checkpoint: Path) -> None:
         shares = [each.sparsity.share for each in linears if each.sparsity is not None]
         mean = sum(size * share for size, share in zip(sizes, shares, strict=True)) / sum(sizes)
         assert mean == pytest.approx(0.5, abs=0.01)
-    listed = {row["name"]: row["stored"]["sparsity"]["share"] for row in runs.report_of(checkpoint)["layers"]}
+    listed = {row["name"]: row["sparsity"]["share"] for row in runs.report_of(checkpoint)["layers"]}
     assert {each.sparsity.share for each in sum(blocks.values(), [])} == set(listed.values())  # type: ignore[union-attr]
 
 
@@ -184,8 +184,8 @@ def test_scores_are_of_sparse_tokens_and_neurons_are_counted(checkpoint: Path) -
     compared = scores.evaluate(checkpoint, runs.TEXT, checkpoint.parent / "m", *lengths)
     assert isinstance(compared, scores.Comparison)
     assert compared.kl_mean > 1e-3
-    little = activation_sparsity.measure(checkpoint.parent / "m", runs.TEXT, 1.0, lengths)
-    more = activation_sparsity.measure(checkpoint.parent / "m", runs.TEXT, 10.0, lengths)
+    little = measure_sparsity(checkpoint.parent / "m", runs.TEXT, 1.0, lengths)
+    more = measure_sparsity(checkpoint.parent / "m", runs.TEXT, 10.0, lengths)
     assert 0 < little.share < more.share < 1
     assert little.perplexity <= 1.01 * little.dense_perplexity
     assert little.layers == 2
