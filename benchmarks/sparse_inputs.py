@@ -156,7 +156,7 @@ def generate(bits: int, layers: int, turns: int) -> None:
     shape = Shape(num_hidden_layers=layers)
     torch.set_default_dtype(torch.bfloat16)
     torch.nn.Linear.reset_parameters = lambda self: None  # type: ignore[method-assign]
-    LlamaForCausalLM._init_weights = lambda self, module: None  # type: ignore[method-assign,assignment]
+    LlamaForCausalLM._init_weights = lambda self, module: None  # type: ignore[method-assign]
     model = LlamaForCausalLM(LlamaConfig(**vars(shape), max_position_embeddings=2048)).eval()
     for name, module in list(model.model.layers.named_modules()):
         if isinstance(module, torch.nn.Linear):
