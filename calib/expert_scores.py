@@ -101,11 +101,14 @@ def _pass(
             sums = {module: _Sum(module) for module in experts_of(block, name).values()} if index in blocks else {}
             with watch_experts({module: total.add for module, total in sums.items()}):
                 _advance(block, name, index, calls, stream, bench)
-            yield from (total.finish() for total in sums.values())
-            for total in sums.values():
-                check(total.top_k)
+            finished = [(total.top_k, total.finish()) for total in sums.values()]
             original.free()
+            del block, sums
+            process_memory.trim()
             process_memory.check(bench.max_memory)
+            for top_k, each in finished:
+                check(top_k)
+                yield each
     finally:
         stream.close()
         original.free()
