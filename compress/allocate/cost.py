@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from compress.allocate import joint_kl, prepare_options, table
+from compress.allocate import costs, joint_kl, prepare_options, table
 from compress.allocate.joint_kl import TokenPasses, TokenSeconds
 from compress.allocate.kl_shares import T2
 from compress.allocate.prepare_options import Options
@@ -56,12 +56,15 @@ def check_target(opened: Options) -> None:
     """Judge the target by the sizes of the options alone, before anything is measured.
 
     One that no choice reaches is a BudgetError, one that is more than enough a note. What only measuring tells is left
-    open: the divergence of a target in KL, and the bytes of a cache beside the weights.
+    open: the divergence of a target in KL, times, and the bytes of a cache beside the weights.
     """
     target = opened.allocation.target
-    if target is None or target.unit == "kl":
+    if target is None or target.unit in ("kl", "%time"):
         return
     sizes = table.assemble(opened, {}, {}, 0, {})
+    if target.is_share:
+        costs.problem(sizes, target, costs.count_units(sizes.units))
+        return
     problem = sizes.problem(target)
     if sizes.room(target) > problem.most and opened.allocation.context is None:
         bits = 8 * (problem.most + sizes.fixed_nbytes) / sizes.numel

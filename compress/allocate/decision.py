@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compress import plugins
-from compress.allocate import cache_share, cache_store, metrics
+from compress.allocate import cache_share, cache_store, costs, metrics
 from compress.allocate.problem import JOINT, KL_ONE_AT_A_TIME, Allocated, Problem
 from compress.allocate.sensitivity import Measurements
 from compress.allocate.table import SensitivityTable
@@ -74,7 +74,10 @@ def solve(
     bound = target.value if target.unit == "kl" else None
     if bound is not None:
         room = _smallest_room_within_kl(store, allocation, bound)
-    problem = table.problem(target) if room is None else table.problem_within(room)
+    if target.is_share:
+        table, problem = costs.problem(table, target, _costs(store, table, target))
+    else:
+        problem = table.problem(target) if room is None else table.problem_within(room)
     evaluator = metrics.evaluator(store, table) if JOINT in needs else None
     with writing(store.database.folder, "--measurements"):
         result: Allocated = module.allocate(problem, allocation.config, evaluator)
@@ -88,6 +91,11 @@ def solve(
                 f"{bound:g}; use the knapsack, or give a target in bytes"
             )
     return table, problem, result
+
+
+def _costs(store: Measurements, table: SensitivityTable, target: Target) -> costs.Costs:
+    """Return what a target in shares counts."""
+    return costs.count_units(table.units)
 
 
 def _smallest_room_within_kl(store: Measurements, allocation: Allocation, bound: float) -> int:

@@ -55,7 +55,7 @@ def forecast(job: Job, progress: Progress) -> Job | Unmeasured:
     sizes = table.assemble(opened, {}, {}, tokens, {})
     module = plugins.load("allocate", allocation.method)
     needs = module.needs(allocation.config)
-    is_plain = allocation.target.unit != "kl" and allocation.context is None
+    is_plain = (allocation.target.is_size or allocation.target.unit == "bpw") and allocation.context is None
     if is_plain:
         problem = sizes.problem(allocation.target)
         if not needs:

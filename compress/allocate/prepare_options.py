@@ -17,7 +17,7 @@ from compress.recipe.schema import KEEP, Allocation, Recipe, Rule, option_names
 from compress.run import plan, prepare
 from compress.run.job import Job, Prepared, identity
 from compress.run.outside_plan import TableOptions
-from compress.types import LayerPlan, LinearSpec, Plan
+from compress.types import LayerPlan, LinearSpec, Plan, Scheme
 
 PlannedOptions = dict[str, LayerPlan]  # "<option number>" or "fixed" -> how a linear is stored at it
 
@@ -49,6 +49,17 @@ class Options:
         return {plugins.load("transform", step.method).SCOPE for step in self.job.recipe.transform}
 
     @property
+    def base_options(self) -> set[int]:
+        """The numbers of the options that differ from the first quantizing one in settings of its method alone."""
+        schemes = [option for option in self.allocation.options if option is not None]
+        first = next((each for each in schemes if not _is_dropping(each)), schemes[0])
+        return {
+            number
+            for number, each in enumerate(self.allocation.options)
+            if each is None or dataclasses.replace(each, config=first.config) == first
+        }
+
+    @property
     def table_names(self) -> list[str]:
         """The names of the options of tables, which are numbered behind those of linears."""
         return [f"table {name}" for name in option_names(self.allocation.tables)]
@@ -70,7 +81,8 @@ def options(job: Job) -> Options:
         raise RecipeError(
             f"recipe {shown(recipe.name)} has nothing to allocate; give it an allocate section, or --target 3.25bpw"
         )
-    quantizing = {str(i): option for i, option in enumerate(allocation.options) if option is not None}
+    listed = {str(i): option for i, option in enumerate(allocation.options) if option is not None}
+    quantizing = dict(sorted(listed.items(), key=lambda item: _is_dropping(item[1])))  # transforms decide by the first
     if not quantizing:
         raise RecipeError(
             f"recipe {shown(recipe.name)} leaves the weights as they are: there is nothing of them to measure; use "
@@ -94,10 +106,16 @@ def options(job: Job) -> Options:
     for layer in plans[0].layers:
         if layer.spec.name not in levels:
             levels[layer.spec.name] = {FIXED: layer}
-    dense = {layer.spec.name: _stored_nbytes(prepared.skeleton, layer.spec) for layer in plans[0].layers}
+    specs = {layer.spec.name: layer.spec for planned in plans for layer in planned.layers}
+    dense = {name: _stored_nbytes(prepared.skeleton, spec) for name, spec in specs.items()}
     open_tables = tuple(table for table in tables if table.refused is None)
     notes = tuple(f"{table.spec.name} stays as it is: {table.refused}" for table in tables if table.refused)
     return Options(plain, allocation, prepared, option_names(allocation.options), levels, dense, open_tables, notes)
+
+
+def _is_dropping(option: Scheme) -> bool:
+    """Return whether an option stores nothing of a weight, so that nothing can be chosen by it."""
+    return plugins.load("quant", option.method).FORMAT == "zero" and option.lowrank is None
 
 
 def _levels(recipe: Recipe, plans: Mapping[str, Plan]) -> dict[str, PlannedOptions]:

@@ -9,7 +9,7 @@ outputs. A choice takes one entry of every unit within the budget.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
@@ -35,6 +35,7 @@ class UnitEntry:
     nbytes: int  # of all members, everything included
     bits: float  # stored bits a weight, everything included
     damage: Mapping[str, float] = field(default_factory=dict)  # estimator -> damage, at least 0, less is better
+    is_base: bool = True  # its option is of the first one's kind: other settings of the same method, or kept
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,19 @@ class Problem:
     def most(self) -> int:
         """Return the bytes of the largest choice."""
         return sum(max(entry.nbytes for entry in unit.entries) for unit in self.units)
+
+    def base(self) -> tuple[Problem, list[list[int]]] | None:
+        """Return the allocation among base entries alone, and of each unit the places of these; None: no other way.
+
+        None, too, where some unit has none of them, or they do not fit.
+        """
+        places = [[i for i, entry in enumerate(unit.entries) if entry.is_base] for unit in self.units]
+        if not all(places) or sum(map(len, places)) == sum(len(unit.entries) for unit in self.units):
+            return None
+        pairs = zip(self.units, places, strict=True)
+        units = tuple(replace(unit, entries=tuple(unit.entries[i] for i in row)) for unit, row in pairs)
+        made = Problem(units, self.budget)
+        return (made, places) if made.least <= self.budget else None
 
     def check(self) -> None:
         """Raise BudgetError unless some choice is within the budget."""

@@ -20,6 +20,7 @@ from compress.allocate import prepare_options
 from compress.allocate.problem import Choice, Problem, Unit, UnitEntry
 from compress.allocate.variants import FIXED, TABLE
 from compress.errors import BudgetError, CheckpointError
+from compress.model import sublayers
 from compress.model.skeleton import Skeleton
 from compress.process_memory import show
 from compress.recipe.schema import Target, Units
@@ -122,17 +123,20 @@ def group_linears(skeleton: Skeleton, specs: Sequence[LinearSpec], units: Units)
     """Return the linears in groups, in model order.
 
     fused: linears of one module that read the same input (q, k, v; gate, up), and all experts of a module. expert: the
-    same, but each expert by itself, its inputs and its output together. linear: each by itself. block: all of a block.
+    same, but each expert by itself, its inputs and its output together. linear: each by itself. sublayer: attention, or
+    the MLP with its experts (compress/model/sublayers.py). block: all of a block.
     Linears that are made of the same stored tensor are always together (but for experts, which share theirs).
     """
 
     def read_together(spec: LinearSpec) -> str:
         return f"{_module_above(spec.name)} {spec.input_key}"
 
+    of_sublayers = sublayers.sublayers(skeleton, list(specs)) if units == "sublayer" else {}
     keys: dict[Units, Callable[[LinearSpec], str]] = {
         "linear": lambda spec: spec.name,
         "fused": lambda spec: _module_above(spec.name, 2) if spec.is_expert else read_together(spec),
         "expert": lambda spec: _module_above(spec.name) if spec.is_expert else read_together(spec),
+        "sublayer": lambda spec: of_sublayers[spec.name],
         "block": lambda spec: str(spec.block),
     }
     by_key: dict[str, list[LinearSpec]] = {}
@@ -190,7 +194,9 @@ def assemble(
         for option in prepare_options.options_of(opened, group.members):
             nbytes = prepare_options.nbytes(opened, group.members, option)
             damage = {name: units[group.name][option] for name, units in damages.items() if group.name in units}
-            entries.append(UnitEntry(opened.names[option], nbytes, 8 * nbytes / numel, damage))
+            entries.append(
+                UnitEntry(opened.names[option], nbytes, 8 * nbytes / numel, damage, option in opened.base_options)
+            )
         entries.sort(key=lambda entry: entry.nbytes)
         first, names = group.members[0], tuple(member.name for member in group.members)
         known = {name: units[group.name] for name, units in scores.items() if group.name in units}

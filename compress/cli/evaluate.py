@@ -73,6 +73,15 @@ HarnessTasks = Annotated[
 ]
 HarnessLimit = Annotated[int | None, Option("--limit", min=1, help="Documents of each of --tasks. Default: all.")]
 WindowTokens = Annotated[int | None, Option(min=2, help="Tokens of a window. Default: 512; quick: 256.")]
+Neurons = Annotated[
+    float | None,
+    Option(
+        "--activation-sparsity",
+        min=0,
+        metavar="PERCENT",
+        help="Also find the share of MLP neurons that tokens can go without while perplexity rises by this at most.",
+    ),
+]
 MaxTokens = Annotated[
     int | None, Option(min=2, help="Tokens of a text to score. Default: 131072; quick: 4096; full: 65536.")
 ]
@@ -90,6 +99,7 @@ class SuiteOptions:
     max_tokens: int | None
     kv: Mapping[str, CacheSettings] | None = None  # one cache by name; empty: the checkpoint's own; None: without one
     calib: str | None = None  # text for it
+    percent: float | None = None  # by which perplexity may rise while activations become sparse
 
     @property
     def is_any(self) -> bool:
@@ -115,6 +125,7 @@ def evaluate(
     limit: HarnessLimit = None,
     seq_len: WindowTokens = None,
     max_tokens: MaxTokens = None,
+    activation_sparsity: Neurons = None,
     bos: Bos = "auto",
     dtype: Dtype = "float32",
     device: Device = "auto",
@@ -132,7 +143,11 @@ def evaluate(
     With --suite, --task, --choices or --tasks both models answer tasks, too; a suite names what looks broken in MODEL.
     """
     with errors():
-        options = SuiteOptions(suite, task or (), choices, texts or (), seq_len, max_tokens)
+        options = SuiteOptions(
+            suite, task or (), choices, texts or (), seq_len, max_tokens, percent=activation_sparsity
+        )
+        if activation_sparsity is not None and (tasks is not None or options.is_any or kv or overrides):
+            raise BadParameter("goes with --text alone", param_hint="--activation-sparsity")
         if tasks is not None:
             _check_alone(options, {"--kv": kv, "--set": overrides, "--calib": calib, "--adapter": adapter})
             return _run_harness(model, base, tasks, limit, (dtype, device_named(device), bos), as_json)
@@ -180,7 +195,13 @@ def _run_text(
         else:
             directories = [directory, *([] if against is None else [against])]
             scores, read = cache_scores.evaluate(directories, text, caches, calib, lengths, running, progress)
-    _show_scores(dataclasses.asdict(scores), read, as_json)
+    values = dataclasses.asdict(scores)
+    if options.percent is not None:
+        from compress.evaluate import activation_sparsity
+
+        sparse = activation_sparsity.measure(directory, text, options.percent, lengths, running)
+        values["activation_sparsity"] = dataclasses.asdict(sparse)
+    _show_scores(values, read, as_json)
 
 
 def _run_beside(
@@ -229,7 +250,13 @@ def _show_scores(values: dict[str, Any], read: Readings | None, as_json: bool) -
     if as_json:
         print(json.dumps({**values, **({} if read is None else {"cache": read.plain()})}))
         return
+    sparse = values.pop("activation_sparsity", None)
     tables.out.print(tables.evaluation_table(values))
+    if sparse is not None:
+        print(
+            f"activation sparsity at {sparse['percent']:g}% more perplexity: {sparse['share']:.1%} of the neurons of "
+            f"{sparse['layers']} MLPs ({sparse['dense_perplexity']:.3f} -> {sparse['perplexity']:.3f})"
+        )
     if read is not None:
         print(f"cache {read.text}")
 

@@ -27,6 +27,7 @@ from compress.kv.settings import EXACT, CacheSettings, Coding, Codings, exact
 from compress.model import load as lm
 from compress.numerics import kl
 from compress.recipe.schema import Bos
+from compress.runtime.linear import sparse_for
 
 LOGITS_TO_KEEP = "logits_to_keep"  # the argument of forward passes that says of how many last tokens logits are wanted
 
@@ -113,9 +114,11 @@ class Reader:
     def predictions(self, tokens: Tensor) -> Tensor:
         """Return the logits that predict tokens[:, 1:], [batch * (seq_len - 1), vocab_size], read without a cache.
 
+        Linears with activation sparsity leave inputs of all tokens unread, as they do where tokens come one at a time.
         Raises NumericalError for logits that are not finite.
         """
-        logits = self.model(input_ids=tokens.to(self.model.device), use_cache=False).logits[:, :-1].flatten(0, 1)
+        with sparse_for(self.model, "all"):
+            logits = self.model(input_ids=tokens.to(self.model.device), use_cache=False).logits[:, :-1].flatten(0, 1)
         if not all(torch.isfinite(part).all() for part in logits.split(kl.rows_at_a_time(logits.shape[1]))):
             raise NumericalError(
                 f"{self.name} gives non-finite logits in {logits.dtype}; its weights are damaged, or overflow"
@@ -144,10 +147,11 @@ class Reader:
                 fill(self.model, tokens[:, :first], cache)
             cache.exact_prefill = True
             return read_on(self.model, tokens, first, cache)
-        if LOGITS_TO_KEEP in inspect.signature(self.model.forward).parameters:
-            wanted = {LOGITS_TO_KEEP: tokens.shape[1] - first}
-            return self.model(input_ids=tokens, use_cache=False, **wanted).logits
-        return self.model(input_ids=tokens, use_cache=False).logits[:, first:]
+        with sparse_for(self.model, "all"):
+            if LOGITS_TO_KEEP in inspect.signature(self.model.forward).parameters:
+                wanted = {LOGITS_TO_KEEP: tokens.shape[1] - first}
+                return self.model(input_ids=tokens, use_cache=False, **wanted).logits
+            return self.model(input_ids=tokens, use_cache=False).logits[:, first:]
 
 
 def fill(model: Any, text: Tensor, cache: Any, start: int = 0) -> Tensor:

@@ -3,6 +3,7 @@
 A format file has
 - `Params`: a frozen dataclass, the static integers and names that config.json stores;
 - `specs(params, shape) -> {tensor name: (shape, dtype)}`: what is stored for a weight [out_features, in_features];
+  nothing at all for a weight of zeros;
 - `decode(tensors, params, shape, dtype) -> Tensor [out_features, in_features]`;
 - `pack(...)`: the encoder, called by the methods that write the format, beside its decoder;
 - `check(tensors, params, shape)`, only where a stored integer selects something and can say more than there is, such as
@@ -132,7 +133,7 @@ def nbytes(stored: Stored, shape: Shape) -> int:
 
 def is_estimated(stored: Stored) -> bool:
     """Return whether the bytes of a weight that is not packed yet may be others than those that are planned."""
-    return bool(getattr(get(stored.format), "ESTIMATED", False))
+    return bool(getattr(get(stored.format), "ESTIMATED", False)) or stored.has_rest_part
 
 
 def is_unpacked(stored: Stored) -> bool:

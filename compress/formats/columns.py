@@ -19,6 +19,7 @@ Not supported: single rows, which lie apart.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from compress import formats
+from compress.types import PackedWeight
 
 TILE = 16  # bytes of a column that hold outputs behind each other
 VALUES = ("bfloat16", "float16", "float32")  # types of values
@@ -107,6 +109,27 @@ def from_int(tensors: Mapping[str, Tensor], params: Any, shape: tuple[int, int])
     if params.symmetric:
         codes = codes + (2 ** (bits - 1) - 2 ** (params.bits - 1))
     return chosen, pack_codes(codes, scales, zeros, chosen)
+
+
+def params_for(format: str, params: Any) -> Params | None:
+    """Return the parameters at which a weight of another format takes as many bytes here; None where it does not."""
+    if format == "dense":
+        return Params(dtype=params.dtype)
+    if format == "int" and params.bits in (2, 4, 8):
+        return Params(params.bits, params.group_size, params.symmetric, params.scale_dtype)
+    return None
+
+
+def repack(weight: PackedWeight) -> PackedWeight:
+    """Return a weight column by column, if `params_for` can be had, with all that lies around and beside it."""
+    if params_for(weight.format, weight.params) is None:
+        return weight
+    own = formats.get(weight.format).specs(weight.params, weight.shape)
+    convert = from_dense if weight.format == "dense" else from_int
+    params, tensors = convert(weight.tensors, weight.params, weight.shape)
+    beside = {name: tensor for name, tensor in weight.tensors.items() if name not in own}
+    stored = dataclasses.replace(weight.stored, format="columns", params=params)
+    return PackedWeight(stored, {**tensors, **beside}, weight.shape)
 
 
 def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

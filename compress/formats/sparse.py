@@ -26,13 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.formats import dense
-from compress.formats import int as int_format
+from compress import formats
 from compress.numerics.packing import pack_stream, unpack_stream
 
 PATTERNS = tuple(itertools.combinations(range(4), 2))  # the columns that are kept, by the code of a pattern
 CHUNK = 1 << 22  # weights decoded or checked at a time
-INT_KEYS = ("bits", "group_size", "symmetric", "tile_words", "scale_dtype", "narrow_tail")
 
 
 @dataclass(frozen=True)
@@ -61,14 +59,13 @@ class Params:
             raise ValueError(f"block_columns {self.block_columns} does not divide {self.keep} and {self.of}")
         if self.inner not in ("int", "dense"):
             raise ValueError(f"inner {self.inner!r} is not int or dense")
-        _ = self.kept
+        _ = self.inner_params
 
     @property
-    def kept(self) -> int_format.Params | dense.Params:
-        """Parameters of the inner format."""
-        if self.inner == "dense":
-            return dense.Params(self.dtype)
-        return int_format.Params(**{key: getattr(self, key) for key in INT_KEYS})
+    def inner_params(self) -> Any:
+        """`Params` of the inner format, for what is kept."""
+        cls = formats.get(self.inner).Params
+        return cls(**{field.name: getattr(self, field.name) for field in dataclasses.fields(cls)})
 
     @property
     def has_patterns(self) -> bool:
@@ -85,18 +82,15 @@ class Params:
         return rows, -(-groups // 8) * 3 if self.has_patterns else -(-groups * self.of // self.block_columns // 8)
 
 
-def params_for(
-    keep: int, of: int, kept: int_format.Params | dense.Params, block_rows: int = 1, block_columns: int = 1
-) -> Params:
+def params_for(keep: int, of: int, inner: str, kept: Any, block_rows: int = 1, block_columns: int = 1) -> Params:
     """Return the parameters around those of the inner format."""
-    inner = "dense" if isinstance(kept, dense.Params) else "int"
     return Params(keep, of, inner, block_rows, block_columns, **dataclasses.asdict(kept))
 
 
 def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {
         "mask": (params.mask_shape(shape), torch.uint8),
-        **_inner(params).specs(params.kept, params.kept_shape(shape)),
+        **formats.get(params.inner).specs(params.inner_params, params.kept_shape(shape)),
     }
 
 
@@ -134,7 +128,7 @@ def decode_mask(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int,
 
 def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return the weight [out, in]; what is kept is computed in float32 and rounded once to `dtype`."""
-    kept = _inner(params).decode(tensors, params.kept, params.kept_shape(shape), dtype)
+    kept = formats.get(params.inner).decode(tensors, params.inner_params, params.kept_shape(shape), dtype)
     weight = torch.empty(shape, dtype=dtype, device=kept.device)
     for rows in _parts(shape):
         mask = decode_mask(tensors, params, shape, rows)
@@ -171,17 +165,13 @@ def cut(
     if columns.start % params.of or (columns.stop % params.of and columns.stop != shape[1]):
         raise ValueError(f"columns {columns.start} to {columns.stop} are not whole patterns of {params.of} columns")
     part = range(columns.start // params.of * params.keep, -(-columns.stop // params.of) * params.keep)
-    chosen, kept = _inner(params).cut(tensors, params.kept, params.kept_shape(shape), rows, part)
-    cut_params = params_for(
-        params.keep, params.of, chosen, math.gcd(params.block_rows, rows.start), params.block_columns
-    )
+    inner: Any = formats.get(params.inner)
+    chosen, kept = inner.cut(tensors, params.inner_params, params.kept_shape(shape), rows, part)
+    high = math.gcd(params.block_rows, rows.start)
+    cut_params = params_for(params.keep, params.of, params.inner, chosen, high, params.block_columns)
     mask = decode_mask(tensors, params, shape, slice(rows.start, rows.stop))
     padded = -(-columns.stop // params.of) * params.of
     return cut_params, pack(mask[:, columns.start : padded], kept, cut_params)
-
-
-def _inner(params: Params) -> Any:
-    return dense if params.inner == "dense" else int_format
 
 
 def _parts(shape: tuple[int, int]) -> Iterator[slice]:

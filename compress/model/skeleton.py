@@ -108,7 +108,7 @@ class Skeleton:
         """Return the numbers in parameters and stored buffers, packed weights as they were, tied ones once."""
         packed = [module for module in self.model.modules() if isinstance(module, PackedModule)]
         stored = {id(module.get_parameter(key)) for module in packed for key in module.specs}
-        shapes = {id(module.get_parameter(next(iter(module.specs)))): module.shape for module in packed}
+        shapes = {id(next(module.parameters(recurse=False), module)): module.shape for module in packed}
         plain = sum(p.numel() for p in self.model.parameters() if id(p) not in stored)
         state = self.model.state_dict()
         buffers = sum(b.numel() for n, b in self.model.named_buffers() if n in state and n in self.sources)

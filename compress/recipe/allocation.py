@@ -77,7 +77,7 @@ def allocation(entries: Entries, quantize: Scheme) -> Allocation | None:
     bits = value(block, "cache_bits", tuple[float, ...], ())
     try:
         wanted = Target(target) if target is not None else None
-        if wanted is not None and context is not None and wanted.unit in ("bpw", "kl"):
+        if wanted is not None and context is not None and not wanted.is_size:
             raise ValueError(f"a target with a context is a size (24GiB), not {target}")
     except ValueError as error:
         raise error_at(block["target"][0], f"allocate: {error}") from error

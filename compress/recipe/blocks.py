@@ -22,7 +22,7 @@ from compress.recipe.yaml import Entries, check_keys, describe_node, error_at, m
 if TYPE_CHECKING:
     from compress.types import Scheme
 
-SCHEME_KEYS = ("method", "incoherence", "activations", "lowrank", "sparsity", *OUTPUT_DEFAULTS)
+SCHEME_KEYS = ("method", "incoherence", "activations", "lowrank", *OUTPUT_DEFAULTS, "sparsity")
 # What embeddings and head get where their sections do not say otherwise.
 TABLE_METHOD, TABLE_BITS = "rtn", 8
 METHOD_OF_DRAFTS = "gptq"  # inputs are measured for it; without, the method of tables
@@ -37,8 +37,11 @@ def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sche
 
     if "method" in entries:
         module, name = method(entries), plugins.current("quant", value(entries, "method", str))
-        beside = (above.activations, above.lowrank) if above is not None else ()
-        base = Scheme(name, module.Config(), module.INCOHERENCE, *beside, sparsity=above and above.sparsity)
+        base = Scheme(name, module.Config(), module.INCOHERENCE)
+        if above is not None and getattr(module, "INHERITS", True):
+            base = dataclasses.replace(
+                base, activations=above.activations, lowrank=above.lowrank, sparsity=above.sparsity
+            )
     elif above is not None:
         base = above
     else:
@@ -51,7 +54,7 @@ def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sche
     basis = value(entries, "incoherence", types["incoherence"], base.incoherence)
     output = [value(entries, key, types[key], getattr(base, key)) for key in OUTPUT_DEFAULTS]
     sparsity = _part(entries, "sparsity", base.sparsity, Sparsity())
-    made = Scheme(base.method, config, basis, activations, lowrank, *output, sparsity)
+    made = dataclasses.replace(Scheme(base.method, config, basis, activations, lowrank, *output), sparsity=sparsity)
     _check_output(made, at, where)
     if sparsity is not None and sparsity.has_rest_part and lowrank is not None:
         raise error_at(at, f"{where}: score rank has a low-rank part of its own; set lowrank: null, or another score")

@@ -133,15 +133,16 @@ class Acceptance:
     # comes with, where the run was calibrated on another one
 
 
-Units = Literal["fused", "linear", "expert", "block"]
+Units = Literal["fused", "linear", "expert", "sublayer", "block"]
 CacheEstimator = Literal["kl_one_at_a_time", "output_error", "rule"]
 
 
 @dataclass(frozen=True)
 class Target:
-    """The aim of an allocation: stored bits a quantized weight, bytes of all stored tensors, or a bound on the KL.
+    """The aim of an allocation: stored bits a quantized weight, bytes of all stored tensors, a KL, or a share.
 
-    `text`: "3.25bpw" (or "3.25 bits"), "2.1GiB" or "0.05kl" (nats a token, on the calibration text).
+    `text`: "3.25bpw" (or "3.25 bits"), "2.1GiB", "0.05kl" (nats a token, on the calibration text), "75% units" (those
+    that are not dropped) or "70% time" (of the original's linears at one token).
     """
 
     text: str
@@ -149,21 +150,29 @@ class Target:
     def __post_init__(self) -> None:
         if re.fullmatch(r"[0-9]*\.?[0-9]+", self.text) is not None:
             raise ValueError(f"target {self.text} has no unit: {self.text}bpw or {self.text}GiB?")
-        if re.fullmatch(r"[0-9]*\.?[0-9]+ ?(bpw|bits?|kl|[kmg](i?b)?|b)", self.text, re.IGNORECASE) is None:
+        if (
+            re.fullmatch(r"[0-9]*\.?[0-9]+ ?(bpw|bits?|kl|% ?units|% ?time|[kmg](i?b)?|b)", self.text, re.IGNORECASE)
+            is None
+        ):
             raise ValueError(f"target {self.text!r} is neither bits a weight (3.25bpw) nor a size (2.1GiB)")
         if not 0 < self.value < math.inf:
             raise ValueError(f"target {self.text!r} is not positive and finite")
 
     @property
     def unit(self) -> str:
-        """bpw, kl, or a unit of size."""
-        unit = self.text.lstrip("0123456789. ").lower()
+        """bpw, kl, %units, %time, or a unit of size."""
+        unit = self.text.lstrip("0123456789. ").lower().replace(" ", "")
         return "bpw" if unit in ("bit", "bits") else unit
 
     @property
     def is_size(self) -> bool:
         """Whether it is a size, in bytes."""
-        return self.unit not in ("bpw", "kl")
+        return self.unit not in ("bpw", "kl") and not self.is_share
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it is a share of what the original takes."""
+        return self.unit.startswith("%")
 
     @property
     def nbytes(self) -> int:
@@ -183,9 +192,9 @@ class Allocation:
     config: Any  # settings of the method
     options: tuple[Scheme | None, ...]  # what a unit may get, like rules: {bits: 2}, {method: NAME, bits: 4}, {keep:
     # true}; default: bits 2 to 8
-    target: Target | None = None  # what is aimed at: 3.25bpw, 2.1GiB of all tensors, or 0.05kl
+    target: Target | None = None  # what is aimed at: 3.25bpw, 2.1GiB of all tensors, 0.05kl, 75% units, 70% time
     units: Units = "fused"  # what gets one option together: fused (what is stored alike: q, k, v and gate, up; all
-    # experts of a block), one linear, one expert, or a block
+    # experts of a block), one linear, one expert, a sublayer (attention or MLP with its experts), or a block
     samples: int = 32  # [sequences] of calibration on which measured choices are scored
     context: int | None = None  # [tokens] whose cache is within the target, too; its bits are chosen with those of the
     # weights

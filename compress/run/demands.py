@@ -101,7 +101,8 @@ def _needs_text(job: Job, layer: LayerPlan) -> bool:
     """Return whether a linear needs text: of one that goes by an importance matrix, for more than its Hessian."""
     if job.imatrix is None or layer.scheme.lowrank is not None:
         return sizes.needs_text(layer)
-    return sizes.needs_in_scale(layer) or sizes.needs_output_gradients(layer)
+    of_inputs = sizes.needs_in_scale(layer) or sizes.needs_thresholds(layer)
+    return of_inputs or sizes.needs_output_gradients(layer)
 
 
 def _scope(step: Any) -> str:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from compress import process_memory, ranks
-from compress.calib import stats as calib_stats
 from compress.calib.gradient_store import GradientStore
 from compress.model.blockwise import QUANTIZED, BlockPass, Samples
 from compress.model.edits import EditContext
@@ -32,7 +31,8 @@ from compress.ranks import Portion, Ranks
 from compress.run import loss_gradients, quantize_linear, sizes, tables
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.job import Job, Prepared
-from compress.run.quantize_linear import NO_STATISTICS, InputRange, InputStatistics, LargestWeights, LinearTask, Tiles
+from compress.run.linear_inputs import BlockInputs
+from compress.run.quantize_linear import NO_STATISTICS, InputStatistics, LargestWeights, LinearTask, Tiles
 from compress.types import Fisher, LayerPlan, Quantized
 
 LinearOptions = Mapping[str, Mapping[str, LayerPlan]]  # linear -> option -> how it is stored at that option
@@ -228,7 +228,8 @@ class BlockLoop:
         is_tuned = self.job.recipe.tuning("block") is not None  # no process has its own linears
         divided = DividedBlock(Ranks() if is_tuned else stream.ranks, layers, self.job.seed)
         token_weights, note = stream.importance(index, block, layers, divided.routed) if layers else (None, None)
-        scales = self._input_scales(index, block)
+        inputs = BlockInputs(stream, self.skeleton, index, block, self.job.seed)
+        scales, sparse = inputs.scales(layers), inputs.sparse(layers)
         largest = LargestWeights(layers, lambda name: self.skeleton.linear(block, name).weight.detach(), self.job.seed)
         output_gradients = loss_gradients.reader(self.gradients, index, layers, self.device)
         for statistics, names in stream.statistics(index, block, layers, token_weights, divided.own, divided.routed):
@@ -239,7 +240,7 @@ class BlockLoop:
                     self.meter.say(f"quantizing {name}" + (option and f", option {option}"))
                     in_scale = scales.get(name) if sizes.needs_in_scale(layer) else None
                     known = weight, statistics, self.fisher.get(name), in_scale
-                    behind = output_gradients(layer), largest.of(layer, weights)
+                    behind = output_gradients(layer), largest.of(layer, weights), sparse.get(name)
                     if divided.is_whole(name):
                         yield LinearTask(layer, option, *known, *behind)
                     else:
@@ -252,29 +253,12 @@ class BlockLoop:
             consumer.add(task, result, seconds)
         notes += [note] if note else []
 
-    def _input_scales(self, index: int, block: nn.Module) -> dict[str, Tensor]:
-        """Return linear -> the static scale of its inputs, float32 [1], in one pass of the stream if any has one."""
-        stream, static = self.stream, {x.spec.name: x for x in self.layers[index] if sizes.needs_in_scale(x)}
-        if not static:
-            return {}
-        ranges = {name: InputRange(layer, self.job.seed) for name, layer in static.items()}
-        hooks = [(self.skeleton.linear(block, name), inputs.add) for name, inputs in ranges.items()]
-        stream.forward(index, block, "calibrating", BlockPass(QUANTIZED, None, lambda _: calib_stats.hooked(hooks)))
-        for tops in stream.ranks.gather({name: inputs.top for name, inputs in ranges.items()}):
-            for name, top in tops.items():
-                ranges[name].widen(top)
-        for name, layer in static.items():
-            if ranges[name].top is None and layer.spec.is_expert:  # seldom chosen: as the largest of its siblings
-                siblings = [other for other in static if other.rpartition(".")[2] == name.rpartition(".")[2]]
-                for top in [ranges[other].top for other in siblings if static[other].spec.is_expert]:
-                    ranges[name].widen(top)
-        return {name: inputs.in_scale() for name, inputs in ranges.items()}
-
     def _steps(self, layers: list[LayerPlan], is_new: bool) -> int:
         """Return the steps of the meter for a block: its batches in every pass, and its linears."""
         passes = len(self.stream.passes(layers)) if is_new else 0
-        scaling = is_new and any(map(sizes.needs_in_scale, layers))
-        runs = 1 + max(passes, int(self.stream.paired)) + int(scaling)
+        of_inputs = (sizes.needs_in_scale, sizes.needs_thresholds)
+        scaling = sum(is_new and any(map(needs, layers)) for needs in of_inputs)
+        runs = 1 + max(passes, int(self.stream.paired)) + scaling
         return len(self.stream.slices) * runs + (len(layers) if is_new else 0)
 
 

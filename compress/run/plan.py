@@ -11,14 +11,15 @@ from types import ModuleType
 
 from compress import formats, plugins
 from compress.errors import RecipeError, shown
-from compress.formats import dense
+from compress.formats import columns, dense, transforms
+from compress.model import sublayers
 from compress.model.skeleton import Skeleton
 from compress.model.spared import spared_linears
 from compress.quant import incoherence
 from compress.recipe.schema import KEEP, Recipe
 from compress.run import draft_heads, outside_plan
 from compress.storage.checkpoint import Readable
-from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec, Plan, Scheme, Stored, WeightTransforms
+from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec, LowRank, Plan, Scheme, Stored, WeightTransforms
 
 
 def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
@@ -37,6 +38,7 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     names = {scheme.method for scheme in schemes.values() if scheme is not None}
     methods = {name: plugins.load("quant", name) for name in names}
     layers: list[LayerPlan] = []
+    dense_inputs: list[LinearSpec] = []
     spared = {name: reason for name, reason in spared_linears(skeleton).items() if recipe.is_open(name)}
     packed_experts = _with_packed(skeleton, [spec for spec in specs if spec.is_expert], schemes)
     for spec in specs:
@@ -44,15 +46,17 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
         if scheme is not None:
             online = skeleton.edits.online if skeleton.edits is not None else {}
             layer = _layer(spec, scheme, methods[scheme.method], online.get(spec.name, NO_TRANSFORMS))
-            if spec.name in spared and (spared[spec.name] == Plan.ROUTER or layer.nbytes < spec.numel):
-                kept[spec.name] = spared[spec.name]
+            if scheme.sparsity is not None and layer.stored.sparsity is None:
+                dense_inputs.append(spec)
+            if reason := _reason_to_keep(layer, spared, recipe, skeleton):
+                kept[spec.name] = reason
             else:
                 layers.append(layer)
         elif spec.is_expert and (_owner(spec) in packed_experts or recipe.transform):  # what is edited is not copied
             layers.append(_dense(spec))
         else:
             kept[spec.name] = Plan.CHOSEN
-    if all(layer.stored.format == "dense" for layer in layers):
+    if all(layer.stored.is_plain for layer in layers):
         raise RecipeError(f"recipe {shown(recipe.name)} leaves no linear to quantize; look at its rules and ignore")
     replaced = {stored.name for layer in layers for stored in skeleton.weight_sources(layer.spec)}
     kept_nbytes = {name: stored.nbytes for name, stored in _source_tensors(skeleton).items() if name not in replaced}
@@ -61,10 +65,25 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
             kept_nbytes[f"{layer.spec.name}.bias"] = layer.spec.shape[0] * layer.spec.dtype.itemsize
     chosen = sum(spec.numel for spec in specs if schemes[spec.name] is None or spec.name in kept)
     of_blocks = Plan(tuple(layers), kept, kept_nbytes, decided, chosen_numel=chosen, one_sided=one_sided)
-    of_blocks = dataclasses.replace(of_blocks, messages=_spared_message(of_blocks))
+    messages = (*_spared_message(of_blocks), *_sparsity_message(dense_inputs, layers, recipe))
+    of_blocks = dataclasses.replace(of_blocks, messages=messages)
     with_towers = outside_plan.add_towers(of_blocks, recipe, skeleton, _outside)
     with_tables = outside_plan.add_tables(with_towers, recipe, skeleton, _outside)
     return _with_estimates(draft_heads.add(with_tables, recipe, skeleton, _outside))
+
+
+def _reason_to_keep(layer: LayerPlan, spared: dict[str, str], recipe: Recipe, skeleton: Skeleton) -> str:
+    """Return why a linear is left alone though the recipe has a scheme for it, "" if it is not.
+
+    spared: linears that are left alone by default. Raises RecipeError for a rule that drops what has a bias.
+    """
+    name = layer.spec.name
+    if not layer.nbytes and sublayers.keeps_bias(skeleton, layer.spec):
+        if not recipe.is_open(name):
+            raise RecipeError(f"{name} has a bias, which would stay where it is dropped; change its rule")
+        return Plan.BIASED
+    is_spared = name in spared and (spared[name] == Plan.ROUTER or layer.nbytes < layer.spec.numel)
+    return spared[name] if is_spared else ""
 
 
 def _spared_message(plan: Plan) -> tuple[str, ...]:
@@ -76,6 +95,34 @@ def _spared_message(plan: Plan) -> tuple[str, ...]:
         f"linears that gate a recurrence or choose experts stay as they are: {count} ({ends}); a rule with their "
         "names quantizes them",
     )
+
+
+def _sparsity_message(dense: Sequence[LinearSpec], layers: Sequence[LayerPlan], recipe: Recipe) -> tuple[str, ...]:
+    """Return a line on linears that read all inputs though a recipe says otherwise.
+
+    Raises RecipeError where all of them do, and for what cannot be done along with activation sparsity.
+    """
+    sparse = [layer for layer in layers if layer.stored.sparsity is not None]
+    turning = [
+        step.method
+        for step in recipe.transform
+        if getattr(plugins.load("transform", step.method), "ROTATES_INPUTS", False)
+    ]
+    if sparse and turning:
+        raise RecipeError(
+            f"sparsity: {turning[0]} rotates what linears read, and inputs that are about normal have few small ones; "
+            "remove the transform or sparsity"
+        )
+    if recipe.tune and sparse:
+        raise RecipeError("sparsity: what is tuned reads all inputs; remove tune or sparsity")
+    if not dense:
+        return ()
+    experts = sum(spec.is_expert for spec in dense)
+    rotated = f"{len(dense) - experts} whose inputs are rotated, so that few are small (incoherence: false mends that)"
+    reasons = [*([rotated] if len(dense) > experts else []), *([f"{experts} of experts"] if experts else [])]
+    if not sparse:
+        raise RecipeError(f"sparsity: no linear can leave inputs unread: {', '.join(reasons)}")
+    return (f"sparsity: these linears read all inputs: {', '.join(reasons)}",)
 
 
 def check_stacks(recipe: Recipe, skeleton: Skeleton, is_allocated: bool) -> None:
@@ -154,11 +201,20 @@ def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: WeightT
     scheme = incoherence.with_chosen_scales(scheme, spec.shape)
     around = incoherence.operations(scheme) if scheme.incoherence else online
     lowrank = scheme.lowrank.stored if scheme.lowrank is not None else None
+    is_rotated = any(name not in transforms.DIAGONAL for name in around.input)
+    sparsity = None if scheme.sparsity is None or is_rotated or spec.is_expert else scheme.sparsity
+    if sparsity is not None and sparsity.has_rest_part:
+        lowrank = LowRank(sparsity.rank(spec.shape))
     if around and scheme.lowrank is not None and scheme.lowrank.metric == "fisher":
         raise RecipeError(f"{spec.name}: metric fisher is not known in a rotated basis; set another metric for it")
     try:
         params = method.plan_params(scheme.config, spec.shape)
         stored = Stored(method.FORMAT, params, around, scheme.activations, lowrank)
+        if sparsity is not None:
+            stored = dataclasses.replace(stored, sparsity=sparsity.for_linear(sparsity.unread()))
+            by_columns = columns.params_for(stored.format, params)  # which kernels read that skip some
+            if by_columns is not None:
+                stored = dataclasses.replace(stored, format="columns", params=by_columns)
         nbytes = formats.nbytes(stored, spec.shape)
     except ValueError as error:  # a setting that cannot be for this shape
         shape = f"{spec.shape[0]} x {spec.shape[1]}"
@@ -180,7 +236,7 @@ def _fitting(scheme: Scheme, method: ModuleType, shape: tuple[int, int]) -> tupl
 
 def _outside(spec: LinearSpec, scheme: Scheme) -> LayerPlan:
     """Plan a weight outside of the blocks that text runs through."""
-    return _layer(spec, scheme, plugins.load("quant", scheme.method), NO_TRANSFORMS)
+    return _layer(spec, dataclasses.replace(scheme, sparsity=None), plugins.load("quant", scheme.method), NO_TRANSFORMS)
 
 
 def _dense(spec: LinearSpec) -> LayerPlan:

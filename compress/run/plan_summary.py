@@ -130,7 +130,7 @@ def check(plan: Plan, where: Path, matrices: Mapping[str, int], ignored: tuple[s
     `where`: the model's directory. What the recipe leaves out on purpose counts as packed: by its rules, or by one of
     the `ignored` patterns.
     """
-    packed = sum(layer.spec.numel for layer in plan.layers if layer.stored.format != "dense")
+    packed = sum(layer.spec.numel for layer in plan.layers if not layer.stored.is_plain)
     left: dict[str, tuple[int, str]] = {}
     covered = packed + plan.chosen_numel
     for name, numel in matrices.items():

@@ -17,11 +17,10 @@ from compress import formats, plugins
 from compress.calib import stats as calib_stats
 from compress.calib.output_gradients import OutputGradients
 from compress.errors import NumericalError
-from compress.formats import dense, transforms
+from compress.formats import columns, dense
 from compress.lowrank import correct
 from compress.quant import feedback, incoherence, target_correction
 from compress.run import sizes
-from compress.runtime.activation_quant import LargestInput
 from compress.types import (
     IN_SCALE,
     Fisher,
@@ -31,6 +30,7 @@ from compress.types import (
     OutScales,
     PackedWeight,
     Quantized,
+    SparseInputs,
     Stats,
     WeightTransforms,
 )
@@ -101,33 +101,6 @@ def largest_magnitude(layer: LayerPlan, weight: Tensor, seed: int) -> Tensor:
     return torch.maximum(-low, high).float()
 
 
-class InputRange:
-    """The largest magnitude of a linear's inputs, behind the operations that are stored around its weight."""
-
-    def __init__(self, layer: LayerPlan, seed: int) -> None:
-        self.layer, self.seed, self.largest = layer, seed, LargestInput()
-
-    @property
-    def top(self) -> Tensor | None:
-        """The largest magnitude so far, float32 []; None before any input."""
-        return self.largest.top
-
-    def add(self, inputs: Tensor) -> None:
-        """Add inputs [..., in_features]."""
-        drawn = incoherence.draw_on_device(self.layer, self.seed, inputs)
-        self.largest.add(transforms.apply_input(inputs, self.layer.stored.ops, drawn))
-
-    def widen(self, top: Tensor | None) -> None:
-        """Add a magnitude that another process, or another expert, has seen."""
-        if top is not None:
-            self.largest.add(top.reshape(1))
-
-    def in_scale(self) -> Tensor:
-        """Return the static scale, float32 [1]; NumericalError where no input came, or one that is not finite."""
-        assert self.layer.stored.activations is not None, "the caller has asked for a static scale"
-        return self.largest.in_scale(self.layer.stored.activations, self.layer.spec.name)
-
-
 def check_finite(name: str, weight: Tensor) -> None:
     """Raise NumericalError for a weight [out, in] that no method can quantize; some rows are looked at at a time."""
     if not all(torch.isfinite(rows).all() for rows in weight.split(ROWS_PER_CHECK)):
@@ -169,6 +142,7 @@ class LinearTask(NamedTuple):
     largest_weight: Tensor | None = (
         None  # float32 [], of all weights that read its input; None: where that is not needed
     )
+    sparse: SparseInputs | None = None  # where it leaves inputs unread
 
 
 def output_metric(task: LinearTask, change_rows: Callable[[Tensor], Tensor] | None = None) -> OutputMetric | None:
@@ -299,5 +273,10 @@ def _with_surroundings(task: LinearTask, result: Quantized, around: dict[str, Te
         scale = {IN_SCALE: task.in_scale} if task.in_scale is not None else {}
         stored = dataclasses.replace(packed.stored, activations=layer.stored.activations)
         packed = PackedWeight(stored, {**packed.tensors, **scale}, packed.shape)
+    if task.sparse is not None and layer.stored.sparsity is not None:
+        tensors = {**packed.tensors, **{name: each.cpu() for name, each in task.sparse.tensors.items()}}
+        part = task.sparse.lowrank or packed.stored.lowrank
+        stored = dataclasses.replace(packed.stored, sparsity=task.sparse.sparsity, lowrank=part)
+        packed = columns.repack(PackedWeight(stored, tensors, packed.shape))
     check_nbytes(layer, packed)
     return Quantized(packed, (*_statistics(task).notes, *notes))

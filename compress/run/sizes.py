@@ -68,12 +68,18 @@ def needs_in_scale(layer: LayerPlan) -> bool:
     return layer.stored.activations is not None and layer.stored.activations.scale == "tensor"
 
 
+def needs_thresholds(layer: LayerPlan) -> bool:
+    """Return whether a layer leaves inputs unread by calibrated thresholds."""
+    return layer.stored.sparsity is not None
+
+
 def needs_text(layer: LayerPlan) -> bool:
     """Return whether calibration text is needed to quantize a linear, or to train its low-rank part."""
     lowrank = layer.scheme.lowrank
     trains = lowrank is not None and bool(lowrank.train or lowrank.train_blocks)
     gradients = needs_gradients(layer) or needs_output_gradients(layer)
-    return needs_statistics(layer) or needs_in_scale(layer) or gradients or trains
+    of_inputs = needs_in_scale(layer) or needs_thresholds(layer)
+    return needs_statistics(layer) or of_inputs or gradients or trains
 
 
 def row_tiles(layer: LayerPlan) -> list[slice]:

@@ -214,7 +214,7 @@ def replay(
         _change(skeleton, skeleton.block_prefix(index), block, changed)
         for name, module in list(block.named_modules()):
             if isinstance(module, PackedLinear):  # decoded, as when the block was quantized: kernels round otherwise
-                block.set_submodule(name, module.to_linear(skeleton.dtype))
+                block.set_submodule(name, module.to_linear(skeleton.dtype).to(device))
             if isinstance(module, Experts):  # the probe went through before it was known which blocks are pruned
                 module.pruning = None
         hashes.append(probe.advance(index, block))

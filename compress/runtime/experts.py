@@ -202,7 +202,7 @@ class Experts(nn.ModuleDict):
 
     def fuse(self, dtype: torch.dtype) -> nn.Module:
         """Return the module that `from_fused` took, with the present weights in `dtype`; it cannot prune."""
-        fused, device = _without_data(self._template), next(self.parameters()).device
+        fused, device = _without_data(self._template), next(self.parameters(), torch.empty(0)).device
         for name, parameter in list(fused.named_parameters()):
             owner, _, key = name.rpartition(".")
             data = torch.zeros(parameter.shape, dtype=dtype, device=device)  # of identities there is nothing

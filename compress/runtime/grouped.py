@@ -107,6 +107,8 @@ class _Product:
         every = [linear for each in linears for linear in each]
         if any(each.activations or each.lowrank or each.sparsity for each in every):
             raise ValueError("inputs that are rounded or unread, or low-rank parts")
+        if not all(linear._matrix for linear in every):
+            raise ValueError("linears that are dropped")
         prepared = grouped.prepare([[_matrix(each) for each in expert] for expert in zip(*linears, strict=True)], dtype)
         if prepared is None:
             formats = " and ".join(sorted({linear.format for linear in every}))

@@ -268,7 +268,8 @@ class CompressQuantizer(HfQuantizer):
                 model.set_submodule(name, module.fuse(dtype))
         for name, module in list(model.named_modules()):
             if isinstance(module, PackedLinear):
-                model.set_submodule(name, linears.dequantize_module(module, dtype))
+                plain = linears.dequantize_module(module, dtype)
+                model.set_submodule(name, plain if module.specs else plain.to(model.device))
         embedding.restore(model, dtype)
         return model
 

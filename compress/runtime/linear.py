@@ -104,7 +104,7 @@ class PackedModule(nn.Module):
 
 def are_unpacked(packed: Sequence[PackedModule]) -> bool:
     """Return whether all packed weights of a model are stored for their bytes alone, and are here."""
-    ways = {module.stored for module in packed if module.format != "dense"}
+    ways = {module.stored for module in packed if not module.stored.is_plain}
     is_here = not any(tensor.is_meta for module in packed for tensor in module.tensors.values())
     return is_here and bool(ways) and all(map(formats.is_unpacked, ways))
 
@@ -282,7 +282,7 @@ class PackedLinear(PackedModule):
 
     def _sparse_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in_features] without small inputs, times the stored matrix, plus low-rank part and bias."""
-        read = torch.where(x.abs() >= self._parameters[IN_THRESHOLD], x, 0)
+        read = torch.where(x.abs() >= cast(Tensor, self._parameters[IN_THRESHOLD]), x, 0)
         if self.lowrank is None:
             return self._matrix_product(read, bias)
         if not self.stored.has_rest_part:
@@ -312,6 +312,8 @@ class PackedLinear(PackedModule):
 
     def _matrix_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in_features], quantized if it is to be, times the stored matrix, plus bias."""
+        if not self._matrix:  # zeros, of which nothing is stored
+            return _plus(x.new_zeros(*x.shape[:-1], self.out_features), bias)
         if self.activations is None:
             return self._multiply(x, bias)
         y = self._quantized_product(x, integer.IntegerProduct(self.format, self.params, self.shape, self.activations))
@@ -347,6 +349,11 @@ class PackedLinear(PackedModule):
         """Whether nothing lies around the product with the stored matrix: no operation, rounding, low rank or bias."""
         is_plain = self.activations is None and self.lowrank is None and self.sparsity is None
         return not self.ops and is_plain and self._parameters["bias"] is None
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether it gives zeros for every input."""
+        return not self._matrix and self.lowrank is None and self._parameters["bias"] is None
 
     def extra_repr(self) -> str:
         bias = self.bias is not None

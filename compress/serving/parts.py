@@ -84,6 +84,8 @@ class LinearShard(nn.Module):
             self.specs = {PLAIN_KEY: (region.shape, dtype)} if stored is None else formats.specs(stored, region.shape)
         except ValueError as error:
             raise CheckpointError(f"quantization_config: {name}: {error}") from error
+        if not self.specs:  # zeros, of which nothing comes
+            self._build({})
 
     def load(self, key: str, tensor: Tensor, device: torch.device | str) -> None:
         """Take a copy of the stored tensor `key` to a device; CheckpointError if it does not belong here."""
@@ -190,7 +192,7 @@ def warm(linears: Iterable[nn.Module], dtype: torch.dtype) -> None:
     """
     CACHE.limit = UNLIMITED_NBYTES
     for linear in linears:
-        if isinstance(linear, PackedLinear):
+        if isinstance(linear, PackedLinear) and linear.specs:
             device = next(linear.parameters()).device
             with torch.inference_mode():
                 linear(torch.zeros(1, linear.in_features, dtype=dtype, device=device))

@@ -52,6 +52,7 @@ from compress.transform.bases import Basis, Orthogonal, value_rows
 from compress.types import WeightTransforms
 
 SCOPE = "model"
+ROTATES_INPUTS = True  # what linears read is about normal: no activation sparsity behind it
 C = TypeVar("C", bound="Config")
 PROBE_TOKENS = 16
 TOLERANCE = {

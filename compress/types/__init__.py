@@ -207,6 +207,11 @@ class Stored:
     sparsity: InputSparsity | None = None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a linear stays as it is."""
+        return self.format == "dense" and self.sparsity is None
+
+    @property
     def has_rest_part(self) -> bool:
         """Whether the low-rank part is that of inputs which are not read, and no part of the weight."""
         return self.sparsity is not None and self.sparsity.has_rest_part
@@ -241,6 +246,14 @@ class PackedWeight:
     def bpw(self) -> float:
         """Stored bits per weight, all overhead included."""
         return 8 * self.nbytes / (self.shape[0] * self.shape[1])
+
+
+class SparseInputs(NamedTuple):
+    """What a linear stores for inputs that go unread."""
+
+    sparsity: InputSparsity  # with the share that is reached over the calibration text
+    tensors: dict[str, Tensor]
+    lowrank: LowRank | None = None  # of the part for these inputs
 
 
 OutScales = Literal["none", "ones", "rms", "sensitivity", "auto"]
@@ -297,6 +310,7 @@ class Plan:
     CHOSEN: ClassVar[str] = "kept by the recipe"  # a reason in `kept_reasons`
     GATE: ClassVar[str] = "a gate of a recurrence, which carries errors on"  # reasons of what is left alone by default
     ROUTER: ClassVar[str] = "a router of experts"
+    BIASED: ClassVar[str] = "its bias would stay if its weight were dropped"
     kept_reasons: dict[str, str] = field(default_factory=dict)  # linear name -> why it stays as it is
     kept_nbytes: dict[str, int] = field(default_factory=dict)  # source tensor -> bytes of what is not packed
     schemes: dict[str, Scheme] = field(default_factory=dict)  # linear name -> what the recipe decides for it
@@ -350,7 +364,7 @@ class Plan:
     @property
     def share(self) -> float:
         """Share of the written parameters that is packed."""
-        numel = sum(layer.spec.numel for layer in self.packed if layer.stored.format != "dense")
+        numel = sum(layer.spec.numel for layer in self.packed if not layer.stored.is_plain)
         return numel / self.written_numel if self.written_numel else 0.0
 
 

@@ -81,8 +81,8 @@ class InputSparsity:
 class Sparsity(InputSparsity):
     """Activation sparsity: inputs of a linear that are small go unread at run time."""
 
-    levels: Levels = "greedy"  # shares of the linears of a block: all alike, or such that its output changes least:
-    # raised one at a time (TEAL) or by an evolutionary search; with score rank the latter is for `columns` (R-Sparse)
+    levels: Levels = "evolve"  # shares of the linears of a block: all alike; or such that its output changes least,
+    # raised one at a time (greedy, TEAL) or by an evolutionary search, with score rank of `columns` (R-Sparse)
     columns: float = 0.9  # [fraction] of a linear's multiplications that inputs take which are read; a low-rank part
     # takes the others (score rank)
 
@@ -93,7 +93,7 @@ class Sparsity(InputSparsity):
         if self.has_rest_part and self.levels == "greedy":
             raise ValueError("levels greedy is not for the score rank; set levels: uniform or evolve")
 
-    def stored(self, share: float) -> InputSparsity:
+    def for_linear(self, share: float) -> InputSparsity:
         """Return what a linear with this share stores."""
         return InputSparsity(share, self.score, self.tokens)
 

@@ -61,6 +61,7 @@ def possible(weight: PackedWeight) -> list[Part]:
 
 SETTINGS: list[tuple[str, tuple[int, int], dict[str, Any]]] = [  # of layouts that no kernel reads
     ("dense", (40, 96), {}),
+    ("zero", (40, 96), {}),
     ("structured", (40, 96), {"rows": 30, "columns": 96}),
     ("structured", (40, 96), {"rows": 40, "columns": 70, "dtype": "float16"}),
     ("structured", (40, 96), {"rows": 30, "columns": 70, "dtype": "float32"}),

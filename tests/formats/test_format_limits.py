@@ -79,6 +79,7 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("sparse", KEPT, "block_columns", (1, 2, 4), (0, 3, 8)),
     ("structured", SIDES, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
     ("salient", {}, "salient", (0, 100), (-1,)),
+    ("zero", {}, "", (), ()),  # nothing to set
     ("columns", {}, "bits", (2, 4, 8, 16), (3, 5, 32)),
     ("columns", {"bits": 4}, "group_size", (-1, 1, 100), (0, -2)),
     ("columns", {}, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),

@@ -36,6 +36,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "aqlm": [{"bits": 4, "stages": 3, "codebook_dtype": "int8", "vector_dim": 4}],
     "decoupleq": [{"bits": 4, "group_size": 32}],
     "sinq": [{"bits": 3, "group_size": 32}],
+    "sparsegpt": [
+        {"bits": 16},
+        {"keep": 4, "of": 8, "group_size": 8},
+        {"keep": 8, "of": 16, "block_rows": 2, "block_columns": 2, "bits": 3, "score": "wanda"},
+    ],
     "spqr": [{"bits": 2, "group_size": 8, "outliers": 0.1}, {"outliers": 0.0}],
     "trellis": [
         {"bits": 3, "state_bits": 6, "row_scales": True},
@@ -155,12 +160,6 @@ def samples(name: str, shape: tuple[int, int]) -> list[PackedWeight]:
     if name == "exponents":  # its method keeps what is too small to gain by it
         packed = [exponents.pack(weight.bfloat16(), coding) for coding in ("huffman", "ranked")]
         return [PackedWeight(Stored(name, params), tensors, shape) for params, tensors in packed]
-    if name == "sparse":
-        chosen = sparse.params_for(2, 4, dense.Params())
-        mask = random_mask(chosen, shape)
-        padded = torch.nn.functional.pad(weight, (0, mask.shape[1] - shape[1]))
-        kept = dense.pack(padded[mask].view(shape[0], -1), dense.Params())
-        return [PackedWeight(Stored(name, chosen), sparse.pack(mask, kept, chosen), shape)]
     stats = problems.stats(problems.inputs(2 * shape[1], shape[1]))
     methods = {method: plugins.load("quant", method) for method in METHODS}
     writers = {key: method for key, method in methods.items() if name == method.FORMAT}

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not compiler.available(), reason="nothing can be
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("is_column_major", [False, True])
 def test_columns_are_rounded_as_on_a_cpu(shape: tuple[int, int], is_column_major: bool) -> None:
-    from compress.kernels.triton import columns as triton_columns
+    from compress.kernels.triton import _columns as triton_columns
 
     columns, rows = shape
     weight, owner = problems.random(columns, rows, seed=1), torch.arange(columns) % 3
@@ -49,7 +49,7 @@ def test_columns_are_rounded_as_on_a_cpu(shape: tuple[int, int], is_column_major
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_steps_are_those_of_a_cpu(shape: tuple[int, int]) -> None:
-    from compress.kernels.triton import columns as triton_columns
+    from compress.kernels.triton import _columns as triton_columns
 
     columns, rows = shape
     units = problems.random(columns, rows, seed=1).mul_(4).round_().clamp_(-8, 7)
@@ -64,7 +64,7 @@ def test_steps_are_those_of_a_cpu(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("weighed", [True, False])
 def test_losses_are_those_of_a_cpu(weighed: bool) -> None:
-    from compress.kernels.triton import columns as triton_columns
+    from compress.kernels.triton import _columns as triton_columns
 
     target, scale = 3 * problems.random(40, 200, seed=7), 0.1 + problems.random(200, seed=5).abs()
     scale[3] = 1e-12  # its numbers are far beyond all levels
@@ -83,5 +83,5 @@ def test_machine_code_spills_nothing() -> None:
         constants = {"ROWS": 32} if kernel != "_grid_loss" else {"ROWS": 128, "WEIGHED": True}
         signature = {name: kinds[name] for name in names} | dict.fromkeys(sizes, "i32")
         warps = constants["ROWS"] // 32
-        cases.append(offline.Case("compress.kernels.triton.columns", kernel, signature, constants, warps=warps))
+        cases.append(offline.Case("compress.kernels.triton._columns", kernel, signature, constants, warps=warps))
     assert all(built.spills == 0 for built in offline.compile_cases(cases))

@@ -8,8 +8,9 @@ takes the place of its parent if it is better.
 Published, and here as settings (`PUBLISHED`): start near a uniform choice; 128 offspring by random level switches
 within groups of units of equal size; fresh sequences in each stage, what the stages before have measured is forgotten;
 the parent joins the last. By default we do otherwise, in order to need fewer tokens:
-- the start is the table's solution (allocate/solver.py), and changes trade between units of all sizes and use up the
-  budget;
+- the start is the table's solution (allocate/solver.py), or where that is better the one without what the first
+  method cannot do (other methods, low-rank parts, dropped units), which the end is compared with, too; changes trade
+  between units of all sizes and use up the budget;
 - offspring are the best of many random changes by a surrogate, the table's damages corrected by what has been measured
   since the search began (allocate/search_state.py); a share is random all the same;
 - a race: offspring and parent are measured on the same sequences from the first stage on, a stage adds sequences, what
@@ -102,6 +103,21 @@ PUBLISHED = Config(
 )
 
 
+def published_drop(blocks: int, dropped: int) -> Config:
+    """Return the published search for `dropped` of so many blocks, or as many attentions and as many MLPs."""
+    return Config(
+        start="uniform",
+        generations=max(1, round(dropped * (blocks - dropped) / 1.5)),
+        offspring=32,
+        survivors=(2, 1),
+        tokens=(2048, 32768),
+        selection="stages",
+        groups="size",
+        surrogate=False,
+        patience=0,
+    )
+
+
 def needs(config: Config) -> frozenset[str]:
     return frozenset({"joint", config.estimator} if _has_table(config) else {"joint"})
 
@@ -117,6 +133,7 @@ def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None
     assert state is not None, "a search has a start"
     before = evaluator.forwards
     ends = list(dict.fromkeys([state.start, state.parent]))
+    ends += [choice for choice in _base_choice(problem, config) if choice not in ends]
     everything = range(evaluator.samples)
     kls = evaluator.divergence(ends, everything)
     best = kls.index(min(kls))
@@ -128,14 +145,27 @@ def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None
         "tokens": float(state.tokens + len(ends) * len(everything) * evaluator.seq_len),
         "seconds": time.monotonic() - began,
     }
+    if ends[best] not in (state.start, state.parent):
+        said = f"Options of the first method alone, KL {kls[best]:.5f}, are better than what the search found."
+        return Allocated(ends[best], (said,), tuple(state.trace), facts)
     return Allocated(ends[best], (_sentence(state, kls, best),), tuple(state.trace), facts)
+
+
+def _base_choice(problem: Problem, config: Config) -> list[Choice]:
+    """Return the table's solution among base entries alone, where there are others and it fits."""
+    base = problem.base() if _has_table(config) else None
+    if base is None:
+        return []
+    inner, places = base
+    choice = solver.solve(inner, solver.damages_of(inner, config.estimator)).choice
+    return [tuple(row[i] for row, i in zip(places, choice, strict=True))]
 
 
 def _sentence(state: SearchState, kls: Sequence[float], best: int) -> str:
     after = f"after {state.generation} generations"
     if best:
         return f"On all sequences the search lowered KL from {kls[0]:.5f} to {kls[best]:.5f} {after}."
-    if len(kls) > 1:
+    if state.parent != state.start:
         return f"On all sequences the start, KL {kls[0]:.5f}, is no worse than the search's {kls[1]:.5f} {after}; kept."
     return f"The search found nothing better than its start, KL {kls[0]:.5f} on all sequences, {after}."
 
@@ -172,6 +202,7 @@ class _Evolution:
         }
         self.identity = search_state.fingerprint(problem, self.damages, settings)
         self.tokens = 0
+        self.base = _base_choice(problem, config)
 
     def run(self) -> Iterator[SearchState]:
         state = search_state.load(self.evaluator.folder, self.identity)
@@ -214,7 +245,7 @@ class _Evolution:
     def _first(self) -> SearchState:
         config, rng = self.config, Random(f"{self.evaluator.seed} start")
         if config.start == "hull":
-            choices = [solver.solve(self.problem, self.damages).choice]
+            choices = list(dict.fromkeys([solver.solve(self.problem, self.damages).choice, *self.base]))
         else:
             choices = list(dict.fromkeys(mutation.round_down(self.moves, rng) for _ in range(config.initial)))
         kls = self._kl(choices, self._subset(config.initial_tokens, rng))

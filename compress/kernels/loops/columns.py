@@ -1,6 +1,6 @@
 """Step through columns of a weight on integer grids in machine code: the rows of a block pass each column together.
 
-On a GPU compress/kernels/triton/columns.py does the same, up to the order of sums.
+On a GPU compress/kernels/triton/_columns.py does the same, up to the order of sums.
 
 Rows do not depend on each other. What the columns of one call need of a block of rows stays in the processor's first
 caches, where PyTorch passes over all rows several times for each column. `step_columns` gives what PyTorch does to the
@@ -53,7 +53,7 @@ def on_device(weight: Tensor) -> Any:
     """Return the loops of a weight's device, with the functions of this module; None on a CPU, where they are here."""
     if not weight.is_cuda:
         return None
-    from compress.kernels.triton import columns
+    from compress.kernels.triton import _columns as columns
 
     return columns
 

@@ -50,9 +50,9 @@ class Choice:
     dropped: list[int]
     kl: float | None = None  # on all samples, nats a token
     generation: int = 0
-    forwards: float = 0.0  # tokens through the whole model
+    block_tokens: int = 0  # computed so far: tokens through one block each
     is_done: bool = False
-    trace: list[list[float]] = field(default_factory=list)  # token-forwards, and the divergence then
+    trace: list[list[float]] = field(default_factory=list)  # tokens through the whole model so far, and the divergence
     tried: list[list[int]] = field(default_factory=list)  # sets that have been measured
 
 
@@ -188,15 +188,15 @@ class Choosing:
     def _measure(
         self, state: Choice, evaluator: DroppedKL, sets: Sequence[Dropped], samples: Sequence[int]
     ) -> list[float]:
-        before = evaluator.forwards
+        before = evaluator.block_tokens
         kls = evaluator.divergence(sets, samples)
-        state.forwards += evaluator.forwards - before
+        state.block_tokens += evaluator.block_tokens - before
         state.tried += [sorted(each) for each in sets if sorted(each) not in state.tried]
         return kls
 
     def _finish(self, state: Choice, what: str) -> None:
         assert state.kl is not None and self.bench is not None, "it has been measured"
-        state.trace.append([state.forwards, state.kl])
+        state.trace.append([state.block_tokens / len(self.original.blocks), state.kl])
         self._save(state)
         self.bench.say(f"{what}: KL {state.kl:.5f}")
 

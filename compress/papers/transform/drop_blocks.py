@@ -23,8 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from compress.errors import CalibrationError
-from compress.model.edits import EditContext
+from compress.errors import CalibrationError, RecipeError
+from compress.model.edits import EditContext, WeightEdits
 from compress.model.skeleton import Skeleton
 from compress.papers.transform import fewer_layers, reshaping
 from compress.papers.transform.block_choice import Choice, Choosing, Rule, choose_evenly
@@ -40,6 +40,7 @@ class Config:
 
     share: float = 0.25  # [fraction] of all decoder blocks that are dropped
     blocks: int = 0  # how many, in place of the share; 0: by the share
+    numbers: tuple[int, ...] = ()  # which ones, counted from 0, in place of both; empty: they are chosen
     by: Rule = "influence"  # how they are chosen: block_choice.py
     heal: Literal["none", "linear", "low_rank"] = "linear"  # the projection before each gap is refitted, its change
     # of any rank or of rank `rank`
@@ -53,6 +54,8 @@ class Config:
         if not 0 < self.share < 1:
             raise ValueError(f"share {self.share} is not between 0 and 1")
         least = {"blocks": 0, "rank": 1, "samples": 2, "search_samples": 1, "generations": 0, "offspring": 1}
+        if len(set(self.numbers)) < len(self.numbers):
+            raise ValueError("numbers names a block twice")
         for key, minimum in least.items():
             if getattr(self, key) < minimum:
                 raise ValueError(f"{key} {getattr(self, key)} is less than {minimum}")
@@ -63,33 +66,40 @@ def apply(skeleton: Skeleton, config: Config, seed: int) -> Dropping:
     original = Skeleton(skeleton.checkpoint)
     candidates = fewer_layers.find_droppable(original)
     layers = len(original.blocks)
-    count = fewer_layers.count_dropped(config.share, config.blocks, layers, candidates)
-    dropped = choose_evenly(layers, candidates, count)
+    count = fewer_layers.count_dropped(config.share, len(config.numbers) or config.blocks, layers, candidates)
+    dropped = config.numbers or choose_evenly(layers, candidates, count)
+    if strange := sorted(set(dropped) - set(candidates)):
+        raise RecipeError(
+            f"drop_blocks: block {strange[0]} cannot be dropped; numbers are of {candidates[0]} to {candidates[-1]}"
+        )
     fewer_layers.keep(skeleton, original, [each for each in range(layers) if each not in dropped])
     return Dropping(skeleton, original, config, (candidates, count, seed))
 
 
-class Dropping(reshaping.Reshaping):
+class Dropping(WeightEdits):
     """Lets a model go without the blocks that `choose` names; until then, evenly chosen ones."""
 
     def __init__(self, skeleton: Skeleton, original: Skeleton, config: Config, what: tuple[range, int, int]) -> None:
         self.skeleton, self.original, self.config = skeleton, original, config
         self.candidates, self.count, self.seed = what
         self.layers = len(original.blocks)
-        looks = config.by != "even" or config.heal != "none"
+        looks = not (config.numbers or config.by == "even") or config.heal != "none"
         self.samples = max(config.samples, config.search_samples if config.by in SEARCHES else 0) if looks else 0
-        self.says = (f"{self.count} of {self.layers} decoder blocks are dropped",)
+        self.says: tuple[str, ...] = (f"{self.count} of {self.layers} decoder blocks are dropped",)
 
     def choose(self, bench: EditContext) -> list[str]:
         """Choose the blocks, refit what stands before the gaps, and return the notes for the report."""
         config, folder = self.config, bench.folder / reshaping.FOLDER
         samples = config.search_samples if config.by in SEARCHES else config.samples
         choosing = Choosing(self.original, self.candidates, self.count, bench, folder / "choice.json", samples)
-        choice = choosing.choose(config.by, config.generations, config.offspring, self.seed)
+        choice = Choice(sorted(config.numbers))
+        if not config.numbers:
+            choice = choosing.choose(config.by, config.generations, config.offspring, self.seed)
         kept = [each for each in range(self.layers) if each not in choice.dropped]
         fewer_layers.keep(self.skeleton, self.original, kept)
         self.skeleton.edits = self
-        notes = [*self.says, f"dropped by {config.by}, counted from 0: {', '.join(map(str, choice.dropped))}"]
+        how = "as the recipe says" if config.numbers else f"by {config.by}"
+        notes = [*self.says, f"dropped {how}, counted from 0: {', '.join(map(str, choice.dropped))}"]
         if choice.kl is not None:
             notes.append(_describe(choice))
         if config.heal != "none":

@@ -33,7 +33,7 @@ class DroppedKL:
     def __init__(self, checkpoint: Checkpoint, tokens: Tensor, bench: EditContext, folder: Path) -> None:
         self.skeleton, self.tokens, self.bench = Skeleton(checkpoint), tokens, bench
         self.samples, self.seq_len = tokens.shape
-        self.forwards = 0.0  # tokens through the whole model: block passes / blocks
+        self.block_tokens = 0  # computed so far: tokens through one block each
         self.end = blockwise.computing_in(self.skeleton, torch.float32)
         self.embedded = HiddenStates(self.samples, folder / "embedded")
         self.reference = reference_logprobs.load(self.skeleton, tokens, folder, device=bench.device, say=bench.say)
@@ -61,8 +61,7 @@ class DroppedKL:
     def _window(self, sets: Sequence[Dropped], samples: Sequence[int]) -> Tensor:
         start = [self.embedded.read(sample, 1).to(self.bench.device) for sample in samples]
         states: dict[Dropped, list[Tensor]] = {frozenset(): start}  # dropped so far -> hidden states of each sample
-        blocks = len(self.skeleton.blocks)
-        for index in range(blocks):
+        for index in range(len(self.skeleton.blocks)):
             sides = {(each & frozenset(range(index)), index in each) for each in sets}
             skipped = {before | {index}: states[before] for before, is_dropped in sides if is_dropped}
             run = [before for before, is_dropped in sides if not is_dropped]
@@ -73,7 +72,7 @@ class DroppedKL:
                     call = self.calls[index][1]
                     states[before] = [blockwise.run_block(block, call, hidden, name) for hidden in states[before]]
                 self.skeleton.free()
-            self.forwards += len(run) * len(samples) * self.seq_len / blocks
+            self.block_tokens += len(run) * len(samples) * self.seq_len
             process_memory.check(self.bench.max_memory)
         with lm_head.logits_of(self.skeleton, self.bench.device) as logits:
             rows = [self._compare(states[each], samples, logits) for each in sets]

@@ -107,11 +107,8 @@ def solve(seen: Moments, ridge: float) -> Tensor:
 
 
 @torch.no_grad()
-def find_last_projection(block: nn.Module, call: BlockArgs, hidden: Tensor, name: str) -> str:
-    """Return the path of the linear whose output is added to what a block gives, unchanged; of several the widest.
-
-    Raises UnsupportedModelError if there is none.
-    """
+def find_last_projection(block: nn.Module, call: BlockArgs, hidden: Tensor, name: str) -> str | None:
+    """Return the path of the linear whose output is added to what a block gives, unchanged; of several the widest."""
     usual = blockwise.run_block(block, call, hidden, name).float()
     width = usual.shape[-1]
     added = torch.randn(width, generator=torch.Generator().manual_seed(0)).to(usual) * usual.std()
@@ -123,12 +120,7 @@ def find_last_projection(block: nn.Module, call: BlockArgs, hidden: Tensor, name
             moved = blockwise.run_block(block, call, hidden, name).float() - usual
         if (moved - added).norm() <= TOLERANCE * added.norm() * moved[..., 0].numel() ** 0.5:
             matching[path] = linear.in_features
-    if not matching:
-        raise UnsupportedModelError(
-            f"drop_blocks: no linear of {name} is the last step on its way into the hidden states, so that nothing can "
-            "be refitted before a gap; set heal: none"
-        )
-    return max(matching, key=lambda path: matching[path])
+    return max(matching, key=lambda path: matching[path], default=None)
 
 
 class GapHealing:
@@ -189,6 +181,11 @@ class GapHealing:
         name = self.original.block_prefix(index).rstrip(".")
         _, hidden, call = next(self._batches(index, calls, stream))
         path = find_last_projection(block, call, hidden, name)
+        if path is None:
+            raise UnsupportedModelError(
+                f"drop_blocks: no linear of {name} is the last step on its way into the hidden states, so that nothing "
+                "can be refitted before a gap; set heal: none"
+            )
         linear = block.get_submodule(path)
         weight, seen_inputs = linear.get_parameter("weight"), list[Tensor]()
         self.bench.say(f"refitting {name}.{path}")

@@ -32,11 +32,10 @@ from torch import nn
 
 from compress.errors import CalibrationError, RecipeError, UnsupportedModelError
 from compress.importers.source import Decoded
-from compress.model.edits import EditContext
+from compress.model.edits import EditContext, WeightEdits
 from compress.model.graph import Attention, trace
 from compress.model.skeleton import Skeleton
 from compress.papers.transform import kv_head_pass
-from compress.papers.transform.reshaping import Reshaping
 from compress.storage.checkpoint import Readable
 
 SCOPE = "model"
@@ -124,7 +123,7 @@ def _first_heads(
     return Decoded(whole.name, whole.dtype, becomes, whole.sources, whole.rows, becomes[0])
 
 
-class Merging(Reshaping):
+class Merging(WeightEdits):
     """Gives a model merged heads: their weights are in the files that `choose` writes; until then, the first heads."""
 
     def __init__(self, skeleton: Skeleton, config: Config, attentions: list[Attention]) -> None:

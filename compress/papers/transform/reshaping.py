@@ -1,7 +1,4 @@
-"""The part that all transforms share which give a model another shape: nothing is left to run time, nothing is edited.
-
-Their weights come from files that `choose` writes, or from other places of the checkpoint; blocks are loaded with them.
-"""
+"""Keep the weights that transforms which give a model another shape have computed, a file for each block."""
 
 from __future__ import annotations
 
@@ -13,20 +10,12 @@ import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError
-from compress.model.edits import WeightEdits
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import StoredTensor, read_header, write_shard
 from compress.storage.files import make_folder
 
 FOLDER = "reshaped"  # inside a run's own files: what such a transform keeps there
 FACTS = "facts"  # float64, beside the parameters in a file
-
-
-class Reshaping(WeightEdits):
-    """Edits that change no weight while blocks are loaded."""
-
-    samples: int
-    says: tuple[str, ...]
 
 
 def write_parameters(

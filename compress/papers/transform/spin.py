@@ -31,6 +31,7 @@ from compress.transform.bases import Orthogonal
 from compress.types import WeightTransforms
 
 SCOPE = "model"
+ROTATES_INPUTS = True  # what linears read is about normal: no activation sparsity behind it
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from compress.runtime.step.structure import (
     BlockParts,
     GatedParts,
     UnreadableBlockError,
+    adds_nothing,
     norm_kind,
 )
 
@@ -43,10 +44,17 @@ class Assembly:
         self.states = memory.tensor("states", hidden)
 
     def add_block(self, parts: BlockParts, layer: int, turns: Turns, turned: int) -> None:
-        """Add a block. layer: the row of its cache in the tables; turned: channels of a head that are turned."""
-        source = self._norm(parts.before, self.states, "normed")
-        self._attention(parts.attention, source, layer, turns, turned)
-        self._add(self._norm(parts.after, self.memory.tensor("out", self.hidden), "normed"))
+        """Add a block. layer: the row of its cache in the tables; turned: channels of a head that are turned.
+
+        Attention or an MLP that was dropped is left out where it adds nothing; of its keys and values the cache shows
+        zeros.
+        """
+        if not adds_nothing(parts.attention.output, parts.after):
+            source = self._norm(parts.before, self.states, "normed")
+            self._attention(parts.attention, source, layer, turns, turned)
+            self._add(self._norm(parts.after, self.memory.tensor("out", self.hidden), "normed"))
+        if isinstance(parts.mlp, GatedParts) and adds_nothing(parts.mlp.down, parts.after_mlp):
+            return
         source = self._norm(parts.before_mlp, self.states, "normed")
         if isinstance(parts.mlp, GatedParts):
             self._gate(parts.mlp, source)

@@ -41,7 +41,7 @@ class _Layer:
     def _fill(self, keys: Tensor, values: Tensor) -> None:
         batch, heads, count, width = keys.shape
         room = count + max(LEAST_ROOM, count // ROOM)
-        self.buffer = torch.empty(2, batch, heads, room, width, dtype=keys.dtype, device="cpu")
+        self.buffer = torch.zeros(2, batch, heads, room, width, dtype=keys.dtype, device="cpu")
         self.buffer[0, :, :, :count], self.buffer[1, :, :, :count] = keys, values
         self.first, self.last, self.room = 0, count, room
 

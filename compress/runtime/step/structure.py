@@ -154,6 +154,11 @@ def _twin(module: nn.Module, twins: dict[nn.Module, nn.Module]) -> nn.Module:
     return twins[module]
 
 
+def is_reading() -> bool:
+    """Return whether a block is being read in this thread: all of it has to run."""
+    return hasattr(_reading, "attend")
+
+
 def _attend_here(*args: Any, **kwargs: Any) -> Any:
     return _reading.attend(*args, **kwargs)
 
@@ -250,6 +255,16 @@ def _gate_parts(mlp: _Event, own: list[_Event]) -> GatedParts | None:
     if inputs[0].written != others[0].read or sizes not in ([inner, inner], [2 * inner]):
         return None
     return GatedParts(tuple(event.module for event in inputs), activation, down)
+
+
+def gives_zeros(module: nn.Module) -> bool:
+    """Return whether a linear was dropped, and with it what ends with it."""
+    return isinstance(module, PackedLinear) and module.is_dropped
+
+
+def adds_nothing(output: nn.Module, norm: nn.Module | None) -> bool:
+    """Return whether what ends with a linear, and a norm behind it, gives zeros."""
+    return gives_zeros(output) and getattr(norm, "bias", None) is None
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compress import api, recipe
+from compress.calib import reference_logprobs
 from compress.errors import RecipeError, UnsupportedModelError
 from compress.model.edits import EditContext
 from compress.model.skeleton import Skeleton
@@ -67,7 +69,6 @@ def logits(model: PreTrainedModel, without: set[int] = frozenset()) -> Tensor:  
     [
         ("llama", {}, {}),
         ("gemma2", {}, {"layer_types": ["sliding_attention"] * 3}),
-        ("gpt_neox", {}, {}),
         ("qwen3_moe", {"mlp_only_layers": [0]}, {"mlp_only_layers": [0]}),
     ],
 )
@@ -90,10 +91,10 @@ def test_divergence_is_that_of_the_model_without_the_blocks(llama: Path, tmp_pat
     sets = [frozenset({1, 3}), frozenset({1, 2}), frozenset({0}), frozenset({4, 3})]
     evaluator = DroppedKL(open_checkpoint(llama), TOKENS, bench(tmp_path), tmp_path)
     measured = evaluator.per_sample(sets, range(4))
-    shared = evaluator.forwards
+    shared = evaluator.block_tokens
     assert torch.equal(evaluator.per_sample(sets[::-1], [2, 0])[:, 0], measured.flip(0)[:, 2])  # order, samples, batch
     evaluator.close()
-    assert shared == 4 * 24 * (1 + 2 + 3 + 2 + 3) / LAYERS  # nodes of the tree at each block that run it
+    assert shared == 4 * 24 * (1 + 2 + 3 + 2 + 3)  # nodes of the tree at each block that run it
     model = AutoModelForCausalLM.from_pretrained(llama)
     original = logits(model)
     for row, each in zip(measured, sets, strict=True):
@@ -117,14 +118,14 @@ def test_rules_on_known_figures() -> None:
 def test_a_search_goes_on_and_never_gets_worse(llama: Path, tmp_path: Path) -> None:
     def choose(rule: block_choice.Rule, generations: int, name: str) -> block_choice.Choice:
         original = Skeleton(open_checkpoint(llama))
-        choosing = Choosing(original, range(LAYERS), 2, bench(tmp_path), tmp_path / name / "choice.json", 4)
+        choosing = Choosing(original, range(LAYERS), 2, bench(tmp_path), tmp_path / name / "choice.json", 2)
         return choosing.choose(rule, generations, 3, 0)
 
-    whole, greedy = choose("evolve", 4, "whole"), choose("kl", 0, "greedy")
-    half = choose("evolve", 2, "half")
+    whole, greedy = choose("evolve", 2, "whole"), choose("kl", 0, "greedy")
+    half = choose("evolve", 1, "half")
     half.is_done = False
     (tmp_path / "half" / "choice.json").write_text(json.dumps(vars(half)))
-    assert choose("evolve", 4, "half") == whole
+    assert choose("evolve", 2, "half") == whole
     falls = [row[1] for row in whole.trace]
     assert falls == sorted(falls, reverse=True) and whole.kl == falls[-1]
     assert len(whole.dropped) == len(greedy.dropped) == 2 and len(greedy.trace) == 2
@@ -154,7 +155,7 @@ def test_the_refit_is_least_squares(rank: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def healed(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def healed(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("healed") / "out"
     api.quantize(job(llama, out, "by: influence, samples: 6"))
     return out
@@ -221,6 +222,7 @@ def test_what_is_refused(llama: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         return str(caught.value)
 
     assert "set blocks to a number between 1 and 4" in refuse(llama, blocks=5)
+    assert "block 7 cannot be dropped; numbers are of 0 to 4" in refuse(llama, numbers=(1, 7))
     mixed = build("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2})
     assert "in a row are alike" in refuse(save(mixed, tmp_path / "mixed"))
     monkeypatch.setattr(Skeleton, "draft_tensors", {"mtp.weight": None})
@@ -229,11 +231,31 @@ def test_what_is_refused(llama: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     first.window, second.window = 8, None  # type: ignore[assignment]
     with pytest.raises(UnsupportedModelError, match="window of block 3 is 8, and a smaller model would have None"):
         fewer_layers._compare(first, second, (3, 2))
-    for settings in ({"share": 1.0}, {"blocks": -1}, {"rank": 0}, {"samples": 1}):
-        with pytest.raises(ValueError, match="is"):
+    for settings in ({"share": 1.0}, {"blocks": -1}, {"rank": 0}, {"samples": 1}, {"numbers": (1, 1)}):
+        with pytest.raises(ValueError, match="is |twice"):
             Config(**settings)  # type: ignore[arg-type]
 
 
-def test_a_norm_behind_the_last_projection_is_refused(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_norm_behind_the_last_projection_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="set heal: none"):
         api.quantize(job(save(build("gemma2", {"num_hidden_layers": 4}), tmp_path / "m"), tmp_path / "out", "by: even"))
+
+
+def test_tuning_goes_by_the_original_with_all_blocks(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, real, blocks = job(llama, tmp_path / "out", "by: even, heal: none"), reference_logprobs.load, list[int]()
+    path = tmp_path / "out.yaml"
+    path.write_text(
+        path.read_text()
+        + "quantize: {method: rtn, bits: 8, group_size: -1}\ntune: [{method: end_to_end, steps: 2, batch_tokens: 64}]\n"
+    )
+
+    def watch(skeleton: Skeleton, *args: Any, **options: Any) -> Any:
+        blocks.append(len(skeleton.blocks))
+        return real(skeleton, *args, **options)
+
+    monkeypatch.setattr(reference_logprobs, "load", watch)
+    api.quantize(replace(asked, recipe=recipe.load(str(path)), pack=True))
+    assert blocks == [LAYERS]
+    assert api.load(tmp_path / "out").config.num_hidden_layers == LAYERS - 2

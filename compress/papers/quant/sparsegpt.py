@@ -47,27 +47,33 @@ SCORES = ("sparsegpt", "wanda", "magnitude")
 
 
 @dataclass(frozen=True)
-class Config(grid.GridConfig):
+class Config:
     """Settings of SparseGPT."""
 
     bits: int = 4  # [bits] of one code of a kept weight: 2 to 8; 16: kept weights are not rounded to a grid
+    group_size: int = 128  # [kept weights] that share a scale; -1: all of a row
     keep: int = 2  # [columns] of each `of` that a row keeps
     of: int = 4  # [columns] of a pattern; less where a row would be padded much
     block_rows: int = 1  # [rows] that are kept or dropped together
     block_columns: int = 1  # [columns] that are kept or dropped together
     score: str = "sparsegpt"  # what is dropped: sparsegpt, or wanda or magnitude, which update nothing
-    act_order: bool = True  # take the patterns with the largest inputs first
     damp: float = 0.01  # [fraction] of the mean diagonal, added to the diagonal of the Hessian
-    sweeps: int = 1  # [sweeps] of coordinate descent over kept weights after the column loop; 0: plain SparseGPT
+    sweeps: int = 4  # [sweeps] of coordinate descent over kept weights after the column loop; 0: plain SparseGPT
 
     def __post_init__(self) -> None:
-        if self.bits != 16:
-            super().__post_init__()
         sparse.Params(self.keep, self.of, "dense", self.block_rows, self.block_columns)
         if self.bits != 16 and 0 < self.group_size < self.keep:
-            raise ValueError(f"group_size {self.group_size} is less than the {self.keep} kept weights of a pattern")
+            raise ValueError(f"group_size {self.group_size} is less than the {self.keep} weights that are kept")
+        if self.bits != 16:
+            _ = self.search
         check(self, "sweeps", score=SCORES)
         check_damp(self.damp)
+
+    @property
+    def search(self) -> grid.GridConfig:
+        """The grid of what is kept: scales are counted in whole patterns."""
+        whole = self.group_size if self.group_size == -1 else self.group_size // self.keep * self.keep
+        return grid.GridConfig(self.bits, whole)
 
 
 def plan_params(config: Config, shape: tuple[int, int], dtype: str = "") -> sparse.Params:
@@ -76,13 +82,13 @@ def plan_params(config: Config, shape: tuple[int, int], dtype: str = "") -> spar
     dtype: of scales, or of kept weights in 16 bits.
     """
     keep, of = _pattern(config, shape[1])
+    kept = shape[0], -(-shape[1] // of) * keep
     if config.bits == 16:
         inner: dense.Params | int_format.Params = dense.Params(dtype or "bfloat16")
     else:
-        whole = config.group_size if config.group_size == -1 else config.group_size // keep * keep
-        kept = shape[0], -(-shape[1] // of) * keep
-        inner = grid.params(replace(config, group_size=whole), kept, dtype or "float16")
-    return sparse.params_for(keep, of, inner, config.block_rows, config.block_columns)
+        inner = grid.params(replace(config, keep=keep, of=of).search, kept, dtype or "float16")
+    name = "dense" if config.bits == 16 else "int"
+    return sparse.params_for(keep, of, name, inner, config.block_rows, config.block_columns)
 
 
 def _pattern(config: Config, columns: int) -> tuple[int, int]:
@@ -149,7 +155,7 @@ class SparseRounding(feedback.ColumnRounding):
         return mask.repeat_interleave(wide, 0).repeat_interleave(high, 1)[:, : scores.shape[1]]
 
 
-class Tile(NamedTuple):
+class KeptRows(NamedTuple):
     """What is kept of some rows."""
 
     mask: Tensor  # [in, rows] bool
@@ -173,22 +179,21 @@ def prepare(weight: Tensor, stats: Stats | None, config: Config) -> SparseRoundi
         config, params, target, hessian, 0.0, order, hessian[:0], tuple(notes), stats.output, shape
     )
     if config.score == "sparsegpt":
-        if config.act_order:
-            rounding.order = feedback.loop_order(hessian.diagonal(), params.of, rounding.group)
+        rounding.order = feedback.loop_order(hessian.diagonal(), params.of, rounding.group)
         factor = upper_factor(hessian, config.damp, rounding.order)
         rounding.damping = (factor.damp * hessian.diagonal().mean()).item()
         rounding.upper, rounding.notes = factor.upper, (*notes, *factor.notes)
     return rounding
 
 
-def quantize_rows(rounding: SparseRounding, rows: slice) -> Tile:
+def quantize_rows(rounding: SparseRounding, rows: slice) -> KeptRows:
     """Return what is kept of a tile."""
     target, order, config = rounding.target[:, rows].contiguous(), rounding.order, rounding.config
     if config.score != "sparsegpt":
         return _keep_nearest(rounding, target)
     rounder = _KeepingRounder(rounding, target)
     feedback.run(target[order], rounding.upper, rounder)
-    tile = Tile(rounder.mask, torch.empty_like(rounder.codes).index_copy_(0, order, rounder.codes), rounder.grid)
+    tile = KeptRows(rounder.mask, torch.empty_like(rounder.codes).index_copy_(0, order, rounder.codes), rounder.grid)
     if not config.sweeps:
         return tile
     layer = feedback.Objective(target, rounding.hessian, rounding.damping)
@@ -197,34 +202,33 @@ def quantize_rows(rounding: SparseRounding, rows: slice) -> Tile:
     return tile._replace(codes=state.codes, grid=grid.Grid(state.scale, state.zero))
 
 
-def _keep_nearest(rounding: SparseRounding, target: Tensor) -> Tile:
+def _keep_nearest(rounding: SparseRounding, target: Tensor) -> KeptRows:
     """Return what has the best scores of some rows [in, rows], rounded to nearest."""
     config, scores = rounding.config, target.abs()
     if config.score == "wanda":
         scores = scores * rounding.hessian.diagonal().sqrt()[:, None]
     mask = rounding.choose(scores)
     if config.bits == 16:
-        return Tile(mask, target.to(getattr(torch, rounding.params.dtype)), _no_grid(target))
+        return KeptRows(mask, target.to(getattr(torch, rounding.params.dtype)), _no_grid(target))
     dtype = getattr(torch, rounding.params.scale_dtype)
-    fitted = grid.fit_all(target * mask, None, config, dtype, rounding.group)
+    fitted = grid.fit_all(target * mask, None, config.search, dtype, rounding.group)
     codes = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
     for index, start in enumerate(range(0, len(target), rounding.group)):
         part = slice(start, start + rounding.group)
         codes[part] = grid.codes(target[part], fitted.scale[index], fitted.zero[index], config.bits)
-    return Tile(mask, codes, fitted)
+    return KeptRows(mask, codes, fitted)
 
 
-def join(rounding: SparseRounding, tiles: Sequence[Tile]) -> Quantized:
+def join(rounding: SparseRounding, tiles: Sequence[KeptRows]) -> Quantized:
     """Return the weight, from all its tiles in order."""
     params, shape = rounding.params, rounding.shape
     mask, codes = (torch.cat(parts, 1) for parts in zip(*((tile.mask, tile.codes) for tile in tiles), strict=True))
     kept = codes.T.contiguous()[mask.T].view(params.kept_shape(shape))
-    if isinstance(params.kept, dense.Params):
-        tensors = dense.pack(kept, params.kept)
+    if params.inner == "dense":
+        tensors = dense.pack(kept, params.inner_params)
     else:
         scale = torch.cat([tile.grid.scale for tile in tiles], 1)
-        zero = None if params.symmetric else torch.cat([tile.grid.zero for tile in tiles], 1).T.to(torch.uint8)
-        tensors = int_format.pack(kept, scale.T, zero, params.kept)
+        tensors = int_format.pack(kept, scale.T, None, params.inner_params)
     packed = PackedWeight(Stored(FORMAT, params), sparse.pack(mask.T, tensors, params), shape)
     return Quantized(packed, rounding.notes)
 
@@ -264,7 +268,7 @@ class _KeepingRounder(feedback.ColumnRounder):
         mask = self.rounding.choose(scores, first)
         if not self.is_dense and start % self.group == 0 and len(targets) == min(self.group, len(self.codes) - start):
             config, dtype = self.rounding.config, getattr(torch, self.rounding.params.scale_dtype)
-            fitted = grid.fit(targets * mask[places], metric.diagonal().square(), config, dtype)
+            fitted = grid.fit(targets * mask[places], metric.diagonal().square(), config.search, dtype)
             index = int(self.owners[start])
             self.grid.scale[index], self.grid.zero[index] = fitted
         if len(targets) == self.subgroup:
@@ -296,11 +300,10 @@ class _KeepingRounder(feedback.ColumnRounder):
 class _DescentOfCodes(descent.OnGrid):
     """Codes of kept weights on the way to less loss: dropped ones stay on the level 0."""
 
-    def __init__(self, layer: feedback.Objective, tile: Tile, rounding: SparseRounding) -> None:
+    def __init__(self, layer: feedback.Objective, tile: KeptRows, rounding: SparseRounding) -> None:
         self.mask, self.left = tile.mask, tile.mask
-        assert isinstance(rounding.params.kept, int_format.Params)
         values = tile.grid.values(tile.codes, rounding.group).mul_(tile.mask)
-        super().__init__(layer, tile.codes, values, tile.grid, rounding.params.kept)
+        super().__init__(layer, tile.codes, values, tile.grid, rounding.params.inner_params)
 
     def group(self, index: int, part: slice) -> None:
         self.left = self.mask[part]
@@ -320,7 +323,7 @@ class _DescentOfCodes(descent.OnGrid):
 class _DescentOfValues(descent.Descent):
     """Kept weights of 16 bits on the way to less loss."""
 
-    def __init__(self, layer: feedback.Objective, tile: Tile) -> None:
+    def __init__(self, layer: feedback.Objective, tile: KeptRows) -> None:
         self.mask, self.left, self.dtype = tile.mask, tile.mask, tile.codes.dtype
         super().__init__(layer, tile.codes, tile.codes.float(), tile.grid, 16)
 

@@ -1,0 +1,91 @@
+"""Drop order: the smallest entry for units by a simple rule, the largest for all others; rivals of a search.
+
+Two rules. `angular`: units that turn the residual stream least go first, by the mean over tokens of the angle between
+what they read and what they leave ("The unreasonable ineffectiveness of the deeper layers", arXiv 2403.17887, and
+ShortGPT, arXiv 2403.03853, of whole blocks; here of each unit of a block, in turn). `even`: units at even distances go
+(unified layer skipping, arXiv 2404.06954).
+
+Made for `units: sublayer` with the options {method: drop} and {keep: true}. A knapsack on `kl_one_at_a_time` is the
+third simple rule, and better than both: docs/results/sparsity.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from compress.allocate.problem import Allocated, ChoiceEvaluator, Problem
+
+if TYPE_CHECKING:
+    from compress.allocate.sensitivity import Measurements
+
+
+@dataclass(frozen=True)
+class Config:
+    score: Literal["angular", "even"] = "angular"  # units that turn the residual stream least go (angular), or those
+    # at even distances
+
+
+def _measure_angles(store: Measurements) -> None:
+    """Keep of each unit the mean angle, as a share of pi, between the residual stream in front of it and behind it."""
+    import torch
+    from torch import nn
+
+    from compress.model import blockwise
+
+    skeleton, device = store.source(), torch.device(store.opened.job.device)
+    tokens, scores = store.calibration.tokens[: store.samples], dict[str, float]()
+    stream = blockwise.HiddenStates(tokens.shape[0], store.database.folder / "stream")
+    try:
+        calls = blockwise.record_inputs(skeleton, tokens, 1, stream, device)
+        for index in range(len(skeleton.blocks)):
+            block, name = skeleton.load_block(index, device), skeleton.block_prefix(index).rstrip(".")
+            before = [stream.read(sample, 1).to(device) for sample in range(stream.samples)]
+            behind = [blockwise.run_block(block, calls[index][1], states, name) for states in before]
+            for sample, states in enumerate(behind):
+                stream.write(sample, states)
+            units = [group for group in store.groups if group.members[0].block == index]
+            for number, group in reversed(list(enumerate(units))):
+                for member in group.members:
+                    skeleton.linear(block, member.name).weight.data.zero_()
+                front = [blockwise.run_block(block, calls[index][1], x, name) for x in before] if number else before
+                pairs = zip(front, behind, strict=True)
+                cosines = [nn.functional.cosine_similarity(a.double(), b.double(), dim=-1) for a, b in pairs]
+                scores[group.name] = float(torch.cat(cosines).clamp(-1, 1).arccos().mean()) / math.pi
+                behind = front
+            skeleton.free()
+    finally:
+        skeleton.free()
+        stream.close()
+    store.keep("angular", scores={"angular": scores}, samples=store.samples, forwards=1.0 * tokens.numel())
+
+
+METRICS = {"angular": _measure_angles}  # beside those of compress/allocate/metrics.py
+
+
+def needs(config: Config) -> frozenset[str]:
+    """Return the score of the units."""
+    return frozenset({config.score} - {"even"})
+
+
+def allocate(problem: Problem, config: Config, evaluator: ChoiceEvaluator | None = None) -> Allocated:
+    problem.check()
+    units = problem.units
+    largest = [max(range(len(unit.entries)), key=lambda i, u=unit: u.entries[i].nbytes) for unit in units]  # type: ignore[misc]
+    for count in range(len(units) + 1):
+        chosen = list(largest)
+        for unit in _order(problem, config, count):
+            sizes = [entry.nbytes for entry in units[unit].entries]
+            chosen[unit] = sizes.index(min(sizes))
+        if problem.nbytes(tuple(chosen)) <= problem.budget:
+            return Allocated(tuple(chosen), facts={"dropped": float(count)})
+    raise AssertionError("the smallest entries fit: check() has seen it")
+
+
+def _order(problem: Problem, config: Config, count: int) -> list[int]:
+    """Return the units that go when so many do."""
+    if config.score == "even":
+        return [int((i + 0.5) * len(problem.units) / count) for i in range(count)]
+    scores = [unit.scores[config.score] for unit in problem.units]
+    return sorted(range(len(scores)), key=lambda i: (scores[i], i))[:count]
