@@ -110,14 +110,14 @@ def test_the_least_experts_go_and_all_else_stays(
     name: str, models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Tensor] = []
-    choose = prune_experts.Pruning.choose
+    choose = prune_experts.FewerExperts.choose
 
-    def spy(self: prune_experts.Pruning, bench: EditContext) -> list[str]:
+    def spy(self: prune_experts.FewerExperts, bench: EditContext) -> list[str]:
         assert bench.tokens is not None
         seen.append(bench.tokens)
         return choose(self, bench)
 
-    monkeypatch.setattr(prune_experts.Pruning, "choose", spy)
+    monkeypatch.setattr(prune_experts.FewerExperts, "choose", spy)
     path = tmp_path / "r.yaml"
     path.write_text(
         "calibration: {num_samples: 4, seq_len: 16}\ntransform: [{method: prune_experts, remove: 0.5, samples: 3}]\n"
