@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as nn_functional
 from small_moe import HELDOUT, TEXT, tokenized
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+
+from compress.model.load import load_model
 
 SEQ_LEN = 512  # tokens of a window
 CALIBRATION = 128  # windows
@@ -116,7 +117,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4, help="draws of experts that go by chance")
     parser.add_argument("--windows", type=int, default=32, help="of the held-out text")
     args = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    model = load_model(args.model, dtype=torch.float32).eval()
     model.set_experts_implementation("eager")
     text, held_out = (tokenized(path).unfold(0, SEQ_LEN, SEQ_LEN) for path in (TEXT, HELDOUT))
     windows, sums = held_out[: args.windows], measure(model, text[:CALIBRATION])

@@ -22,7 +22,7 @@ from compress.model.skeleton import Skeleton
 from compress.runtime.experts import Experts
 from compress.storage.checkpoint import read_header, write_shard
 
-FILE = "expert-sums.safetensors"  # of a run's own files
+SUMS_FILE = "expert-sums.safetensors"  # of a run's own files
 
 
 class ExpertSums(NamedTuple):
@@ -42,7 +42,7 @@ class ExpertSums(NamedTuple):
         return sums / self.counts.clamp(min=1)
 
 
-class _Sum:
+class _ExpertSum:
     """The running sums of one module of experts."""
 
     def __init__(self, module: Experts) -> None:
@@ -76,7 +76,7 @@ def measure(
     They are taken in one pass of the unchanged model over the first samples of the text, and kept in a file of the
     run's folder that a later call reads. check: is told how many experts a token gets, and may raise.
     """
-    path = bench.folder / FILE
+    path = bench.folder / SUMS_FILE
     if not path.is_file():
         sums = list(_pass(original, blocks, samples, bench, check))
         write_shard(path, dict(zip(ExpertSums._fields, map(torch.stack, zip(*sums, strict=True)), strict=True)))
@@ -98,14 +98,19 @@ def _pass(
         for index in range(blocks[-1] + 1):
             bench.say(f"scoring the experts of block {index + 1}")
             block, name = original.load_block(index, bench.device), original.block_prefix(index).rstrip(".")
-            sums = {module: _Sum(module) for module in experts_of(block, name).values()} if index in blocks else {}
+            sums = (
+                {module: _ExpertSum(module) for module in experts_of(block, name).values()} if index in blocks else {}
+            )
             with watch_experts({module: total.add for module, total in sums.items()}):
                 _advance(block, name, index, calls, stream, bench)
-            yield from (total.finish() for total in sums.values())
-            for total in sums.values():
-                check(total.top_k)
+            finished = [(total.top_k, total.finish()) for total in sums.values()]
             original.free()
+            del block, sums
+            process_memory.trim()
             process_memory.check(bench.max_memory)
+            for top_k, each in finished:
+                check(top_k)
+                yield each
     finally:
         stream.close()
         original.free()

@@ -226,3 +226,11 @@ def most_tokens(model: transformers.PreTrainedModel) -> int | None:
         if isinstance(module, nn.Embedding) and module is not tokens and module.num_embeddings == longest:
             return longest if module.padding_idx is None else longest - module.padding_idx - 1
     return longest
+
+
+EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k")
+
+
+def experts_of_a_token(config: object) -> int | None:
+    """Return how many experts a token gets by the configuration of a text model, None where it does not say so."""
+    return next((n for key in EXPERTS_OF_A_TOKEN if isinstance(n := getattr(config, key, None), int)), None)

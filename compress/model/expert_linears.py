@@ -19,13 +19,7 @@ from compress.runtime.experts import Experts
 from compress.types import LinearSpec
 
 CHECKED_TOKENS = 3
-EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k")
 MAX_RELATIVE_DIFFERENCE = 0.05  # a ratio of norms; a wrong layout is off by about 1, bfloat16 by 0.01
-
-
-def experts_of_a_token(config: object) -> int | None:
-    """Return how many experts a token gets by the configuration of a text model, None where it does not say so."""
-    return next((n for key in EXPERTS_OF_A_TOKEN if isinstance(n := getattr(config, key, None), int)), None)
 
 
 def specs(name: str, module: nn.Module, dtype: torch.dtype, block: int) -> Iterable[LinearSpec] | str:

@@ -18,7 +18,7 @@ from compress.calib import enough, gradient_pass, prefix
 from compress.calib.enough import Need
 from compress.calib.prefix import Prefix
 from compress.errors import RecipeError
-from compress.model import architectures, expert_linears
+from compress.model import architectures
 from compress.model.skeleton import Skeleton
 from compress.run import kv_cache, loss_gradients, memory_plan, sizes
 from compress.run.job import Job, Prepared
@@ -137,7 +137,7 @@ def _factor(config: Any) -> float:
 
 def _expert_share(layers: Sequence[LayerPlan], skeleton: Skeleton) -> float:
     """Return the share of the tokens that reach an expert in the mean; 1 where that is not known."""
-    chosen = expert_linears.experts_of_a_token(skeleton.config.get_text_config())
+    chosen = architectures.experts_of_a_token(skeleton.config.get_text_config())
     by_block: dict[int, set[str]] = {}
     for layer in layers:
         if layer.spec.is_expert:

@@ -34,8 +34,8 @@ from compress.calib import expert_scores
 from compress.calib.expert_scores import ExpertSums
 from compress.errors import CalibrationError, RecipeError, UnsupportedModelError
 from compress.importers.source import Decoded
+from compress.model.architectures import experts_of_a_token
 from compress.model.edits import EditContext, WeightEdits
-from compress.model.expert_linears import experts_of_a_token
 from compress.model.skeleton import Skeleton
 from compress.runtime import expert_layouts
 from compress.runtime.expert_layouts import ROUTED, ExpertLayout
@@ -72,7 +72,7 @@ class _Mixture(NamedTuple):
     experts: int  # of each of these
     groups: int  # that a router chooses from first; 1: none
 
-    def removed(self, config: Config) -> int:
+    def count_removed(self, config: Config) -> int:
         """Return how many experts each layer loses. Raises RecipeError for none, or too many."""
         count = int(config.remove) if config.remove >= 1 else int(config.remove * self.experts + 1e-6)
         count -= count % self.groups if config.remove < 1 else 0
@@ -89,10 +89,10 @@ class _Mixture(NamedTuple):
         return count
 
 
-def apply(skeleton: Skeleton, config: Config, seed: int) -> Pruning:
+def apply(skeleton: Skeleton, config: Config, seed: int) -> FewerExperts:
     """Give the skeleton fewer experts; no weight is read. Raises RecipeError and UnsupportedModelError."""
     mixture = _find(skeleton)
-    removed = mixture.removed(config)
+    removed = mixture.count_removed(config)
     left = mixture.experts - removed
     _check_routing(skeleton, mixture, left)
     sources, before = skeleton.sources, _shapes(skeleton)
@@ -104,7 +104,9 @@ def apply(skeleton: Skeleton, config: Config, seed: int) -> Pruning:
     after = _shapes(skeleton)
     narrower = [name for name, shape in before.items() if after.get(name) != shape]
     cuts = {name: _cut(skeleton, name, before[name], after.get(name), mixture.experts, left) for name in narrower}
-    edits = Pruning(skeleton, config, seed, mixture, {name: (sources.get(name, []), cuts[name]) for name in narrower})
+    edits = FewerExperts(
+        skeleton, config, seed, mixture, {name: (sources.get(name, []), cuts[name]) for name in narrower}
+    )
     edits.put([list(range(left)) for _ in mixture.blocks])
     return edits
 
@@ -147,7 +149,7 @@ def _check_routing(skeleton: Skeleton, mixture: _Mixture, left: int) -> None:
             )
     if any(NUMBER.search(name) for name in skeleton.draft_tensors):
         raise UnsupportedModelError(
-            "the draft heads of this model have experts of their own, whose number is that of the configuration; "
+            "this model's draft heads have experts of their own, which the same number in the configuration counts; "
             + ADVICE
         )
 
@@ -222,7 +224,7 @@ class _Cut(NamedTuple):
         return Decoded(stored.name, stored.dtype, shape, stored.sources, decode, step)
 
 
-class Pruning(WeightEdits):
+class FewerExperts(WeightEdits):
     """Gives a model the experts that `choose` decides for; until then, the first ones.
 
     cuts: parameter that has become narrower -> its stored tensors, and where the experts are.
@@ -237,7 +239,7 @@ class Pruning(WeightEdits):
         cuts: dict[str, tuple[list[Readable], _Cut]],
     ) -> None:
         self.skeleton, self.config, self.seed, self.mixture, self.cuts = skeleton, config, seed, mixture, cuts
-        self.removed = mixture.removed(config)
+        self.removed = mixture.count_removed(config)
         self.samples = config.samples if self.removed and config.by != "random" else 0
         count, layers = mixture.experts, len(mixture.blocks)
         says = f"{self.removed} of the {count} experts of each of {layers} layers are removed, by {config.by}"
@@ -254,12 +256,12 @@ class Pruning(WeightEdits):
         if not self.removed:
             return []
         sums = self._measure(bench) if self.samples else None
-        kept = [self._kept(number, sums) for number in range(len(self.mixture.blocks))]
+        kept = [self._choose_kept(number, sums) for number in range(len(self.mixture.blocks))]
         self.put(kept, sums)
         return [*self.says, *self._notes(kept, sums)]
 
     def _measure(self, bench: EditContext) -> ExpertSums:
-        if bench.tokens is None and not (bench.folder / expert_scores.FILE).is_file():
+        if bench.tokens is None and not (bench.folder / expert_scores.SUMS_FILE).is_file():
             raise CalibrationError("prune_experts looks at a calibration text, and there is none; give --calib")
         original, left = Skeleton(self.skeleton.checkpoint), self.mixture.experts - self.removed
 
@@ -268,7 +270,7 @@ class Pruning(WeightEdits):
 
         return expert_scores.measure(original, self.mixture.blocks, self.samples, bench, check)
 
-    def _kept(self, number: int, sums: ExpertSums | None) -> list[int]:
+    def _choose_kept(self, number: int, sums: ExpertSums | None) -> list[int]:
         """Return the experts of a block that stay, in order; number: among the blocks with experts."""
         experts, groups = self.mixture.experts, self.mixture.groups
         if self.config.by == "random":

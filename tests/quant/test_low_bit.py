@@ -47,11 +47,13 @@ SMALL_TRANSFORM = {"awq": ("transform.0.ratios=2",), "outlier_suppression": ("tr
 ALL = {name: recipe.load(name) for name in recipe.names()}
 BINARY = {"ptq161", "bitnet", "ternary"}  # more bits than 1.9 on small weights
 LOSSLESS = {"lossless"}  # no error at all
+RESHAPED = {"prune_experts"}  # transforms to models of other shapes, which have tests of their own
 SPECIAL = {"lord", "structured", "nf"}  # low rank: what they store, and which linears, is tested in files of their own
 METHOD = {
     name: r.quantize.method
     for name, r in ALL.items()
     if r.kv_cache is None and r.allocate is None and r.quantize.lowrank is None and r.quantize.method not in SPECIAL
+    if not RESHAPED & {step.method for step in r.transform}
 }
 NARROW = {"q2_k": "grid_gptq", "q4_k": "gptq"}  # -> the method for inputs that are no super-blocks of 256
 PLAIN = {name: method for name, method in METHOD.items() if not recipe.load(name).transform}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -21,7 +24,7 @@ from compress.storage.checkpoint import open_checkpoint
 from compress.transform import prune_experts
 from compress.transform.prune_experts import Config
 from helpers.pico import of_type, save
-from helpers.runs import RTN, TEXT, report_of
+from helpers.runs import KEEP_TABLES, SMALL, TEXT, report_of
 
 HEADS = {"num_key_value_heads": 2, "head_dim": 16}
 MODELS: dict[str, dict[str, Any]] = {
@@ -89,8 +92,7 @@ def reference(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
             for token, (chosen, gates) in enumerate(zip(index.tolist(), weights, strict=True)):
                 for number, gate in zip(chosen, gates, strict=True):
                     alone = torch.tensor([[number]]), torch.ones(1, 1, dtype=torch.float64)
-                    with module.unwatched():
-                        total[number] += gate * module(hidden[token][None], *alone).norm()
+                    total[number] += gate * module.forward(hidden[token][None], *alone).norm()
                     count[number] += 1
             scores[name] = total / count.clamp(min=1)
 
@@ -98,20 +100,6 @@ def reference(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
 
     for name, module in model.named_modules():
         if name.endswith(".experts"):
-            held = module._forward_hooks
-
-            class Unwatched:
-                def __init__(self, held: Any = held) -> None:
-                    self.held = held
-
-                def __enter__(self) -> None:
-                    self.kept = dict(self.held)
-                    self.held.clear()
-
-                def __exit__(self, *_: object) -> None:
-                    self.held.update(self.kept)
-
-            module.unwatched = Unwatched  # type: ignore[assignment]
             module.register_forward_hook(watch(name))
     model(input_ids=tokens)
     return scores
@@ -122,14 +110,14 @@ def test_the_least_experts_go_and_all_else_stays(
     name: str, models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Tensor] = []
-    choose = prune_experts.Pruning.choose
+    choose = prune_experts.FewerExperts.choose
 
-    def spy(self: prune_experts.Pruning, bench: EditContext) -> list[str]:
+    def spy(self: prune_experts.FewerExperts, bench: EditContext) -> list[str]:
         assert bench.tokens is not None
         seen.append(bench.tokens)
         return choose(self, bench)
 
-    monkeypatch.setattr(prune_experts.Pruning, "choose", spy)
+    monkeypatch.setattr(prune_experts.FewerExperts, "choose", spy)
     path = tmp_path / "r.yaml"
     path.write_text(
         "calibration: {num_samples: 4, seq_len: 16}\ntransform: [{method: prune_experts, remove: 0.5, samples: 3}]\n"
@@ -150,7 +138,7 @@ def test_the_least_experts_go_and_all_else_stays(
         is_cut = index is not None and tensor.shape[0] == 8
         expected = tensor.float()[index] if is_cut else tensor.float()
         assert torch.equal(pruned[key].float(), expected), key
-        assert is_cut or "experts." not in key or "shared" in key or "mlp.experts" not in key
+        assert is_cut or "mlp.experts." not in key
     verify.verify(tmp_path / "out")
     assert any("fewer than 128 tokens" in note for note in report_of(tmp_path / "out")["notes"]["transform"])
 
@@ -173,16 +161,16 @@ def test_scores_differ_and_chance_is_the_seeds(models: Callable[[str], Path], tm
     assert notes["random"] == prune(models("qwen2_moe"), tmp_path, tokens=None, by="random")[1]
 
 
-def test_pruned_experts_are_packed(models: Callable[[str], Path], tmp_path: Path) -> None:
-    changes = ("calibration.seq_len=16", "transform=[{method: prune_experts, remove: 2, samples: 3}]")
+def test_the_recipe_packs_what_is_left(models: Callable[[str], Path], tmp_path: Path) -> None:
+    changes = (*KEEP_TABLES, *SMALL, "calibration.seq_len=16", "group_size=32", "two_sided=false")
     for out, pack in (("packed", True), ("plain", False)):
-        loaded = recipe.load(RTN.name, (*RTN.overrides, *changes))
+        loaded = recipe.load("moe-reap25", changes)
         api.quantize(Job(str(models("gpt_oss")), loaded, tmp_path / out, calib=str(TEXT), pack=pack))
     plain, packed = (AutoModelForCausalLM.from_pretrained(tmp_path / out) for out in ("plain", "packed"))
     assert plain.config.num_local_experts == packed.config.num_local_experts == 6
     decoded = packed.dequantize().state_dict()
     for key, tensor in plain.state_dict().items():
-        assert (decoded[key] - tensor).norm() <= 0.02 * tensor.norm(), key
+        assert (decoded[key] - tensor).norm() <= 0.2 * tensor.norm(), key
 
 
 @pytest.mark.parametrize(
@@ -199,6 +187,17 @@ def test_pruned_experts_are_packed(models: Callable[[str], Path], tmp_path: Path
 def test_refused(name: str, settings: dict[str, Any], said: str, models: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(CompressError, match=said):
         prune(models(name), tmp_path, **settings)
+
+
+def test_draft_heads_with_experts_are_refused(models: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(models("deepseek_v3"), tmp_path / "m")
+    tensors = load_file(tmp_path / "m/model.safetensors")
+    tensors |= {name.replace("layers.2.", "layers.3."): x.clone() for name, x in tensors.items() if "layers.2." in name}
+    save_file(tensors, tmp_path / "m/model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    (tmp_path / "m/config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    with pytest.raises(CompressError, match="draft heads have experts of their own"):
+        prune(tmp_path / "m", tmp_path)
 
 
 def test_a_dense_model_is_refused(pico_dir: Callable[..., Path], tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from compress.model.skeleton import Skeleton
 from compress.runtime.experts import is_supported
 from compress.storage.checkpoint import Readable
 from compress.transform import prune_experts
-from compress.transform.prune_experts import NUMBER, Pruning
+from compress.transform.prune_experts import NUMBER, FewerExperts
 
 SCOPE = "model"
 Groups = Mapping[int, list[tuple[int, float]]]  # an expert that stays -> the experts it is made of, with their shares
@@ -40,13 +40,13 @@ class Config(prune_experts.Config):
             raise ValueError("by random takes no text, without which similar experts are not known")
 
 
-def apply(skeleton: Skeleton, config: Config, seed: int) -> Merging:
+def apply(skeleton: Skeleton, config: Config, seed: int) -> MergedExperts:
     """Give the skeleton fewer experts; no weight is read. Raises RecipeError and UnsupportedModelError."""
     plain = prune_experts.apply(skeleton, config, seed)
-    return Merging(skeleton, config, seed, plain.mixture, plain.cuts)
+    return MergedExperts(skeleton, config, seed, plain.mixture, plain.cuts)
 
 
-class Merging(Pruning):
+class MergedExperts(FewerExperts):
     """Gives a model merged experts once `choose` has decided; until then, the first ones."""
 
     def put(self, kept: Sequence[Sequence[int]], sums: ExpertSums | None = None) -> None:

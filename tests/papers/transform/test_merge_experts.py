@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compress import api, recipe
-from compress.calib.expert_scores import FILE, ExpertSums
+from compress.calib.expert_scores import SUMS_FILE, ExpertSums
 from compress.papers.transform import merge_experts
 from compress.run.job import Job
 from compress.storage.checkpoint import read_header
@@ -51,7 +51,7 @@ def test_merged_experts_are_means_of_their_groups(name: str, tmp_path: Path, mon
         elif tensor.shape[0] == 6:
             expected = tensor[list(merged[block])]
         torch.testing.assert_close(after[key], expected, rtol=1e-6, atol=1e-6)
-    assert not (tmp_path / "out" / FILE).exists() and "lm_head.weight" in read_header(
+    assert not (tmp_path / "out" / SUMS_FILE).exists() and "lm_head.weight" in read_header(
         next((tmp_path / "out").glob("model-00003*"))
     )
 
