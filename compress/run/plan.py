@@ -13,7 +13,6 @@ from typing import Any
 from compress import formats, plugins
 from compress.errors import RecipeError, shown
 from compress.formats import dense, transforms
-from compress.model import sublayers
 from compress.model.skeleton import Skeleton
 from compress.model.spared import keeps_bias, spared_linears
 from compress.quant import incoherence

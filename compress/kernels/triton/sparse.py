@@ -121,7 +121,7 @@ def multiply(x: Tensor, kept: Tensor, where: Tensor) -> Tensor:
 @cache
 def failure(dtype: torch.dtype, device: torch.device) -> str:
     """Return why 2:4 products of this type cannot be taken on a device, which a small one tells once; or nothing."""
-    shape, params = (128, 256), sparse.params_for(2, 4, "dense", dense.Params(str(dtype).removeprefix("torch.")))
+    shape, params = (128, 256), sparse.params_for(2, 4, dense.Params(str(dtype).removeprefix("torch.")))
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         weight, x = (torch.randn(rows, shape[1], generator=generator).to(dtype) for rows in (shape[0], 13))
