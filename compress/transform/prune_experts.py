@@ -45,7 +45,7 @@ SCOPE = "model"
 ADVICE = "remove prune_experts from the recipe's transform"
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 GROUPS = ("n_group", "num_expert_group")
-NUMBER = re.compile(r"(?<=experts\.)\d+(?=\.)")  # of an expert, in the name of a stored tensor
+NUMBER = re.compile(r"(?<=experts\.)\d+(?=\.)")  # [regex] the number of an expert in a stored tensor's name
 ENOUGH_TOKENS = 128  # an expert of fewer is named
 LISTED = 8  # experts of few tokens that are named
 
