@@ -154,7 +154,9 @@ class Target:
             re.fullmatch(r"[0-9]*\.?[0-9]+ ?(bpw|bits?|kl|% ?units|% ?time|[kmg](i?b)?|b)", self.text, re.IGNORECASE)
             is None
         ):
-            raise ValueError(f"target {self.text!r} is neither bits a weight (3.25bpw) nor a size (2.1GiB)")
+            raise ValueError(
+                f"target {self.text!r} is neither bits a weight (3.25bpw) nor a size (2.1GiB) nor a share (75% units)"
+            )
         if not 0 < self.value < math.inf:
             raise ValueError(f"target {self.text!r} is not positive and finite")
 
