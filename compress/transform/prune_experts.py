@@ -55,7 +55,7 @@ class Config:
     """Which experts are removed."""
 
     remove: float = 0.25  # of the experts of each layer: a share below 1, else their number
-    by: Literal["reap", "frequency", "router_mean", "random"] = "reap"
+    by: Literal["reap", "frequency", "router_mean", "random"] = "reap"  # what the experts that go have least of
     samples: int = 128  # [samples] of calibration that the pass before quantizing looks at
 
     def __post_init__(self) -> None:
