@@ -187,7 +187,7 @@ def _unread(linears: Mapping[str, SparseLinear], stored: Mapping[str, SparseInpu
         )
 
         def before(_: nn.Module, args: tuple[Tensor], threshold=threshold, rest=rest) -> tuple[Tensor]:  # type: ignore[no-untyped-def]
-            read = torch.where(args[0].abs() >= threshold, args[0], 0)
+            read = torch.where(args[0].abs() < threshold, 0, args[0])
             rest["x"] = args[0] - read
             return (read,)
 
