@@ -12,8 +12,9 @@ parts for what is not read:
   done here.
 - Shares: alike, or TEAL's greedy search: of all linears the one is raised whose next step changes the block's output
   least, until the share weighted by sizes is reached; a step is as many weights for each. Or an evolutionary search
-  that starts with equal shares and moves parts of them from one linear to another, which is ours: the steps of small
-  linears (keys and values of few heads) are too coarse for the greedy search.
+  that starts with equal shares and moves parts of them from one linear to another, which is ours. It is better than
+  equal shares where the greedy search is worse (docs/results/sparsity.md), perhaps because a greedy step is coarse for
+  small linears (keys and values of few heads); that was not tested.
 - R-Sparse (arXiv 2504.19449), score rank: what is not read goes through the largest singular vectors of the weight,
   y = W (x * mask) + U S V^T (x * (1 - mask)), by WINA's scores, which are theirs with all ranks. The search is for the
   share of the multiplications that columns take, in each linear.
