@@ -33,7 +33,7 @@ MOST = 12  # rows up to which that is faster than to decode, 4096 x 4096, one th
 LISTS = ("columns", "values", "low", "high", "x_scales", "sums", "starts")  # what KeptInputs writes
 LINE = 64  # bytes
 SPAN = 256  # columns whose sums of integers fit into 32 bits, at most
-PANEL_BYTES = 1 << 21  # of a decoded weight that many rows of activations are multiplied with at a time
+PANEL_SIZE = 1 << 21  # bytes of the decoded outputs that many rows of activations are multiplied with at a time
 
 
 def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> ColumnProduct | None:
@@ -155,7 +155,7 @@ class ColumnProduct(Prepared):
         if self.params.bits == 16 and self.tensors["values"].dtype == kind:
             return x @ self.tensors["values"]
         y, rows = x.new_empty(len(x), outputs), x.to(kind)
-        step = max(1, PANEL_BYTES // (inputs * kind.itemsize * self.tile)) * self.tile
+        step = max(1, PANEL_SIZE // (inputs * kind.itemsize * self.tile)) * self.tile
         for first in range(0, outputs, step):
             last = min(first + step, outputs)
             y[:, first:last] = rows @ self._panel(first, last, kind)
