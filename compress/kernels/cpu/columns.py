@@ -21,7 +21,7 @@ from torch import Tensor
 
 from compress.formats.columns import Params
 from compress.kernels import llvm
-from compress.kernels.calls import CompiledCall
+from compress.kernels.calls import ActivationRows, CompiledCall, Take, run
 from compress.kernels.contract import Prepared, Shape
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu.column_sums import ColumnPanel, ColumnSums, tile_outputs
@@ -99,16 +99,29 @@ class ColumnProduct(Prepared):
         count = len(x)
         out = torch.empty(count, self.shape[0], dtype=x.dtype, device="cpu")
         threshold = torch.zeros(1, device="cpu") if threshold is None else threshold
-        steps = self._steps.get((count, x.dtype)) or self._prepare(count, x.dtype)
-        memory = torch.empty(steps.nbytes, dtype=torch.uint8, device="cpu")
-        base = memory.data_ptr()
-        places = [base + offset for offset in steps.offsets]
-        each = int(threshold.numel() > 1)
-        steps.list_kept(x.data_ptr(), threshold.data_ptr(), *places[: len(LISTS)], each, *steps.listed)
-        arguments = (*steps.stored, *places, out.data_ptr(), 0, self.tiles, count, *steps.sizes)
-        least = -(-emitter.THREAD // (self.tile * self.shape[1] * count))
-        CompiledCall(steps.sum_up, arguments, self.tiles, least, len(steps.stored) + len(places) + 1).run()
+        memory = list[Tensor]()  # the calls have run before it is freed
+
+        def take(nbytes: int) -> int:
+            memory.append(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+            return memory[-1].data_ptr()
+
+        run(iter(self.sparse_calls(ActivationRows(count, x.dtype, x.data_ptr(), out.data_ptr(), 0), take, threshold)))
         return out
+
+    def sparse_calls(self, rows: ActivationRows, take: Take, threshold: Tensor) -> list[CompiledCall]:
+        """Return the calls of that product for 1 to 4 rows; what it gives is contiguous."""
+        count = rows.count
+        steps = self._steps.get((count, rows.dtype)) or self._prepare(count, rows.dtype)
+        base, each = take(steps.nbytes), int(threshold.numel() > 1)
+        places = [base + offset for offset in steps.offsets]
+        listing = (rows.source, threshold.data_ptr(), *places[: len(LISTS)], each, *steps.listed)
+        arguments = (*steps.stored, *places, rows.target, 0, self.tiles, count, *steps.sizes)
+        least = -(-emitter.THREAD // (self.tile * self.shape[1] * count))
+        first = len(steps.stored) + len(places) + 1
+        return [
+            CompiledCall(steps.list_kept, listing),
+            CompiledCall(steps.sum_up, arguments, self.tiles, least, first),
+        ]
 
     def _prepare(self, count: int, dtype: torch.dtype) -> _ColumnSteps:
         """Return what runs for a number of rows and a type of activations."""
