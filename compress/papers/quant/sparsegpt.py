@@ -4,9 +4,9 @@ The column loop of GPTQ (compress/quant/feedback.py) folds the error of a column
 does not mind whether a weight was rounded or dropped. Of each `of` consecutive columns a row keeps `keep`. With H =
 C C^T a dropped weight loses (target_j C_jj)^2 once all later columns have made up for it: the paper's w_j^2 / U_jj^2
 with U the factor of the inverse. When the loop reaches `of` columns their targets are exact, and those that lose least
-are dropped. Sweeps of coordinate descent over what is kept follow (compress/quant/descent.py). A second loop rounds what
-is kept to integers: scales are fitted to what their columns keep, and errors are folded into the rest. More sweeps of
-descent follow, each with scales refitted in closed form. Weights of 16 bits are rounded in the first loop.
+are dropped. Sweeps of coordinate descent over what is kept follow (compress/quant/descent.py). A second loop rounds
+what is kept to integers: scales are fitted to what their columns keep, and errors are folded into the rest. More sweeps
+of descent follow, each with scales refitted in closed form. Weights of 16 bits are rounded in the first loop.
 
 `score` takes the weights to drop by simpler rules, without any update of what stays: `wanda` (arXiv 2306.11695) by
 |w_j| ||x_j||, `magnitude` by |w_j|; what is kept is rounded to nearest.
