@@ -74,10 +74,8 @@ class CalibrationConfig:
     importance: Importance = "none"  # what a token weighs in the statistics (calib/token_importance.py)
     importance_min: float = 0.005  # [fraction] of the largest weight of a sample that its least important token has
     rolled: int = 1  # [copies] of each sample that are used, each shifted in a circle
-    gradient_tokens: int = (
-        GRADIENT_TOKENS  # [tokens] of the first sequences, on which the loss's gradients at outputs of
-    )
-    # linears are taken (calib/output_gradients.py)
+    gradient_tokens: int = GRADIENT_TOKENS  # [tokens] of the first sequences, on which the loss's gradients at outputs
+    # of linears are taken (calib/output_gradients.py)
     bos: Bos = "auto"  # what each sequence begins with: auto, what the tokenizer puts before a text by itself; never,
     # nothing; always, at least its begin-of-text token
     tokens: int | Literal["auto"] = AUTO  # of calibration text in all, in place of num_samples; auto: as many as are
