@@ -62,7 +62,7 @@ def test_many_rows_are_multiplied_with_panels(monkeypatch: pytest.MonkeyPatch) -
     shape = (300, 200)
     monkeypatch.setattr(columns, "PANEL_SIZE", 1)  # a tile of outputs at a time
     x = problems.random(15, shape[1], seed=2).bfloat16().view(3, 5, -1)
-    for weight in weights(shape):
+    for weight in [*weights(shape), random_weight("columns", Params(dtype="float32"), shape)]:
         y = dispatch.product(x, weight.tensors, weight.format, weight.params, shape)
         exact = expected(x.flatten(0, 1), weight, None)
         assert y.shape == (3, 5, shape[0])

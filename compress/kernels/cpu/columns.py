@@ -152,9 +152,10 @@ class ColumnProduct(Prepared):
         outputs, inputs = self.shape
         is_slow = emitter.widens(x.dtype) or emitter.most_rows(x.dtype) > emitter.MOST  # torch's product in this type
         kind = torch.float32 if is_slow else x.dtype
+        rows = x.to(kind)
         if self.params.bits == 16 and self.tensors["values"].dtype == kind:
-            return x @ self.tensors["values"]
-        y, rows = x.new_empty(len(x), outputs), x.to(kind)
+            return (rows @ self.tensors["values"]).to(x.dtype)
+        y = x.new_empty(len(x), outputs)
         step = max(1, PANEL_SIZE // (inputs * kind.itemsize * self.tile)) * self.tile
         for first in range(0, outputs, step):
             last = min(first + step, outputs)
