@@ -108,7 +108,8 @@ class Skeleton:
         """Return the numbers in parameters and stored buffers, packed weights as they were, tied ones once."""
         packed = [module for module in self.model.modules() if isinstance(module, PackedModule)]
         stored = {id(module.get_parameter(key)) for module in packed for key in module.specs}
-        shapes = {id(next(module.parameters(recurse=False), module)): module.shape for module in packed}
+        firsts = [(next(iter(each.specs), None), each) for each in packed]  # None: zeros, of which nothing is stored
+        shapes = {id(each.get_parameter(key) if key else each): each.shape for key, each in firsts}
         plain = sum(p.numel() for p in self.model.parameters() if id(p) not in stored)
         state = self.model.state_dict()
         buffers = sum(b.numel() for n, b in self.model.named_buffers() if n in state and n in self.sources)
