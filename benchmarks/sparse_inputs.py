@@ -9,13 +9,15 @@ time, each on the next of several copies of its weight, so that none is in a cac
 and of the medians in brackets: how many times as fast as all columns, and as the kernel that reads row by row. What is
 said of 256 rows compares the least times of both storages for a prompt.
 
-The model has the shape of 1.1B parameters, random weights in its blocks and so many of these. Each linear of a block
-leaves out the half of its inputs that is smallest in a first token; tokens are generated one by one.
+The model has the shape of 1.1B parameters and so many blocks, all of which have the same random weights. Thresholds of
+its linears are medians over a prompt; what is read of the next tokens is printed. Tokens are generated one by one, as
+`compress.load` has it: programs of both storages run the blocks, the head is read by rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import time
@@ -105,80 +107,105 @@ def measure(shape: tuple[int, int], bits: int, rows: int, turns: int) -> None:
     print(f"| {bits} | 256 rows | {1e6 * times['columns'][0]:.0f} | | {ratio:.2f} |", flush=True)
 
 
-class _Linear(torch.nn.Module):
-    """A linear of the model: `mode` says what is multiplied."""
+def linears(outputs: int, columns: int, bits: int, seed: int) -> tuple[Any, Any]:
+    """One weight by rows, and by columns with a threshold for each input."""
+    from compress.formats import columns as by_columns
+    from compress.formats import dense
+    from compress.quant import rtn
+    from compress.types import IN_THRESHOLD, InputSparsity, PackedWeight, Stored
 
-    mode = "rows"
+    shape = (outputs, columns)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul_(0.02)
+    if bits == 16:
+        plain = dense.Params()
+        packed = PackedWeight(Stored("dense", plain), dense.pack(weight, plain), shape)
+        params, tensors = by_columns.from_dense(packed.tensors, plain, shape)
+    else:
+        packed = rtn.quantize(weight, None, rtn.Config(bits=bits, group_size=128)).weight
+        params, tensors = by_columns.from_int(packed.tensors, packed.params, shape)
+    stored = Stored("columns", params, sparsity=InputSparsity(0.5))
+    return packed, PackedWeight(stored, {**tensors, IN_THRESHOLD: torch.zeros(columns)}, shape)
 
-    def __init__(self, outputs: int, columns: int, bits: int, seed: int) -> None:
-        from compress.formats import dense
-        from compress.formats.columns import Params
-        from compress.formats.int import params_for
-        from compress.kernels import dispatch
-        from helpers.stored import random_weight
 
-        super().__init__()
-        self.weight = None  # asked for by the model
-        shape = (outputs, columns)
-        if bits == 16:
-            stored = torch.randn(outputs, columns, dtype=torch.bfloat16).mul_(0.02)
-            by_row: tuple[str, Any, dict[str, Tensor]] = ("dense", dense.Params(), {"values": stored})
-            by_column: tuple[Any, dict[str, Tensor]] = (Params(), {"values": stored.T.contiguous()})
-        else:
-            chosen = params_for(bits, 128, True, columns)
-            by_row = ("int", chosen, random_weight("int", chosen, shape, seed).tensors)
-            params = Params(bits, 128, dtype="float16")
-            by_column = (params, random_weight("columns", params, shape, seed).tensors)
-        x = torch.empty(0)
-        self.kernels = (
-            dispatch.prepare(x, by_row[2], by_row[0], by_row[1], shape),
-            dispatch.prepare(x, by_column[1], "columns", by_column[0], shape),
-        )
-        self.kept = by_row, by_column  # kernels hold addresses
-        self.threshold: Tensor | None = None
+def models(bits: int, layers: int) -> tuple[Any, Any]:
+    """Two models of a 1.1B shape with the same weights, by rows and by columns. All blocks have those of the first."""
+    from random_llama import Shape
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    def forward(self, x: Tensor) -> Tensor:
-        by_row, by_column = self.kernels
-        assert by_row is not None and by_column is not None
-        if x.shape[-2] > 1 or self.mode == "rows":
-            return by_row(x.contiguous())
-        if self.mode == "half" and self.threshold is None:
-            self.threshold = x.float().abs().flatten().median()[None]
-        threshold = self.threshold if self.mode == "half" else None
-        return by_column.sparse(x.reshape(1, -1), threshold).view(*x.shape[:-1], -1)  # type: ignore[attr-defined]
+    from compress.runtime.linear import PackedLinear
+
+    torch.set_default_dtype(torch.bfloat16)
+    torch.nn.Linear.reset_parameters = lambda self: None  # type: ignore[method-assign]
+    LlamaForCausalLM._init_weights = lambda self, module: None  # type: ignore[method-assign]
+    config = LlamaConfig(**vars(Shape(num_hidden_layers=layers)), max_position_embeddings=2048)
+    pair = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    for table in (pair[0].model.embed_tokens, pair[0].lm_head):
+        table.weight.data.normal_(0, 0.02)
+    pair[1].model.embed_tokens, pair[1].lm_head = pair[0].model.embed_tokens, pair[0].lm_head
+    names = [name for name, each in pair[0].model.layers[0].named_modules() if isinstance(each, torch.nn.Linear)]
+    for seed, name in enumerate(names):
+        plain = pair[0].model.layers[0].get_submodule(name)
+        weights = linears(plain.out_features, plain.in_features, bits, seed)
+        for model, weight in zip(pair, weights, strict=True):
+            for block in model.model.layers:
+                tensors = {key: tensor.clone() for key, tensor in weight.tensors.items()}
+                block.set_submodule(name, PackedLinear.from_packed(dataclasses.replace(weight, tensors=tensors)))
+    return pair
+
+
+def calibrate(model: Any) -> tuple[list[tuple[Tensor, Tensor]], float]:
+    """Return each threshold with its values, medians of inputs of a prompt, and the share kept of the next tokens."""
+    from compress.runtime.linear import PackedLinear
+    from compress.types import IN_THRESHOLD
+
+    sparse = [each for each in model.modules() if isinstance(each, PackedLinear)]
+    inputs: dict[Any, list[Tensor]] = {each: [] for each in sparse}
+    handles = [each.register_forward_pre_hook(lambda own, x: inputs[own].append(x[0].float().abs())) for each in sparse]
+    cache = model(torch.arange(64)[None] * 7).past_key_values
+    thresholds = [each.get_parameter(IN_THRESHOLD) for each in sparse]
+    values = [inputs[each].pop()[:, 4:].median().expand(each.in_features).clone() for each in sparse]
+    for each, value in zip(thresholds, values, strict=True):
+        each.copy_(value)
+    for token in range(4):
+        model(torch.tensor([[token]]), past_key_values=cache)
+    for handle in handles:
+        handle.remove()
+    kept = [float((torch.cat(inputs[each], 1) >= values[i]).float().mean()) for i, each in enumerate(sparse)]
+    sizes = [each.in_features * each.out_features for each in sparse]
+    return list(zip(thresholds, values, strict=True)), sum(map(float.__mul__, kept, map(float, sizes))) / sum(sizes)
 
 
 def generate(bits: int, layers: int, turns: int) -> None:
     """Print the times of a token of a model of 1.1B shape."""
-    from random_llama import Shape
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from compress.runtime.step import decode, speed_up
 
-    shape = Shape(num_hidden_layers=layers)
-    torch.set_default_dtype(torch.bfloat16)
-    torch.nn.Linear.reset_parameters = lambda self: None  # type: ignore[method-assign]
-    LlamaForCausalLM._init_weights = lambda self, module: None  # type: ignore[method-assign]
-    model = LlamaForCausalLM(LlamaConfig(**vars(shape), max_position_embeddings=2048)).eval()
-    for name, module in list(model.model.layers.named_modules()):
-        if isinstance(module, torch.nn.Linear):
-            parent = model.model.layers.get_submodule(name.rpartition(".")[0])
-            setattr(parent, name.rpartition(".")[2], _Linear(module.out_features, module.in_features, bits, len(name)))
-    model.lm_head.weight.data.normal_(0, 0.02)
-    prompt, times = torch.arange(16)[None], dict[str, list[float]]()
-    with torch.inference_mode():
+    times = dict[str, list[float]]()
+    with torch.no_grad():
+        rows, columns = models(bits, layers)
+        thresholds, kept = calibrate(columns)
+        print(f"{bits} bits, {layers} layers: {kept:.1%} of inputs are read", flush=True)
+        for model in (rows, columns):
+            speed_up(model)
         for turn in range(-1, turns):
-            for _Linear.mode in ("rows", "columns", "half"):
-                cache = model(prompt).past_key_values
+            for mode, model in {"rows": rows, "columns": columns, "half": columns}.items():
+                for each, value in thresholds:
+                    each.copy_(value * (mode == "half"))
+                cache = model(torch.arange(16)[None]).past_key_values
                 start = time.thread_time()
                 for token in range(4):
                     model(torch.tensor([[token]]), past_key_values=cache)
                 if turn >= 0:
-                    times.setdefault(_Linear.mode, []).append((time.thread_time() - start) / 4)
-    for mode, each in times.items():
+                    times.setdefault(mode, []).append((time.thread_time() - start) / 4)
+    for model in (rows, columns):
+        state = vars(model.model)[decode.MARK]
+        assert state.running, f"no program: {state.refused}"
+    for mode, taken in times.items():
         ratios = [
-            f"{min(times[base]) / min(each):.2f} ({statistics.median(times[base]) / statistics.median(each):.2f})"
+            f"{min(times[base]) / min(taken):.2f} ({statistics.median(times[base]) / statistics.median(taken):.2f})"
             for base in ("columns", "rows")
         ]
-        least, median = 1e3 * min(each), 1e3 * statistics.median(each)
+        least, median = 1e3 * min(taken), 1e3 * statistics.median(taken)
         print(f"| {bits} | {mode} | {least:.1f} ms ({median:.1f}) | {' | '.join(ratios)} |", flush=True)
 
 

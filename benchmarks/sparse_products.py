@@ -51,11 +51,11 @@ def time_products(shape: tuple[int, int], counts: list[int], turns: int) -> Iter
     half = shape[1] // 2
     weights = {
         "bf16": ("dense", dense.Params()),
-        "2:4 bf16": ("sparse", sparse.params_for(2, 4, "dense", dense.Params())),
-        "64:128 bf16": ("sparse", sparse.params_for(64, 128, "dense", dense.Params())),
+        "2:4 bf16": ("sparse", sparse.params_for(2, 4, dense.Params())),
+        "64:128 bf16": ("sparse", sparse.params_for(64, 128, dense.Params())),
         **{f"int{bits}": ("int", codes(bits, shape[1])) for bits in (4, 3, 2)},
-        **{f"2:4 int{bits}": ("sparse", sparse.params_for(2, 4, "int", codes(bits, half))) for bits in (4, 8)},
-        "64:128 int4": ("sparse", sparse.params_for(64, 128, "int", codes(4, half))),
+        **{f"2:4 int{bits}": ("sparse", sparse.params_for(2, 4, codes(bits, half))) for bits in (4, 8)},
+        "64:128 int4": ("sparse", sparse.params_for(64, 128, codes(4, half))),
     }
     packed = {name: stored.random_weight(*weight, shape) for name, weight in weights.items()}
     x = torch.randn(max(counts), shape[1]).bfloat16()

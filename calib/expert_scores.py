@@ -22,7 +22,7 @@ from compress.model.skeleton import Skeleton
 from compress.runtime.experts import Experts
 from compress.storage.checkpoint import read_header, write_shard
 
-SUMS_FILE = "expert-sums.safetensors"  # of a run's own files
+SUMS_FILE = "expert-sums.safetensors"  # a file of a run's folder
 
 
 class ExpertSums(NamedTuple):

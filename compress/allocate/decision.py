@@ -21,7 +21,6 @@ from compress.recipe.schema import Allocation, Target
 from compress.storage import json_text
 from compress.storage.checkpoint import read_json, write_text
 from compress.storage.json_text import INTEGER, OBJECT, TEXT
-from compress.storage.workdir import writing
 
 BUDGET_BISECTIONS = 12
 
@@ -79,7 +78,7 @@ def solve(
     else:
         problem = table.problem(target) if room is None else table.problem_within(room)
     evaluator = metrics.evaluator(store, table) if JOINT in needs else None
-    with writing(store.database.folder, "--measurements"):
+    with store.database.writing():
         result: Allocated = module.allocate(problem, allocation.config, evaluator)
     if target.is_share:
         share = problem.nbytes(result.choice) / max(1, original)

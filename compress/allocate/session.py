@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from compress import process_memory, ranks
-from compress.allocate import cache_share, cost, prepare_options, quantize_options, variants
+from compress.allocate import cache_share, cost, prepare_options, quantize_options, times, variants
 from compress.allocate.evaluators import Evaluators, check_memory
 from compress.allocate.sensitivity import WITH_OPTIONS, Measurements
 from compress.allocate.variants import Database
@@ -21,7 +21,6 @@ from compress.errors import NotMeasuredError
 from compress.progress import Progress
 from compress.run import calibration_text
 from compress.run.job import Job
-from compress.storage.workdir import writing
 
 T = TypeVar("T")
 
@@ -44,6 +43,7 @@ def open_measurements(job: Job, progress: Progress) -> Iterator[Measurements]:
     opened = prepare_options.options(job)
     target, context = opened.allocation.target, opened.allocation.context
     cost.check_target(opened)
+    times.check(opened)
     if opened.tables or not opened.needs <= {*WITH_OPTIONS}:  # variants of the whole model are compared
         check_memory(opened)
     database = Database(job.measurements or variants.folder_of(job))
@@ -53,7 +53,7 @@ def open_measurements(job: Job, progress: Progress) -> Iterator[Measurements]:
     if not job.measures and not database.is_begun:
         raise NotMeasuredError(f"{database.folder} does not exist")
     cache = database.folder / "calibration"
-    with writing(database.folder, "--measurements"):
+    with database.writing():
         calibration = ranks.by_main(lambda: calibration_text.calibration(opened.job, opened.prepared, progress, cache))
     assert calibration is not None, "measuring always has a text"
     process_memory.trim()

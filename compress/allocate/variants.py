@@ -19,7 +19,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +129,15 @@ class Database(WorkDirectory):
         """Return what was measured of a finished block."""
         return dict(self._record(block)["measured"])
 
+    def writing(self) -> AbstractContextManager[None]:
+        """Turn the system's errors at files in the folder into one clear line."""
+        return writing(self.folder, self.option)
+
     def weight(self, block: int, name: str, level: int | str, original: Tensor) -> Tensor:
         """Return the weight [out, in] of a linear at option `level`, of the dtype and on the device of `original`."""
-        return formats.decode(self.packed(block, name, level), original.dtype).to(original.device)
+        return formats.decode(self.read_packed(block, name, level), original.dtype).to(original.device)
 
-    def packed(self, block: int, name: str, level: int | str) -> PackedWeight:
+    def read_packed(self, block: int, name: str, level: int | str) -> PackedWeight:
         """Return a linear at option `level` as it is stored."""
         key = f"{name}@{level}"
         try:

@@ -42,6 +42,7 @@ OTHERS = {  # what the name of a class says of its head -> what such a model is
     r"ForQuestionAnswering|ForMultipleChoice": "a model that chooses answers",
     r"ForEmbedding|EmbeddingModel|ForRetrieval|ForTextEncoding": "an embedding model",
 }
+EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k")
 HEADS = re.compile(r"(^|\.)(score|v_head|value_head|reward_head|classifier|classification_head|qa_outputs)\.")
 Task = Literal["language", "translation", "speech", "masked", "classes", "tags", "answers", "embedding"]
 FAMILIES: dict[Any, Task] = {  # automatic class of transformers -> what its models are for
@@ -226,9 +227,6 @@ def most_tokens(model: transformers.PreTrainedModel) -> int | None:
         if isinstance(module, nn.Embedding) and module is not tokens and module.num_embeddings == longest:
             return longest if module.padding_idx is None else longest - module.padding_idx - 1
     return longest
-
-
-EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k")
 
 
 def experts_of_a_token(config: object) -> int | None:

@@ -76,13 +76,11 @@ class Rounder(Protocol):
 
     width: int  # columns rounded together
     group: int = 0  # columns that share fitted state; 0: nothing is fitted inside the loop
-    subgroup: int = 0  # columns that share more of it within a group, which divide it; 0: nothing
 
     def fit_group(self, targets: Tensor, metric: Tensor, start: int) -> None:
         """Fit the state of columns [start, start + len(targets)) on targets [columns, rows]; metric = C_gg.
 
-        A rounder without groups is not asked to. Those with subgroups are asked for the group, then for each of these
-        when the loop reaches it.
+        A rounder without groups is not asked to.
         """
         raise AssertionError("a rounder whose `group` is not 0 has to fit its groups")
 
@@ -252,7 +250,7 @@ def run(weight: Tensor, factor: Tensor, rounder: Rounder, leaf: int = LEAF_COLUM
 
     The result does not depend on `leaf` beyond rounding of float sums. in_features must be a multiple of rounder.width.
     """
-    assert rounder.group % (rounder.subgroup or rounder.width) == 0, "a scale group must hold whole blocks"
+    assert rounder.group % rounder.width == 0, "a scale group must hold whole blocks"
     loop = _Loop(weight, factor, rounder, max(leaf, rounder.width))
     for start, end in loop.leaves(0, weight.shape[0]):
         loop.round_leaf(start, end)
@@ -269,14 +267,14 @@ class _Loop:
 
     def leaves(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of few columns in order, each when the errors of all columns before it are in `pending`."""
-        sizes = (self.rounder.group, self.rounder.subgroup)
-        if any(size and start % size == 0 and end == min(start + size, len(self.weight)) for size in sizes):
+        group, width = self.rounder.group, self.rounder.width
+        if group and start % group == 0 and end == min(start + group, len(self.weight)):
             self._fit(start, end)
-        unit = next((size for size in sizes if 0 < size < end - start), 0)
-        if end - start <= self.leaf and not unit:
+        several = group > 0 and end - start > group
+        if end - start <= self.leaf and not several:
             yield start, end
             return
-        unit = unit or self.rounder.width
+        unit = group if several else width
         middle = start + (-(-(end - start) // unit) + 1) // 2 * unit
         yield from self.leaves(start, middle)
         cross = self.factor[start:middle, middle:end]

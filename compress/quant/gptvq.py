@@ -116,7 +116,7 @@ def quantize(weight: Tensor, stats: Stats | None, config: Config, seed: int = 0)
 class _ColumnVectorRounder:
     """Codes and codebooks of one matrix; columns arrive in stored order."""
 
-    unit_rows, subgroup = 1, 0
+    unit_rows = 1
 
     def __init__(
         self, target: Tensor, config: Config, params: codebook.Params, shape: tuple[int, int], seed: int

@@ -19,8 +19,8 @@ from compress.recipe.read import load
 from compress.recipe.sources import data, is_paper, names, text
 from compress.recipe.yaml import compose, mapping
 
-# Methods that store fewer numbers instead of fewer bits.
-SMALLER_LAYERS = {"lord", "cut", "structured"}
+# Methods and transforms that store or read fewer numbers instead of fewer bits.
+FEWER_NUMBERS = {"lord", "cut", "structured", "sparsegpt", "drop_blocks", "prune_width", "prune_experts"}
 # Scores of allocators that need no measurement of every option.
 CHEAP_SCORES = {"lim", "zd"}
 
@@ -34,7 +34,7 @@ PURPOSES = {
     "Key-value cache": "cache",
     "Weights and key-value cache": "cache, too",
     "Bit allocation": "mixed bits",
-    "Low rank and smaller layers": "low rank",
+    "Fewer numbers": "fewer numbers",
 }
 BITS_OF_PURPOSES = {purpose: int(purpose.split()[1]) for purpose in PURPOSES if purpose.endswith(" bits")}
 # The weight whose bits stand for those of a recipe that is not measured.
@@ -93,8 +93,9 @@ class ListedRecipe(NamedTuple):
             return "Weights and activations"
         if "kv_cache" in self.data:
             return "Weights and key-value cache"
-        if "lowrank" in quantize or quantize["method"] in SMALLER_LAYERS:
-            return "Low rank and smaller layers"
+        methods = {quantize["method"], *(step["method"] for step in self.data.get("transform", []))}
+        if quantize.keys() & {"lowrank", "sparsity"} or methods & FEWER_NUMBERS:
+            return "Fewer numbers"
         return min(BITS_OF_PURPOSES, key=lambda purpose: abs(BITS_OF_PURPOSES[purpose] - float(self.bits)))
 
     @property

@@ -74,10 +74,8 @@ class CalibrationConfig:
     importance: Importance = "none"  # what a token weighs in the statistics (calib/token_importance.py)
     importance_min: float = 0.005  # [fraction] of the largest weight of a sample that its least important token has
     rolled: int = 1  # [copies] of each sample that are used, each shifted in a circle
-    gradient_tokens: int = (
-        GRADIENT_TOKENS  # [tokens] of the first sequences, on which the loss's gradients at outputs of
-    )
-    # linears are taken (calib/output_gradients.py)
+    gradient_tokens: int = GRADIENT_TOKENS  # [tokens] of the first sequences, on which the loss's gradients at outputs
+    # of linears are taken (calib/output_gradients.py)
     bos: Bos = "auto"  # what each sequence begins with: auto, what the tokenizer puts before a text by itself; never,
     # nothing; always, at least its begin-of-text token
     tokens: int | Literal["auto"] = AUTO  # of calibration text in all, in place of num_samples; auto: as many as are
@@ -141,8 +139,7 @@ CacheEstimator = Literal["kl_one_at_a_time", "output_error", "rule"]
 class Target:
     """The aim of an allocation: stored bits a quantized weight, bytes of all stored tensors, a KL, or a share.
 
-    `text`: "3.25bpw" (or "3.25 bits"), "2.1GiB", "0.05kl" (nats a token, on the calibration text), "75% units" (those
-    that are not dropped) or "70% time" (of the original's linears at one token).
+    "3.25bpw" (or "3.25 bits"), "2.1GiB", "0.05kl" (nats a token of calibration), "75% units" (not dropped), "70% time".
     """
 
     text: str
@@ -150,11 +147,11 @@ class Target:
     def __post_init__(self) -> None:
         if re.fullmatch(r"[0-9]*\.?[0-9]+", self.text) is not None:
             raise ValueError(f"target {self.text} has no unit: {self.text}bpw or {self.text}GiB?")
-        if (
-            re.fullmatch(r"[0-9]*\.?[0-9]+ ?(bpw|bits?|kl|% ?units|% ?time|[kmg](i?b)?|b)", self.text, re.IGNORECASE)
-            is None
-        ):
-            raise ValueError(f"target {self.text!r} is neither bits a weight (3.25bpw) nor a size (2.1GiB)")
+        pattern = r"[0-9]*\.?[0-9]+ ?(bpw|bits?|kl|% ?(units|time)|[kmg](i?b)?|b)"
+        if re.fullmatch(pattern, self.text, re.IGNORECASE) is None:
+            raise ValueError(
+                f"target {self.text!r} is neither bits a weight (3.25bpw) nor a size (2.1GiB) nor a share (75% units)"
+            )
         if not 0 < self.value < math.inf:
             raise ValueError(f"target {self.text!r} is not positive and finite")
 

@@ -26,7 +26,6 @@ from compress.types import LayerPlan, Plan
 
 READER_NBYTES = 64 << 20  # libraries that read parquet files and data sets
 MAX_DOCUMENT_NBYTES = 8 << 20  # more of a document is not counted
-# Names of a configuration for the experts that a token is sent to.
 
 
 class TextSize(NamedTuple):

@@ -12,8 +12,9 @@ parts for what is not read:
   done here.
 - Shares: alike, or TEAL's greedy search: of all linears the one is raised whose next step changes the block's output
   least, until the share weighted by sizes is reached; a step is as many weights for each. Or an evolutionary search
-  that starts with equal shares and moves parts of them from one linear to another, which is ours: the steps of small
-  linears (keys and values of few heads) are too coarse for the greedy search.
+  that starts with equal shares and moves parts of them from one linear to another, which is ours. It is better than
+  equal shares where the greedy search is worse (docs/results/sparsity.md), perhaps because a greedy step is coarse for
+  small linears (keys and values of few heads); that was not tested.
 - R-Sparse (arXiv 2504.19449), score rank: what is not read goes through the largest singular vectors of the weight,
   y = W (x * mask) + U S V^T (x * (1 - mask)), by WINA's scores, which are theirs with all ranks. The search is for the
   share of the multiplications that columns take, in each linear.
@@ -84,8 +85,8 @@ class ScoreCounts:
         self.counts = torch.zeros(1 << (31 - DROPPED_BITS), dtype=torch.int64, device=device)
 
     def add(self, inputs: Tensor) -> None:
-        """Count the scores of inputs [..., tokens, in], but for the first tokens of each sample."""
-        scores = inputs[..., FIRST_TOKENS:, :].float().abs()
+        """Count scores of inputs [samples, tokens, in], without the first tokens of samples; of [tokens, in], all."""
+        scores = (inputs[..., FIRST_TOKENS:, :] if inputs.dim() > 2 else inputs).float().abs()
         scores = scores if self.weights is None else scores * self.weights
         bins = scores.flatten().view(torch.int32) >> DROPPED_BITS
         self.counts += torch.bincount(bins, minlength=len(self.counts))
@@ -187,7 +188,7 @@ def _unread(linears: Mapping[str, SparseLinear], stored: Mapping[str, SparseInpu
         )
 
         def before(_: nn.Module, args: tuple[Tensor], threshold=threshold, rest=rest) -> tuple[Tensor]:  # type: ignore[no-untyped-def]
-            read = torch.where(args[0].abs() >= threshold, args[0], 0)
+            read = torch.where(args[0].abs() < threshold, 0, args[0])
             rest["x"] = args[0] - read
             return (read,)
 
@@ -296,6 +297,8 @@ def evolve(trial: UnreadTrial, settings: Settings, asked: Sparsity, seed: int) -
 
     A child that is not better than its parent is forgotten: never worse than where it starts.
     """
+    if len(trial.linears) == 1 and not asked.has_rest_part:  # nobody gives or takes
+        return settings
     draw, sizes = random.Random(seed), {name: each.layer.spec.numel for name, each in trial.linears.items()}
     for _ in range(GENERATIONS):
         children = [settings]
@@ -305,7 +308,8 @@ def evolve(trial: UnreadTrial, settings: Settings, asked: Sparsity, seed: int) -
             if asked.has_rest_part:
                 values = {first: min(1.0, max(0.05, settings[first] + draw.choice((-1, 1)) * moved))}
             else:
-                moved = min(moved, settings[first], (MOST - settings[second]) * sizes[second] / sizes[first])
+                room = max(0.0, MOST - settings[second]) * sizes[second] / sizes[first]
+                moved = min(moved, settings[first], room)
                 taken = moved * sizes[first] / sizes[second]
                 values = {first: settings[first] - moved, second: settings[second] + taken}
             children.append({**settings, **values})

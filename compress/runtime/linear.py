@@ -289,7 +289,7 @@ class PackedLinear(PackedModule):
             y = None if kernel is None else sparse_inputs.product_with(tokens, kernel, threshold)
         if y is not None and self.lowrank is None:
             return _plus(y.view(*x.shape[:-1], -1), bias)
-        read = torch.where(x.abs() >= threshold, x, 0)
+        read = torch.where(x.abs() < threshold, 0, x)
         y = self._matrix_product(read, None) if y is None else y.view(*x.shape[:-1], -1)
         if self.lowrank is not None:
             y = dispatch.with_lowrank(y, x - read if self.stored.has_rest_part else read, *self._factors(x.dtype))

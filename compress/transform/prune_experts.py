@@ -45,7 +45,7 @@ SCOPE = "model"
 ADVICE = "remove prune_experts from the recipe's transform"
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 GROUPS = ("n_group", "num_expert_group")
-NUMBER = re.compile(r"(?<=experts\.)\d+(?=\.)")  # of an expert, in the name of a stored tensor
+NUMBER = re.compile(r"(?<=experts\.)\d+(?=\.)")  # [regex] the number of an expert in a stored tensor's name
 ENOUGH_TOKENS = 128  # an expert of fewer is named
 LISTED = 8  # experts of few tokens that are named
 
@@ -55,7 +55,7 @@ class Config:
     """Which experts are removed."""
 
     remove: float = 0.25  # of the experts of each layer: a share below 1, else their number
-    by: Literal["reap", "frequency", "router_mean", "random"] = "reap"
+    by: Literal["reap", "frequency", "router_mean", "random"] = "reap"  # what the experts that go have least of
     samples: int = 128  # [samples] of calibration that the pass before quantizing looks at
 
     def __post_init__(self) -> None:

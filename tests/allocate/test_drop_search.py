@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from compress import api
-from compress.allocate import costs, solver, times
+from compress.allocate import solver, times
 from compress.allocate.methods import evolve, knapsack
 from compress.allocate.problem import KL_ONE_AT_A_TIME, Choice, Problem, Unit, UnitEntry
 from compress.allocate.table import SensitivityTable
@@ -64,19 +64,19 @@ def test_targets_in_shares_are_read() -> None:
 
 def test_costs_take_the_place_of_bytes_and_the_table_keeps_its_own() -> None:
     units = sublayers(2)
-    priced = costs.Costs([[5, 3] for _ in units], 20)
-    sorted_table, problem = costs.problem(table(units), Target("80% time"), priced)
+    priced = times.Costs([[5, 3] for _ in units], 20)
+    sorted_table, problem = times.price(table(units), Target("80% time"), priced)
     assert problem.budget == 16 and [e.nbytes for e in problem.units[0].entries] == [3, 5]
     assert [e.option for e in sorted_table.units[0].entries] == ["keep", "drop"]
     assert sorted_table.nbytes((0, 0, 0, 0)) == 800 and problem.nbytes((0, 0, 0, 0)) == 12
     with pytest.raises(BudgetError, match="60.0%"):
-        costs.problem(table(units), Target("50% time"), priced)
+        times.price(table(units), Target("50% time"), priced)
 
 
 @pytest.mark.parametrize("method", ["kl", "angular", "even"])
 def test_rivals_leave_the_share(method: str) -> None:
     units = sublayers()
-    _, problem = costs.problem(table(units), Target("75% units"), costs.count_units(units))
+    _, problem = times.price(table(units), Target("75% units"), times.count_units(units))
     if method == "kl":
         choice = knapsack.allocate(problem, knapsack.Config(estimator=KL_ONE_AT_A_TIME)).choice
     else:
@@ -95,12 +95,10 @@ class Apart(Landscape):
 
 
 def test_the_published_search_swaps_and_keeps_the_count(tmp_path: Path) -> None:
-    config = evolve.published_drop(32, 8)
-    assert (config.generations, config.offspring, config.survivors) == (128, 32, (2, 1))
-    assert (config.initial, config.initial_tokens, config.tokens) == (64, 2048, (2048, 32768))
-    _, problem = costs.problem(table(sublayers()), Target("75% units"), costs.count_units(sublayers()))
+    config = replace(evolve.PUBLISHED, generations=20, offspring=32, survivors=(2, 1), tokens=(2048, 32768), initial=4)
+    _, problem = times.price(table(sublayers()), Target("75% units"), times.count_units(sublayers()))
     bench = Apart(tmp_path)
-    result = evolve.allocate(problem, replace(config, generations=20, initial=4), bench)
+    result = evolve.allocate(problem, config, bench)
     assert all(sum(choice) == 12 for choices, _ in bench.asked for choice in choices)
     assert result.facts["kl"] <= 0.1 + 0.01 * sum((0, 2, 4, 6)) + 0.1
 
@@ -142,6 +140,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_pico("mistral", tmp_path_factory.mktemp("pico") / "m", dtype=torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_one_budget_for_bits_rank_sparsity_and_drop(source: Path, tmp_path: Path) -> None:
     """Every kind of option is measured and named, bytes are met, and dropped units are written as such."""
     settings = "method: evolve, target: 2.6bpw, samples: 8, generations: 2, estimator: hessian"
@@ -163,10 +162,16 @@ def test_shares_of_units_and_of_time(source: Path, tmp_path: Path, monkeypatch: 
     assert sorted(units.values()) == ["drop", "keep", "keep", "keep"] and report["allocation"]["share"] == 0.75
     assert report["nbytes"]["total"] < report["source_nbytes"]
 
+    real = times._time
+
     def fake(linears: dict[str, Any], dtype: torch.dtype) -> dict[str, float]:
         assert all(isinstance(linear, PackedLinear | torch.nn.Linear | None) for linear in linears.values())
+        assert {key: seconds > 0 for key, seconds in real(linears, dtype).items()} == {
+            key: linear is not None for key, linear in linears.items()
+        }
         return {key: 0.0 if linear is None else 1e-6 * int(key.partition("x")[0]) for key, linear in linears.items()}
 
+    monkeypatch.setattr(times, "TURNS", 3)
     monkeypatch.setattr(times, "_time", fake)
     timed = Setup("evo-drop25", (*set_to, "allocate.estimator=kl_one_at_a_time", "allocate.target=80% time"))
     again = replace(job(source, timed, tmp_path / "timed"), measurements=tmp_path / "measured")

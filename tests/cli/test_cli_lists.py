@@ -17,7 +17,7 @@ from compress.recipe import catalogue, keys
 from compress.version import __version__
 from helpers.runs import cli, one_line
 
-SCREEN_LINES = 60
+SCREEN_LINES = 62
 # Recipes that train for long, of which no quality is claimed; the list only shrinks.
 UNMEASURED = {"aqlm2bit", "bitnet1.58", "decoupleq2bit"}
 

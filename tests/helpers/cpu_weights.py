@@ -196,9 +196,7 @@ def sparse_weight(shape: tuple[int, int], keep: int, of: int, kept: Any, *block:
     """kept: type of kept weights, or bits, group_size and symmetric of their codes; block: rows and columns."""
     columns = -(-shape[1] // of) * keep
     inner = dense.Params(kept) if isinstance(kept, str) else int_format.params_for(*kept, columns)
-    return stored.random_weight(
-        "sparse", sparse.params_for(keep, of, "dense" if isinstance(kept, str) else "int", inner, *block), shape
-    )
+    return stored.random_weight("sparse", sparse.params_for(keep, of, inner, *block), shape)
 
 
 WEIGHTS = [

@@ -60,7 +60,7 @@ def test_products_with_kept_inputs(shape: tuple[int, int], dtype: torch.dtype) -
 
 def test_many_rows_are_multiplied_with_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (300, 200)
-    monkeypatch.setattr(columns, "PANEL_BYTES", 1)  # a tile of outputs at a time
+    monkeypatch.setattr(columns, "PANEL_SIZE", 1)  # a tile of outputs at a time
     x = problems.random(15, shape[1], seed=2).bfloat16().view(3, 5, -1)
     for weight in weights(shape):
         y = dispatch.product(x, weight.tensors, weight.format, weight.params, shape)

@@ -18,7 +18,7 @@ ROWS = 5
 class Scalar:
     """Columns rounded to multiples of a scale; a group's scale depends on every number that `fit_group` is given."""
 
-    width, subgroup = 1, 0
+    width = 1
 
     def __init__(self, group: int = 0) -> None:
         self.group = group
@@ -39,7 +39,7 @@ class Vector:
     """Nearest of a few random vectors in the metric of C_BB; with groups, the vectors are scaled."""
 
     def __init__(self, width: int, group: int = 0) -> None:
-        self.width, self.group, self.subgroup = width, group, 0
+        self.width, self.group = width, group
         self.codebook = problems.random(12, width, seed=9).double()  # [codes, width]
         self.scale = torch.ones(ROWS, dtype=torch.float64)
 

@@ -50,6 +50,11 @@ def test_threshold_depends_neither_on_batches_nor_on_order() -> None:
     for i in torch.randperm(len(x), generator=torch.Generator().manual_seed(1)).tolist():
         one_by_one.add(x[i : i + 1])
     assert torch.equal(all_at_once.counts, one_by_one.counts)
+    flat, whole = ScoreCounts(None), ScoreCounts(None)  # where samples begin is not seen
+    flat.add(x.flatten(0, 1))
+    for part in x.flatten(0, 1).split(7):
+        whole.add(part)
+    assert torch.equal(flat.counts, whole.counts)
     assert ScoreCounts(None).threshold(0.5) == (0.0, 0.0)
 
 
@@ -99,6 +104,18 @@ def test_search_keeps_the_budget_and_is_no_worse_than_equal_shares(score: str) -
         assert sum(evolved.values()) / 2 == pytest.approx(0.5)
         assert trial.error(evolved) <= trial.error(dict.fromkeys(raised, 0.5))
         assert trial.error(dict.fromkeys(raised, 0.0)) == 0
+
+
+def test_search_moves_nothing_where_nobody_can_take_it() -> None:
+    block, x, asked = _Block(), _inputs(), Sparsity(0.97)
+    linears = _linears(block, asked)
+    linears["first"].scores.add(x)
+    linears["second"].scores.add(block.first(x).detach() ** 3)
+    with torch.no_grad():
+        shares = dict.fromkeys(linears, 0.97)
+        assert evolve(UnreadTrial(linears, lambda: [block(x)]), shares, asked, seed=0) == shares
+        alone = {"first": linears["first"]}
+        assert evolve(UnreadTrial(alone, lambda: [block(x)]), {"first": 0.5}, asked, seed=0) == {"first": 0.5}
 
 
 def test_part_for_what_is_not_read_takes_the_rest_of_the_budget() -> None:

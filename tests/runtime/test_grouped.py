@@ -227,7 +227,7 @@ def test_in_turn_gives_the_same(made: Made) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"activations": Activations(8)}, "inputs that are rounded, or low-rank parts"),
+        ({"activations": Activations(8)}, "inputs that are rounded or unread, or low-rank parts"),
         ({"ops": WeightTransforms(input=("hadamard",))}, "transforms that differ"),
     ],
 )

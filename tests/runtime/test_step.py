@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from compress.formats import columns
 from compress.kernels import llvm
-from compress.runtime.linear import PackedLinear
+from compress.runtime.linear import PackedLinear, sparse_for
 from compress.runtime.step import decode
-from compress.types import PackedWeight, WeightTransforms
+from compress.types import IN_THRESHOLD, InputSparsity, PackedWeight, Stored, WeightTransforms
 from helpers.cpu_weights import int_weight, trellis_weight
 from helpers.decoding import assert_close, ready, step_of, tokens
 from helpers.pico import build
@@ -319,4 +320,28 @@ def test_a_packed_layer_that_moves_its_tensors() -> None:
     model._apply(lambda tensor: tensor.clone())
     gc.collect()
     assert torch.equal(generated(model, ids)[1], expected[1])
+    assert step_of(model).running
+
+
+def sparse_columns(shape: tuple[int, int]) -> PackedWeight:
+    """Return 4-bit codes by columns, whose inputs go unread where they are below half of a standard deviation."""
+    plain = columns.Params(4, 32, dtype="float16")
+    stored = Stored("columns", plain, sparsity=InputSparsity(0.4))
+    return PackedWeight(stored, {**random_parts(stored, shape), IN_THRESHOLD: torch.full((shape[1],), 0.5)}, shape)
+
+
+@pytest.mark.usefixtures("small_weights_too")
+def test_small_inputs_go_unread_in_programs() -> None:
+    model, ids = packed(weight_of=sparse_columns), tokens(1, 9)
+    expected = generated(model, ids)
+    decode.install(model)
+    got = generated(model, ids)
+    (running,) = step_of(model).running.values()
+    assert len(running.steps.parts) == 1
+    assert_close(got[1], expected[1], 0.05)
+    with sparse_for(model, None):
+        whole = generated(model, ids)
+        assert not step_of(model).running  # no kernel of columns in a program reads all of them
+    assert not torch.equal(whole[1], got[1])
+    assert torch.equal(generated(model, ids)[1], got[1])
     assert step_of(model).running

@@ -112,3 +112,11 @@ def test_what_is_stored_comes_back_and_decodes_to_the_whole_weight() -> None:
         InputSparsity(1.0)
     with pytest.raises(Exception, match="negative"):
         formats.check(dataclasses.replace(weight, tensors={**weight.tensors, IN_THRESHOLD: -torch.ones(64)}), "w")
+
+
+@pytest.mark.parametrize("score", ["magnitude", "rank"])
+def test_what_is_no_number_is_read(score: str) -> None:
+    x = torch.randn(2, SHAPE[1], generator=torch.Generator().manual_seed(1))
+    x[1, 5] = torch.nan
+    y = PackedLinear.from_packed(_packed(score))(x)
+    assert y[0].isfinite().all() and y[1].isnan().all()

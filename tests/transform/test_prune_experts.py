@@ -161,6 +161,7 @@ def test_scores_differ_and_chance_is_the_seeds(models: Callable[[str], Path], tm
     assert notes["random"] == prune(models("qwen2_moe"), tmp_path, tokens=None, by="random")[1]
 
 
+@pytest.mark.slow
 def test_the_recipe_packs_what_is_left(models: Callable[[str], Path], tmp_path: Path) -> None:
     changes = (*KEEP_TABLES, *SMALL, "calibration.seq_len=16", "group_size=32", "two_sided=false")
     for out, pack in (("packed", True), ("plain", False)):

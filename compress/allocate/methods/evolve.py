@@ -103,21 +103,6 @@ PUBLISHED = Config(
 )
 
 
-def published_drop(blocks: int, dropped: int) -> Config:
-    """Return the published search for `dropped` of so many blocks, or as many attentions and as many MLPs."""
-    return Config(
-        start="uniform",
-        generations=max(1, round(dropped * (blocks - dropped) / 1.5)),
-        offspring=32,
-        survivors=(2, 1),
-        tokens=(2048, 32768),
-        selection="stages",
-        groups="size",
-        surrogate=False,
-        patience=0,
-    )
-
-
 def needs(config: Config) -> frozenset[str]:
     return frozenset({"joint", config.estimator} if _has_table(config) else {"joint"})
 

@@ -15,13 +15,13 @@ from compress.kernels.cpu.kept_inputs import QUAD
 
 TOGETHER = 8  # columns that are read beside each other, each along a chunk of outputs
 CHUNK = 2048  # outputs whose sums stay in the nearest cache while all columns pass by
-BYTES = 64  # of a vector of codes
-NEARNESS = 2  # of what is prefetched: the second cache
+CODE_VECTOR = 64  # bytes of a vector of codes
+LOCALITY = 2  # cache that prefetched codes are brought to
 
 
 def tile_outputs(bits: int, integers: bool) -> int:
     """Return the outputs whose sums stay in registers."""
-    return BYTES * 8 // bits if integers else 64
+    return CODE_VECTOR * 8 // bits if integers else 64
 
 
 class _Codes(Dots):
@@ -156,7 +156,7 @@ class ColumnSums(_Codes):
         for at in range(0, self.elements * size, 64):
             here = self.at(self.named["stored"], self.b.add(offset, self.i64(at // size)), kind)
             self.intrinsic(
-                "llvm.prefetch.p0", self.ir.VoidType(), here, self.word(0), self.word(NEARNESS), self.word(1)
+                "llvm.prefetch.p0", self.ir.VoidType(), here, self.word(0), self.word(LOCALITY), self.word(1)
             )
 
     def _values(self, line: Any, count: int) -> list[Any]:
@@ -165,7 +165,7 @@ class ColumnSums(_Codes):
 
     def _bytes(self, line: Any, count: int) -> list[Any]:
         """Return the low and the high bytes of each four columns, in all lanes."""
-        b, octets = self.b, self.vector(self.byte, BYTES)
+        b, octets = self.b, self.vector(self.byte, CODE_VECTOR)
         first = b.udiv(line, self.i64(QUAD))  # in words of four bytes
         return [
             b.bitcast(self.splat(self.load(self.named[part], b.add(first, self.i64(k)), self.word), LANES), octets)
@@ -198,11 +198,13 @@ class ColumnSums(_Codes):
             )
             for cell in cells
         }
-        sums = {cell: ByteProducts(self, BYTES, largest) for cell in cells}
+        sums = {cell: ByteProducts(self, CODE_VECTOR, largest) for cell in cells}
         for cell, products in sums.items():
             products.whole = self.load(named["space"], at[cell], self.word, LANES)
         for k in range(0, len(places), QUAD):
-            columns = [self.load_some(named["stored"], place, self.byte, BYTES, left) for place in places[k : k + QUAD]]
+            columns = [
+                self.load_some(named["stored"], place, self.byte, CODE_VECTOR, left) for place in places[k : k + QUAD]
+            ]
             for q, octets in enumerate(self._interleave(columns)):
                 for field in range(self.fields):
                     codes = self._field(octets, field)

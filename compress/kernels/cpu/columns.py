@@ -21,7 +21,7 @@ from torch import Tensor
 
 from compress.formats.columns import Params
 from compress.kernels import llvm
-from compress.kernels.calls import CompiledCall
+from compress.kernels.calls import ActivationRows, CompiledCall, Take, run
 from compress.kernels.contract import Prepared, Shape
 from compress.kernels.cpu import emitter
 from compress.kernels.cpu.column_sums import ColumnPanel, ColumnSums, tile_outputs
@@ -33,7 +33,7 @@ MOST = 12  # rows up to which that is faster than to decode, 4096 x 4096, one th
 LISTS = ("columns", "values", "low", "high", "x_scales", "sums", "starts")  # what KeptInputs writes
 LINE = 64  # bytes
 SPAN = 256  # columns whose sums of integers fit into 32 bits, at most
-PANEL_BYTES = 1 << 21  # of a decoded weight that many rows of activations are multiplied with at a time
+PANEL_SIZE = 1 << 21  # bytes of the decoded outputs that many rows of activations are multiplied with at a time
 
 
 def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> ColumnProduct | None:
@@ -99,16 +99,29 @@ class ColumnProduct(Prepared):
         count = len(x)
         out = torch.empty(count, self.shape[0], dtype=x.dtype, device="cpu")
         threshold = torch.zeros(1, device="cpu") if threshold is None else threshold
-        steps = self._steps.get((count, x.dtype)) or self._prepare(count, x.dtype)
-        memory = torch.empty(steps.nbytes, dtype=torch.uint8, device="cpu")
-        base = memory.data_ptr()
-        places = [base + offset for offset in steps.offsets]
-        each = int(threshold.numel() > 1)
-        steps.list_kept(x.data_ptr(), threshold.data_ptr(), *places[: len(LISTS)], each, *steps.listed)
-        arguments = (*steps.stored, *places, out.data_ptr(), 0, self.tiles, count, *steps.sizes)
-        least = -(-emitter.THREAD // (self.tile * self.shape[1] * count))
-        CompiledCall(steps.sum_up, arguments, self.tiles, least, len(steps.stored) + len(places) + 1).run()
+        memory = list[Tensor]()  # the calls have run before it is freed
+
+        def take(nbytes: int) -> int:
+            memory.append(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+            return memory[-1].data_ptr()
+
+        run(iter(self.sparse_calls(ActivationRows(count, x.dtype, x.data_ptr(), out.data_ptr(), 0), take, threshold)))
         return out
+
+    def sparse_calls(self, rows: ActivationRows, take: Take, threshold: Tensor) -> list[CompiledCall]:
+        """Return the calls of that product for 1 to 4 rows; what it gives is contiguous."""
+        count = rows.count
+        steps = self._steps.get((count, rows.dtype)) or self._prepare(count, rows.dtype)
+        base, each = take(steps.nbytes), int(threshold.numel() > 1)
+        places = [base + offset for offset in steps.offsets]
+        listing = (rows.source, threshold.data_ptr(), *places[: len(LISTS)], each, *steps.listed)
+        arguments = (*steps.stored, *places, rows.target, 0, self.tiles, count, *steps.sizes)
+        least = -(-emitter.THREAD // (self.tile * self.shape[1] * count))
+        first = len(steps.stored) + len(places) + 1
+        return [
+            CompiledCall(steps.list_kept, listing),
+            CompiledCall(steps.sum_up, arguments, self.tiles, least, first),
+        ]
 
     def _prepare(self, count: int, dtype: torch.dtype) -> _ColumnSteps:
         """Return what runs for a number of rows and a type of activations."""
@@ -142,7 +155,7 @@ class ColumnProduct(Prepared):
         if self.params.bits == 16 and self.tensors["values"].dtype == kind:
             return x @ self.tensors["values"]
         y, rows = x.new_empty(len(x), outputs), x.to(kind)
-        step = max(1, PANEL_BYTES // (inputs * kind.itemsize * self.tile)) * self.tile
+        step = max(1, PANEL_SIZE // (inputs * kind.itemsize * self.tile)) * self.tile
         for first in range(0, outputs, step):
             last = min(first + step, outputs)
             y[:, first:last] = rows @ self._panel(first, last, kind)

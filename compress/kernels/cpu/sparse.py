@@ -34,7 +34,7 @@ from compress.kernels.cpu.decoded import DecodedProduct
 from compress.kernels.cpu.emitter import LANES, Emitter, Writer
 from compress.kernels.cpu.sparse_rows import (
     GROUP,
-    WORD_BYTES,
+    MASK_WORD,
     BitmapReader,
     Halves,
     PatternReader,
@@ -50,7 +50,7 @@ BLOCK_COLUMNS = (1, 2, 4, 8, 16)
 def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Prepared | None:
     """Return the product; None for what is not read, see above."""
     mask_bytes = tensors["mask"].numel()
-    if not emitter.worthwhile(shape) or mask_bytes < WORD_BYTES or params.block_columns not in BLOCK_COLUMNS:
+    if not emitter.worthwhile(shape) or mask_bytes < MASK_WORD or params.block_columns not in BLOCK_COLUMNS:
         return None
     rows, columns = params.kept_shape(shape)
     sizes = {"pitch": params.mask_shape(shape)[1], "mask_bytes": mask_bytes, "kept": columns}

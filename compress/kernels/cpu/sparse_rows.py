@@ -20,7 +20,7 @@ from compress.kernels.cpu.emitter import LANES, Emitter
 from compress.kernels.cpu.unpack import SHORTS, NarrowTiles, whole_tiles, words
 
 GROUP = 4  # columns of a pattern
-WORD_BYTES = 8  # of the mask, that are loaded at once
+MASK_WORD = 8  # bytes of the mask that are loaded at once
 
 Halves = tuple[Any, Any]  # even and odd ones of some kept weights, float32 vectors
 Body = Callable[[Any, Sequence[Halves]], None]  # (number of the first kept weight; those of several rows from it on)
@@ -143,7 +143,7 @@ def pattern_bits(e: Emitter, named: Mapping[str, Any], row: Any, kept: Any) -> A
     b = e.b
     place = b.add(b.mul(row, named["pitch"]), b.mul(b.lshr(kept, e.i64(4)), e.i64(3)))
     place = e.smaller(place, b.sub(named["mask_bytes"], e.i64(3)))  # of padding any pattern will do
-    begin = e.smaller(place, b.sub(named["mask_bytes"], e.i64(WORD_BYTES)))
+    begin = e.smaller(place, b.sub(named["mask_bytes"], e.i64(MASK_WORD)))
     word = b.load(e.at(named["mask"], begin, e.byte), typ=e.index, align=1)
     return b.lshr(word, b.mul(b.sub(place, begin), e.i64(8)))
 
@@ -216,7 +216,7 @@ class BitmapReader(SparseReader):
         line = b.mul(b.udiv(row, e.i64(self.params.block_rows)), self.named["pitch"])
 
         def chunk(column: Any, rest: Any) -> None:
-            put(0, column, self._expanded(self._bits(line, column), place), rest)
+            put(0, column, self._expand_sixteen(self._bits(line, column), place), rest)
 
         e.in_chunks(features, LANES, chunk)
 
@@ -232,7 +232,7 @@ class BitmapReader(SparseReader):
         moved = b.lshr(bits, b.trunc(b.and_(entry, e.i64(7)), e.word))
         return b.and_(moved, e.word((1 << LANES // self.params.block_columns) - 1))
 
-    def _expanded(self, bits: Any, place: Any) -> Any:
+    def _expand_sixteen(self, bits: Any, place: Any) -> Any:
         """Sixteen columns; `place` is moved behind the kept weights among them."""
         e, b, lanes, width = self.e, self.b, self.lanes, self.params.block_columns
         parts = []
@@ -252,12 +252,12 @@ class BitmapReader(SparseReader):
                 order = b.add(
                     b.mul(count, self._words([inside] * lanes)), self._words([j % inside for j in range(lanes)])
                 )
-                parts.append(b.select(is_kept, self._permuted(values, order), e.constant(e.float, lanes, 0.0)))
+                parts.append(b.select(is_kept, self._permute(values, order), e.constant(e.float, lanes, 0.0)))
             counted = e.intrinsic("llvm.ctpop.i32", e.word, b.and_(bits, e.word(sum({1 << i for i in entries}))))
             b.store(b.add(begin, b.mul(b.zext(counted, e.index), e.i64(min(width, lanes)))), place)
         return parts[0] if len(parts) == 1 else e.shuffled(parts[0], parts[1], range(LANES))
 
-    def _permuted(self, values: Any, order: Any) -> Any:
+    def _permute(self, values: Any, order: Any) -> Any:
         e, b = self.e, self.b
         if "avx2" in llvm.features():
             return e.intrinsic("llvm.x86.avx2.permps", values.type, values, order)

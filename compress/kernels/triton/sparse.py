@@ -73,7 +73,7 @@ class SparseWeight(Prepared):
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         params, (rows, columns), mask = self.params, self.shape, self.tensors["mask"]
-        kept = self._kept(dtype)
+        kept = self._decode_kept(dtype)
         groups, pitch = kept.shape[1] // params.keep, mask.shape[1]
         padded = triton.next_power_of_2(params.of)
         many = BLOCK // padded  # patterns of a program
@@ -85,7 +85,7 @@ class SparseWeight(Prepared):
         )  # fmt: skip
         return out
 
-    def _kept(self, dtype: torch.dtype) -> Tensor:
+    def _decode_kept(self, dtype: torch.dtype) -> Tensor:
         """Return what is kept, [out, kept weights of a row]."""
         inner, shape = self.params.inner_params, self.params.kept_shape(self.shape)
         if isinstance(inner, dense.Params):

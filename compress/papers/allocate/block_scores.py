@@ -1,4 +1,4 @@
-"""Score whole blocks by LIM and ZD (arXiv 2406.17415), for compress/papers/allocate/layerwise.py.
+"""Score whole blocks by LIM and ZD (arXiv 2406.17415), and units by angles, for the allocators beside.
 
 LIM ranks a block by how far it turns the hidden states, ZD, without data, by how many of its weights lie far above the
 mean. The paper leaves open over what the cosine is averaged; here it is tokens.
@@ -72,6 +72,35 @@ def measure_zd(store: Measurements) -> None:
         weights = store.originals(skeleton, index)
         scores.append(zd(weights.values()) if weights else 0.0)
     _keep_blocks(store, "zd", scores)
+
+
+def measure_angles(store: Measurements) -> None:
+    """Keep of each unit the mean angle, as a share of pi, between the residual stream in front of it and behind it."""
+    skeleton, device = store.source(), torch.device(store.opened.job.device)
+    tokens, scores = store.calibration.tokens[: store.samples], dict[str, float]()
+    stream = blockwise.HiddenStates(tokens.shape[0], store.database.folder / "stream")
+    try:
+        calls = blockwise.record_inputs(skeleton, tokens, 1, stream, device)
+        for index in range(len(skeleton.blocks)):
+            block, name = skeleton.load_block(index, device), skeleton.block_prefix(index).rstrip(".")
+            before = [stream.read(sample, 1).to(device) for sample in range(stream.samples)]
+            behind = [blockwise.run_block(block, calls[index][1], states, name) for states in before]
+            for sample, states in enumerate(behind):
+                stream.write(sample, states)
+            units = [group for group in store.groups if group.members[0].block == index]
+            for number, group in reversed(list(enumerate(units))):
+                for member in group.members:
+                    skeleton.linear(block, member.name).weight.data.zero_()
+                front = [blockwise.run_block(block, calls[index][1], x, name) for x in before] if number else before
+                pairs = zip(front, behind, strict=True)
+                cosines = [nn.functional.cosine_similarity(a.double(), b.double(), dim=-1) for a, b in pairs]
+                scores[group.name] = float(torch.cat(cosines).clamp(-1, 1).arccos().mean()) / math.pi
+                behind = front
+            skeleton.free()
+    finally:
+        skeleton.free()
+        stream.close()
+    store.keep("angular", scores={"angular": scores}, samples=store.samples, forwards=1.0 * tokens.numel())
 
 
 def _keep_blocks(store: Measurements, name: str, by_block: Sequence[float], **more: Any) -> None:

@@ -11,7 +11,6 @@ third simple rule, and better than both: docs/results/sparsity.md.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -28,37 +27,9 @@ class Config:
 
 
 def _measure_angles(store: Measurements) -> None:
-    """Keep of each unit the mean angle, as a share of pi, between the residual stream in front of it and behind it."""
-    import torch
-    from torch import nn
+    from compress.papers.allocate import block_scores
 
-    from compress.model import blockwise
-
-    skeleton, device = store.source(), torch.device(store.opened.job.device)
-    tokens, scores = store.calibration.tokens[: store.samples], dict[str, float]()
-    stream = blockwise.HiddenStates(tokens.shape[0], store.database.folder / "stream")
-    try:
-        calls = blockwise.record_inputs(skeleton, tokens, 1, stream, device)
-        for index in range(len(skeleton.blocks)):
-            block, name = skeleton.load_block(index, device), skeleton.block_prefix(index).rstrip(".")
-            before = [stream.read(sample, 1).to(device) for sample in range(stream.samples)]
-            behind = [blockwise.run_block(block, calls[index][1], states, name) for states in before]
-            for sample, states in enumerate(behind):
-                stream.write(sample, states)
-            units = [group for group in store.groups if group.members[0].block == index]
-            for number, group in reversed(list(enumerate(units))):
-                for member in group.members:
-                    skeleton.linear(block, member.name).weight.data.zero_()
-                front = [blockwise.run_block(block, calls[index][1], x, name) for x in before] if number else before
-                pairs = zip(front, behind, strict=True)
-                cosines = [nn.functional.cosine_similarity(a.double(), b.double(), dim=-1) for a, b in pairs]
-                scores[group.name] = float(torch.cat(cosines).clamp(-1, 1).arccos().mean()) / math.pi
-                behind = front
-            skeleton.free()
-    finally:
-        skeleton.free()
-        stream.close()
-    store.keep("angular", scores={"angular": scores}, samples=store.samples, forwards=1.0 * tokens.numel())
+    block_scores.measure_angles(store)
 
 
 METRICS = {"angular": _measure_angles}  # beside those of compress/allocate/metrics.py

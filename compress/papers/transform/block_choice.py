@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
@@ -28,23 +28,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from compress import process_memory
+from compress.calib import reference_logprobs
 from compress.errors import CalibrationError
-from compress.model import blockwise
+from compress.model import blockwise, lm_head
 from compress.model.blockwise import HiddenStates
 from compress.model.edits import EditContext
 from compress.model.skeleton import Skeleton
-from compress.papers.transform.dropped_kl import Dropped, DroppedKL
-from compress.storage.checkpoint import read_json, write_text
+from compress.numerics import kl as divergences
+from compress.storage.checkpoint import Checkpoint, read_json, write_text
 from compress.storage.files import make_folder
 
+Dropped = frozenset[int]  # numbers of blocks
 Rule = Literal["angular", "influence", "even", "kl", "evolve"]
-SURVIVORS = 2  # of a generation, that are measured on all samples
+SURVIVORS = 2  # [choices] of a generation that are measured on all samples
 MAX_SWAPS = 3
+STATES_NBYTES = 1 << 30
 TRIES = 100  # random changes for an offspring, of which one is to be new
 
 
 @dataclass
-class Choice:
+class BlockChoice:
     """The blocks to be dropped so far, and what has been measured on the way; kept in a file."""
 
     dropped: list[int]
@@ -65,11 +69,11 @@ class Choosing:
         self.original, self.candidates, self.count, self.bench = original, candidates, count, bench
         self.file, self.samples = file, samples
 
-    def choose(self, rule: Rule, generations: int, offspring: int, seed: int) -> Choice:
+    def choose(self, rule: Rule, generations: int, offspring: int, seed: int) -> BlockChoice:
         """Return the blocks to be dropped by a rule, in their order; goes on where an interrupted run has stopped."""
-        state = Choice([])
+        state = BlockChoice([])
         if self.file.is_file():
-            state = Choice(**read_json(self.file))
+            state = BlockChoice(**read_json(self.file))
         if state.is_done:
             return state
         if rule == "even":
@@ -90,7 +94,7 @@ class Choosing:
             raise CalibrationError("drop_blocks looks at a calibration text, and there is none; give --calib")
         return self.bench.tokens[: self.samples]
 
-    def _save(self, state: Choice) -> None:
+    def _save(self, state: BlockChoice) -> None:
         make_folder(self.file.parent)
         write_text(self.file, json.dumps(asdict(state)))
 
@@ -120,7 +124,7 @@ class Choosing:
             self.original.free()
         return means
 
-    def _search(self, state: Choice, is_greedy: bool, how: tuple[int, int, int]) -> None:
+    def _search(self, state: BlockChoice, is_greedy: bool, how: tuple[int, int, int]) -> None:
         tokens, starts = self._tokens(), list[Dropped]()
         assert self.bench is not None, "there are tokens"
         if not is_greedy and state.kl is None:
@@ -138,7 +142,7 @@ class Choosing:
         finally:
             evaluator.close()
 
-    def _greedy(self, state: Choice, evaluator: DroppedKL) -> None:
+    def _greedy(self, state: BlockChoice, evaluator: DroppedKL) -> None:
         while len(state.dropped) < self.count:
             sets = [frozenset({*state.dropped, each}) for each in self.candidates if each not in state.dropped]
             kls = self._measure(state, evaluator, sets, range(evaluator.samples))
@@ -147,7 +151,7 @@ class Choosing:
             self._finish(state, f"{len(best)} of {self.count} blocks are dropped")
 
     def _evolve(
-        self, state: Choice, starts: Sequence[Dropped], evaluator: DroppedKL, how: tuple[int, int, int]
+        self, state: BlockChoice, starts: Sequence[Dropped], evaluator: DroppedKL, how: tuple[int, int, int]
     ) -> None:
         generations, offspring, seed = how
         every = range(evaluator.samples)
@@ -171,7 +175,7 @@ class Choosing:
             state.generation += 1
             self._finish(state, f"generation {state.generation} of {generations}")
 
-    def _children(self, state: Choice, count: int, rng: Random) -> list[Dropped]:
+    def _children(self, state: BlockChoice, count: int, rng: Random) -> list[Dropped]:
         """Return sets that have not been measured, with a few swaps each."""
         known, children = {frozenset(each) for each in state.tried}, dict[Dropped, None]()
         for _ in range(TRIES * count):
@@ -186,7 +190,7 @@ class Choosing:
         return list(children)
 
     def _measure(
-        self, state: Choice, evaluator: DroppedKL, sets: Sequence[Dropped], samples: Sequence[int]
+        self, state: BlockChoice, evaluator: DroppedKL, sets: Sequence[Dropped], samples: Sequence[int]
     ) -> list[float]:
         before = evaluator.block_tokens
         kls = evaluator.divergence(sets, samples)
@@ -194,7 +198,7 @@ class Choosing:
         state.tried += [sorted(each) for each in sets if sorted(each) not in state.tried]
         return kls
 
-    def _finish(self, state: Choice, what: str) -> None:
+    def _finish(self, state: BlockChoice, what: str) -> None:
         assert state.kl is not None and self.bench is not None, "it has been measured"
         state.trace.append([state.block_tokens / len(self.original.blocks), state.kl])
         self._save(state)
@@ -225,3 +229,75 @@ def _compare(before: Tensor, after: Tensor) -> Tensor:
     """Return the mean cosine, and the mean angle / pi, between states of the same token, float64 [2]."""
     cosines = functional.cosine_similarity(before.double(), after.double(), dim=-1).clamp(-1, 1)
     return torch.stack((cosines.mean(), cosines.arccos().mean() / math.pi))
+
+
+# ---------------------------------------------------------------- divergences
+
+
+class DroppedKL:
+    """An evaluator of sets of dropped blocks on tokens [samples, seq_len] int64, with files in `folder`.
+
+    Blocks are loaded one at a time. Sets that have the same blocks up to one share its hidden states, which are
+    computed once; a dropped block costs nothing. Samples go through together as far as their states fit into
+    STATES_NBYTES. A result depends on the set and its samples alone: each sample is run by itself, in float32, and sums
+    are exact.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, tokens: Tensor, bench: EditContext, folder: Path) -> None:
+        self.skeleton, self.tokens, self.bench = Skeleton(checkpoint), tokens, bench
+        self.samples, self.seq_len = tokens.shape
+        self.block_tokens = 0  # computed so far: tokens through one block each
+        self.end = blockwise.computing_in(self.skeleton, torch.float32)
+        self.embedded = HiddenStates(self.samples, folder / "embedded")
+        self.reference = reference_logprobs.load(self.skeleton, tokens, folder, device=bench.device, say=bench.say)
+        self.calls = blockwise.record_inputs(self.skeleton, tokens, 1, self.embedded, bench.device)
+
+    def close(self) -> None:
+        """Free memory, and remove the file of hidden states."""
+        self.end()
+        self.embedded.close()
+
+    def divergence(self, sets: Sequence[Dropped], samples: Sequence[int]) -> list[float]:
+        """Return KL(original || without these blocks) of each set, the mean over these samples, nats a token."""
+        return [math.fsum(row) / len(row) for row in self.per_sample(sets, samples).tolist()]
+
+    @torch.no_grad()
+    def per_sample(self, sets: Sequence[Dropped], samples: Sequence[int]) -> Tensor:
+        """Return the same of each sample, float64 [sets, samples]."""
+        distinct = list(dict.fromkeys(sets))
+        nbytes = self.seq_len * self.skeleton.config.get_text_config().hidden_size * 4
+        window = max(1, STATES_NBYTES // (nbytes * len(distinct)))
+        parts = [self._window(distinct, samples[start : start + window]) for start in range(0, len(samples), window)]
+        kls = dict(zip(distinct, torch.cat(parts, 1), strict=True))
+        return torch.stack([kls[each] for each in sets])
+
+    def _window(self, sets: Sequence[Dropped], samples: Sequence[int]) -> Tensor:
+        start = [self.embedded.read(sample, 1).to(self.bench.device) for sample in samples]
+        states: dict[Dropped, list[Tensor]] = {frozenset(): start}  # dropped so far -> hidden states of each sample
+        for index in range(len(self.skeleton.blocks)):
+            sides = {(each & frozenset(range(index)), index in each) for each in sets}
+            skipped = {before | {index}: states[before] for before, is_dropped in sides if is_dropped}
+            run = [before for before, is_dropped in sides if not is_dropped]
+            states = skipped | {before: states[before] for before in run}
+            if run:
+                block, name = self.skeleton.load_block(index, self.bench.device), self.skeleton.block_prefix(index)
+                for before in run:
+                    call = self.calls[index][1]
+                    states[before] = [blockwise.run_block(block, call, hidden, name) for hidden in states[before]]
+                self.skeleton.free()
+            self.block_tokens += len(run) * len(samples) * self.seq_len
+            process_memory.check(self.bench.max_memory)
+        with lm_head.logits_of(self.skeleton, self.bench.device) as logits:
+            rows = [self._compare(states[each], samples, logits) for each in sets]
+        return torch.tensor(rows, dtype=torch.float64)
+
+    def _compare(
+        self, states: Sequence[Tensor], samples: Sequence[int], logits: Callable[[Tensor], Tensor]
+    ) -> list[float]:
+        parts = divergences.slices(self.seq_len, self.skeleton.vocab_size)
+        values = []
+        for sample, hidden in zip(samples, states, strict=True):
+            row = self.reference.row(sample, self.bench.device)
+            sums = [reference_logprobs.divergence(row, part, logits(hidden[:, part])) for part in parts]
+            values.append(math.fsum(sums) / self.seq_len)
+        return values

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Score = Literal["refit", "size"]
-ROUNDS = 8  # in which units are removed, at most
+ROUNDS = 8  # [rounds] at most, in each of which the least of the units are removed
 DAMP = 1e-4  # times the mean of H's diagonal, so that it has an inverse
 
 

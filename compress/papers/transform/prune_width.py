@@ -34,7 +34,7 @@ from compress.model.edits import EditContext, WeightEdits
 from compress.model.skeleton import Skeleton
 from compress.papers.transform import reshaping, width_pass
 from compress.papers.transform.channel_choice import Score
-from compress.papers.transform.width_pass import Cut, Part
+from compress.papers.transform.width_pass import Cut, PrunedPart
 from compress.storage.checkpoint import Readable
 
 SCOPE = "model"
@@ -77,7 +77,7 @@ def apply(skeleton: Skeleton, config: Config, seed: int) -> Narrowing:
         what = "draft heads" if original.draft_tensors else "two stacks of blocks"
         raise UnsupportedModelError(f"prune_width: this model has {what}, which have these sizes, too; {ADVICE}")
     text = original.config.get_text_config()
-    parts, says = dict[str, list[Part]](), list[str]()
+    parts, says = dict[str, list[PrunedPart]](), list[str]()
     for sizes in (_neurons(text, config), _heads(text, config)):
         if sizes is None:
             continue
@@ -130,7 +130,7 @@ def _shapes(skeleton: Skeleton) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in skeleton.model.named_parameters()}
 
 
-def _parts(skeleton: Skeleton, before: Mapping[str, tuple[int, ...]], sizes: Sizes) -> dict[str, Part]:
+def _parts(skeleton: Skeleton, before: Mapping[str, tuple[int, ...]], sizes: Sizes) -> dict[str, PrunedPart]:
     """Return prefix of a block -> what becomes narrower in it; UnsupportedModelError for what cannot be cut."""
     after, cuts = _shapes(skeleton), dict[str, list[Cut]]()
     for name, shape in before.items():
@@ -154,7 +154,7 @@ def _parts(skeleton: Skeleton, before: Mapping[str, tuple[int, ...]], sizes: Siz
         behind = [cut for cut in cuts.get(prefix, []) if cut.dim == 1]
         if len(behind) != 1:
             raise UnsupportedModelError(f"prune_width: {prefix}* has not one projection behind what is cut; {ADVICE}")
-        parts[prefix] = Part(behind[0], [cut for cut in cuts[prefix] if cut.dim == 0])
+        parts[prefix] = PrunedPart(behind[0], [cut for cut in cuts[prefix] if cut.dim == 0])
     return parts
 
 
@@ -186,7 +186,11 @@ class Narrowing(WeightEdits):
     """Gives a model narrower blocks: their weights are in the files that `choose` writes."""
 
     def __init__(
-        self, skeleton: Skeleton, original: Skeleton, config: Config, what: tuple[list[list[Part]], tuple[str, ...]]
+        self,
+        skeleton: Skeleton,
+        original: Skeleton,
+        config: Config,
+        what: tuple[list[list[PrunedPart]], tuple[str, ...]],
     ) -> None:
         self.skeleton, self.original, self.config = skeleton, original, config
         self.parts, self.says = what

@@ -42,7 +42,7 @@ class Cut(NamedTuple):
         return parameter.index_select(self.dim, entries)
 
 
-class Part(NamedTuple):
+class PrunedPart(NamedTuple):
     """What is cut together: the projection [out, in] behind, and what makes its inputs."""
 
     behind: Cut
@@ -62,7 +62,7 @@ class WidthPass:
     def __init__(
         self,
         models: tuple[Skeleton, Skeleton],
-        parts: Sequence[Sequence[Part]],
+        parts: Sequence[Sequence[PrunedPart]],
         how: How,
         bench: EditContext,
         files: Sequence[Path],
@@ -117,7 +117,9 @@ class WidthPass:
             hidden = stream.fetch(start, count, self.bench.device, QUANTIZED)
             yield start, hidden, streams.calls[streams.number][count]
 
-    def _narrow(self, block: nn.Module, part: Part, cut: dict[str, Tensor], streams: _Streams) -> tuple[float, float]:
+    def _narrow(
+        self, block: nn.Module, part: PrunedPart, cut: dict[str, Tensor], streams: _Streams
+    ) -> tuple[float, float]:
         """Put what stays of a part into `cut`, zeros for the rest into the block; return held-out errors."""
         linear = block.get_submodule(part.behind.name.removesuffix(".weight"))
         weight = linear.get_parameter("weight")

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from compress.formats.transforms import Diagonal
-from compress.kernels import dispatch, llvm
+from compress.kernels import dispatch, llvm, sparse_inputs
 from compress.kernels.calls import ActivationRows, CompiledCall, Take
 from compress.kernels.cpu import dense, hadamard
 from compress.kernels.cpu.copy_rows import CopyRows
 from compress.kernels.cpu.gate import Add
 from compress.runtime.linear import PackedLinear, is_plain_linear
+from compress.types import IN_THRESHOLD
 
 
 def linear_calls(linears: Sequence[nn.Module], rows: ActivationRows, take: Take) -> list[CompiledCall] | None:
@@ -56,7 +57,6 @@ def _is_compiled(linear: PackedLinear) -> bool:
     return (
         linear.activations is None
         and linear.lowrank is None
-        and linear.sparsity is None
         and (not ops.input or ops.input in dispatch.FUSED_BEFORE)
         and (not ops.output or ops.output in dispatch.FUSED_AFTER)
     )
@@ -82,7 +82,7 @@ def _packed_calls(linear: PackedLinear, rows: ActivationRows, take: Take) -> lis
         given = given._replace(source=turned)
     if after is not None:
         given = given._replace(target=take(rows.count * outputs * size), width=outputs)
-    products = kernel.calls(given, take)
+    products = kernel.calls(given, take) if linear.sparse_tokens is None else _sparse_calls(linear, kernel, given, take)
     if products is None:
         return None
     calls += products
@@ -99,6 +99,13 @@ def _packed_calls(linear: PackedLinear, rows: ActivationRows, take: Take) -> lis
         add = llvm.function(Add, rows.dtype, linear.bias.dtype)
         calls.append(CompiledCall(add, (rows.target, linear.bias.data_ptr(), rows.count, outputs, rows.width, 0)))
     return None if any(call is None for call in calls) else calls
+
+
+def _sparse_calls(linear: PackedLinear, kernel: Any, rows: ActivationRows, take: Take) -> list[CompiledCall] | None:
+    """Return the calls of a product whose small inputs go unread; None where no kernel has them, for these rows."""
+    is_dense = rows.width == linear.out_features or rows.count == 1
+    fits = hasattr(kernel, "sparse_calls") and is_dense and rows.count <= sparse_inputs.MOST_ROWS
+    return kernel.sparse_calls(rows, take, _tensor(linear, IN_THRESHOLD)) if fits else None
 
 
 def _tensor(linear: PackedLinear, name: str) -> Tensor:

@@ -37,6 +37,9 @@ class Unchanged:
         self._ids, self._is_tensor, self._addresses = self._look(None)
         kernels = [each._weight._kernel for each in known if isinstance(each, PackedLinear)]
         self._kernels = [ref(kernel) for kernel in kernels if kernel is not None]
+        sparse = [each for each in known if isinstance(each, PackedLinear) and each.sparsity is not None]
+        self._sparse = [vars(each) for each in sparse]
+        self._reads_all = self._look_at_sparse()
         self.is_plain = self._has_no_hooks() and all(tensor.is_cpu for tensor in self._tensors())
 
     def holds(self) -> bool:
@@ -45,7 +48,7 @@ class Unchanged:
         if not is_sized and not self._has_no_hooks():
             return False
         ids, _, addresses = self._look(self._is_tensor)
-        is_same = ids == self._ids and addresses == self._addresses
+        is_same = ids == self._ids and addresses == self._addresses and self._reads_all == self._look_at_sparse()
         return is_same and None not in [kernel() for kernel in self._kernels]
 
     def _look(self, is_tensor: list[bool] | None) -> tuple[list[int], list[bool], list[int]]:
@@ -56,6 +59,10 @@ class Unchanged:
             return list(map(id, values)), is_tensor, list(map(Tensor.data_ptr, compress(values, is_tensor)))
         except TypeError:  # no tensor any more
             return [], is_tensor, []
+
+    def _look_at_sparse(self) -> list[bool]:
+        """Return which linears with sparsity were told to read all inputs."""
+        return [own["sparse_tokens"] is None for own in self._sparse]
 
     def _tensors(self) -> list[Tensor]:
         values = chain.from_iterable(map(_values, self._parts))
