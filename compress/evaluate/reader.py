@@ -27,7 +27,7 @@ from compress.kv.settings import EXACT, CacheSettings, Coding, Codings, exact
 from compress.model import load as lm
 from compress.numerics import kl
 from compress.recipe.schema import Bos
-from compress.runtime.linear import sparse_for
+from compress.runtime.linears import sparse_for
 
 LOGITS_TO_KEEP = "logits_to_keep"  # the argument of forward passes that says of how many last tokens logits are wanted
 

@@ -22,8 +22,7 @@ import dataclasses
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Self, cast
 from weakref import ref
 
@@ -377,20 +376,6 @@ class PackedLinear(PackedModule):
         CACHE.drop(self)
         self._weight.forget()  # it holds the tensors that are replaced
         return super()._apply(fn, recurse)
-
-
-@contextmanager
-def sparse_for(model: nn.Module, tokens: str | None) -> Iterator[None]:
-    """While active, leave inputs unread in linears with `sparsity` for these tokens: decode, all, or None (none)."""
-    sparse = [each for each in model.modules() if isinstance(each, PackedLinear) and each.sparsity is not None]
-    before = [each.sparse_tokens for each in sparse]
-    for each in sparse:
-        each.sparse_tokens = tokens  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for each, own in zip(sparse, before, strict=True):
-            each.sparse_tokens = own
 
 
 class FusedLinears:

@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,20 @@ from torch import Tensor, nn
 from compress.runtime.linear import PackedLinear, is_plain_linear
 
 CALL_FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+@contextmanager
+def sparse_for(model: nn.Module, tokens: str | None) -> Iterator[None]:
+    """While active, leave inputs unread in linears with `sparsity` for these tokens: decode, all, or None (none)."""
+    sparse = [each for each in model.modules() if isinstance(each, PackedLinear) and each.sparsity is not None]
+    before = [each.sparse_tokens for each in sparse]
+    for each in sparse:
+        each.sparse_tokens = tokens  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for each, own in zip(sparse, before, strict=True):
+            each.sparse_tokens = own
 
 
 class TurnedLinear(nn.Linear):

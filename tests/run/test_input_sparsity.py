@@ -22,7 +22,8 @@ from compress.run.linear_inputs import (
     evolve,
     raise_shares,
 )
-from compress.runtime.linear import PackedLinear, sparse_for
+from compress.runtime.linear import PackedLinear
+from compress.runtime.linears import sparse_for
 from compress.types import IN_THRESHOLD, LayerPlan, LinearSpec, Scheme, Sparsity, Stored
 from helpers import pico, runs
 

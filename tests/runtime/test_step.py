@@ -17,7 +17,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from compress.formats import columns
 from compress.kernels import llvm
-from compress.runtime.linear import PackedLinear, sparse_for
+from compress.runtime.linear import PackedLinear
+from compress.runtime.linears import sparse_for
 from compress.runtime.step import decode
 from compress.types import IN_THRESHOLD, InputSparsity, PackedWeight, Stored, WeightTransforms
 from helpers.cpu_weights import int_weight, trellis_weight

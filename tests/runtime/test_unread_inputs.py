@@ -11,7 +11,8 @@ from torch import Tensor
 from compress import formats
 from compress.formats import dense, lowrank, stored
 from compress.quant import rtn
-from compress.runtime.linear import PackedLinear, sparse_for
+from compress.runtime.linear import PackedLinear
+from compress.runtime.linears import sparse_for
 from compress.types import (
     IN_THRESHOLD,
     Activations,
