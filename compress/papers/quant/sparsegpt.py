@@ -18,7 +18,7 @@ Differences from the papers, and why:
   the dropped ones, and descent begins nearer to the optimum: linears lose 9% less, and KL is 1.6% lower.
 - Columns are sorted by diag(H), descending, but those of a pattern and those of a scale stay together.
 
-Not in the core: on the bundled model 2:4 with 4 bits has KL 0.061 at 2.81 bits a weight, where `gptq` has 0.012 at 3.13
+Not in the core: on the bundled model 2:4 with 4 bits has KL 0.050 at 2.81 bits a weight, where `gptq` has 0.012 at 3.13
 and mixed trellis codes 0.011 at 2.25. Half of the weights in 16 bits cost 0.139 by magnitude, 0.115 by Wanda and 0.067
 in one sweep of SparseGPT at 2:4, and 0.056, 0.048 and 0.031 at 64:128 (16,352 tokens, docs/results/sparsity.md).
 
