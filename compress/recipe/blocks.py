@@ -79,11 +79,8 @@ def is_two_sided(method: ModuleType) -> bool:
 
 
 def is_kept(entries: Entries, where: str) -> bool:
-    """Return whether a block says `keep: true`. Raises RecipeError where it says more than that.
-
-    Beside a method that has a setting of this name, it is that setting.
-    """
-    if "keep" not in entries or ("method" in entries and "keep" in fields(method(entries).Config())):
+    """Return whether a block says `keep: true`. Raises RecipeError where it says more than that."""
+    if "keep" not in entries:
         return False
     value(entries, "keep", Literal[True])
     if others := sorted(entries.keys() - {"keep"}):

@@ -130,7 +130,7 @@ def test_never_worse_than_bits_alone(tmp_path: Path, generations: int) -> None:
 
 
 OPTIONS = (
-    "[{bits: 3}, {bits: 4}, {bits: 3, lowrank: {rank: 4}}, {method: sparsegpt, bits: 4, keep: 2, of: 4}, "
+    "[{bits: 3}, {bits: 4}, {bits: 3, lowrank: {rank: 4}}, {method: sparsegpt, bits: 4, kept: 2, of: 4}, "
     "{method: drop}]"
 )
 

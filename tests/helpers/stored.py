@@ -38,8 +38,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "sinq": [{"bits": 3, "group_size": 32}],
     "sparsegpt": [
         {"bits": 16},
-        {"keep": 4, "of": 8, "group_size": 8},
-        {"keep": 8, "of": 16, "block_rows": 2, "block_columns": 2, "bits": 3, "score": "wanda"},
+        {"kept": 4, "of": 8, "group_size": 8},
+        {"kept": 8, "of": 16, "block_rows": 2, "block_columns": 2, "bits": 3, "score": "wanda"},
     ],
     "spqr": [{"bits": 2, "group_size": 8, "outliers": 0.1}, {"outliers": 0.0}],
     "trellis": [

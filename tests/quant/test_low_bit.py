@@ -47,7 +47,7 @@ SMALL_TRANSFORM = {"awq": ("transform.0.ratios=2",), "outlier_suppression": ("tr
 ALL = {name: recipe.load(name) for name in recipe.names()}
 BINARY = {"ptq161", "bitnet", "ternary"}  # more bits than 1.9 on small weights
 LOSSLESS = {"lossless"}  # no error at all
-RESHAPED = {"prune_experts", "drop_blocks", "prune_width"}  # transforms to models of other shapes, which have tests of their own
+RESHAPED = {"prune_experts", "drop_blocks", "prune_width"}  # to models of other shapes, which have own tests
 SPECIAL = {"lord", "structured", "nf"}  # low rank: what they store, and which linears, is tested in files of their own
 METHOD = {
     name: r.quantize.method

@@ -12,7 +12,7 @@ from helpers import guard_pages
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("weights", "multiplied with affine codebook e8p grid int kquant lattice nf ternary trellis\n"),
+        ("weights", "multiplied with affine codebook e8p grid int kquant lattice nf sparse ternary trellis\n"),
         ("cache", "read the cache by "),
         ("refused", "refused: kv_cache: layer 0, keys: pca is calibrated, but mean is float16 [2, 1], expected "),
     ],

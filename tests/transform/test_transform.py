@@ -134,11 +134,11 @@ def test_rotate_must_come_first(first: str, pico_dir: Callable[..., Path], tmp_p
     [
         (
             "[{method: spun}]",
-            "unknown transform plugin 'spun'; known: awq, rotate, smooth, clover, merge_kv_heads, outlier_suppression",
+            "unknown transform plugin 'spun'; known: awq, prune_experts, rotate, smooth, clover, drop_blocks, merge_",
         ),
         (
             "[{residual: false}]",
-            "a transform needs a method, one of awq, rotate, smooth, clover, merge_kv_heads, outlier_suppression",
+            "a transform needs a method, one of awq, prune_experts, rotate, smooth, clover, drop_blocks, merge_",
         ),
         ("[{method: rotate, resid: false}]", "resid"),
         ("[{method: rotate, values: 1}]", "values"),

@@ -30,7 +30,7 @@ from helpers.small_block import killed_behind_a_block
 from helpers.stored import samples
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-ALL_INTEGERS = {"exponents", "grid"}  # lossless, and MX types: some of their weights store nothing that is trained
+ALL_INTEGERS = {"exponents", "grid", "zero"}  # lossless, MX types, nothing: some weights store nothing that is trained
 SMALL = ("calibration.num_samples=8", "calibration.seq_len=32")
 TUNED = ("tune.method=blockwise", "tune.steps=12", "tune.between=6", "tune.rate=0.01", "tune.weights_rate=0.01")
 AROUND = WeightTransforms(input=("signs", "hadamard"), output=("hadamard", "channel_scale"))

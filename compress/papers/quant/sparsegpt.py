@@ -58,7 +58,7 @@ class Config:
 
     bits: int = 4  # [bits] of one code of a kept weight: 2 to 8; 16: kept weights are not rounded to a grid
     group_size: int = 128  # [kept weights] that share a scale; -1: all of a row
-    keep: int = 2  # [columns] of each `of` that a row keeps
+    kept: int = 2  # [columns] of each `of` that a row keeps
     of: int = 4  # [columns] of a pattern; less where a row would be padded much
     block_rows: int = 1  # [rows] that are kept or dropped together
     block_columns: int = 1  # [columns] that are kept or dropped together
@@ -67,9 +67,9 @@ class Config:
     sweeps: int = 4  # [sweeps] of coordinate descent over kept weights after each column loop; 0: none
 
     def __post_init__(self) -> None:
-        sparse.Params(self.keep, self.of, "dense", self.block_rows, self.block_columns)
-        if self.bits != 16 and 0 < self.group_size < self.keep:
-            raise ValueError(f"group_size {self.group_size} is less than the {self.keep} weights that are kept")
+        sparse.Params(self.kept, self.of, "dense", self.block_rows, self.block_columns)
+        if self.bits != 16 and 0 < self.group_size < self.kept:
+            raise ValueError(f"group_size {self.group_size} is less than the {self.kept} weights that are kept")
         if self.bits != 16:
             _ = self.search
         check(self, "sweeps", score=SCORES)
@@ -78,7 +78,7 @@ class Config:
     @property
     def search(self) -> grid.GridConfig:
         """The grid of what is kept: scales are counted in whole patterns."""
-        whole = self.group_size if self.group_size == -1 else self.group_size // self.keep * self.keep
+        whole = self.group_size if self.group_size == -1 else self.group_size // self.kept * self.kept
         return grid.GridConfig(self.bits, whole)
 
 
@@ -92,13 +92,13 @@ def plan_params(config: Config, shape: tuple[int, int], dtype: str = "") -> spar
     if config.bits == 16:
         inner: dense.Params | int_format.Params = dense.Params(dtype or "bfloat16")
     else:
-        inner = grid.params(replace(config, keep=keep, of=of).search, kept, dtype or "float16")
+        inner = grid.params(replace(config, kept=keep, of=of).search, kept, dtype or "float16")
     return sparse.params_for(keep, of, inner, config.block_rows, config.block_columns)
 
 
 def _pattern(config: Config, columns: int) -> tuple[int, int]:
-    """Return `keep` and `of` for a row: the same share, of fewer columns where `of` would leave much padding."""
-    keep, of, block = config.keep, config.of, config.block_columns
+    """Return `kept` and `of` for a row: the same share, of fewer columns where `of` would leave much padding."""
+    keep, of, block = config.kept, config.of, config.block_columns
     if -columns % of * LEAST_PADDING > columns:
         for fewer in range(min(of, columns), of // 2 - 1, -1):
             wanted, rest = divmod(keep * fewer, of)

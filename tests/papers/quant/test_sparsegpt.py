@@ -18,11 +18,11 @@ from helpers import problems
 
 SETTINGS: list[dict[str, Any]] = [
     {"bits": 16},
-    {"bits": 16, "keep": 4, "of": 8},
-    {"bits": 16, "keep": 16, "of": 32},
-    {"bits": 16, "keep": 4, "of": 16, "block_rows": 2, "block_columns": 2},
+    {"bits": 16, "kept": 4, "of": 8},
+    {"bits": 16, "kept": 16, "of": 32},
+    {"bits": 16, "kept": 4, "of": 16, "block_rows": 2, "block_columns": 2},
     {"bits": 4, "group_size": 16},
-    {"bits": 3, "keep": 16, "of": 32, "group_size": -1},
+    {"bits": 3, "kept": 16, "of": 32, "group_size": -1},
 ]
 
 
@@ -146,7 +146,7 @@ def test_leaves_tiles_and_counts(settings: dict[str, Any], monkeypatch: pytest.M
 
 def test_better_scores_lose_less_and_sweeps_less_again() -> None:
     weight, stats = layer(64, 128)
-    for pattern in ({"keep": 2, "of": 4}, {"keep": 4, "of": 8}, {"keep": 64, "of": 128}):
+    for pattern in ({"kept": 2, "of": 4}, {"kept": 4, "of": 8}, {"kept": 64, "of": 128}):
         for bits in (16, 4):
             common: dict[str, Any] = {**pattern, "bits": bits}
             scores = ("magnitude", "wanda", "sparsegpt")
@@ -172,14 +172,14 @@ def test_exact_bytes() -> None:
     packed = quantize(problems.random(32, 512), stats, score="wanda")
     assert packed.bpw == 2 + 0.75 + 16 / 256
     assert quantize(problems.random(32, 512), stats, bits=16, score="wanda").bpw == 8.75
-    assert quantize(problems.random(32, 512), stats, bits=16, keep=128, of=256, score="wanda").bpw == 9
+    assert quantize(problems.random(32, 512), stats, bits=16, kept=128, of=256, score="wanda").bpw == 9
 
 
 @pytest.mark.parametrize(("columns", "pattern"), [(50, (2, 4)), (96, (48, 96)), (192, (48, 96)), (100, (50, 100))])
 def test_sizes_that_divide_nothing(columns: int, pattern: tuple[int, int]) -> None:
     """Padding is dropped first; where it would be much, patterns are narrower."""
     weight, stats = layer(9, columns)
-    settings = {} if pattern == (2, 4) else {"keep": 64, "of": 128, "group_size": 100}
+    settings = {} if pattern == (2, 4) else {"kept": 64, "of": 128, "group_size": 100}
     packed = quantize(weight, stats, **settings)
     assert (packed.params.keep, packed.params.of) == pattern
     assert int(mask_of(packed).sum()) == 9 * -(-columns // pattern[1]) * pattern[0]
@@ -195,9 +195,9 @@ def test_inputs_without_tokens_and_types() -> None:
     assert quantize(weight.half(), stats, bits=16).params.dtype == "float16"
     for settings, message in (
         ({"bits": 1}, "bits 1"),
-        ({"keep": 4}, "keep 4"),
+        ({"kept": 4}, "keep 4"),
         ({"score": "l0"}, "score 'l0'"),
-        ({"keep": 64, "of": 128, "group_size": 32}, "group_size 32"),
+        ({"kept": 64, "of": 128, "group_size": 32}, "group_size 32"),
         ({"sweeps": -1}, "sweeps -1"),
     ):
         with pytest.raises(ValueError, match=message):
