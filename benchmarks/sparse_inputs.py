@@ -11,7 +11,7 @@ said of 256 rows compares the least times of both storages for a prompt.
 
 The model has the shape of 1.1B parameters and so many blocks, all of which have the same random weights. Thresholds of
 its linears are medians over a prompt; what is read of the next tokens is printed. Tokens are generated one by one, as
-`compress.load` has it: programs of both storages run the blocks, the head is read by rows.
+`compress.load` has it: programs of both storages run the blocks, the head is read by rows, in 8 bits beside codes.
 """
 
 from __future__ import annotations
@@ -143,6 +143,10 @@ def models(bits: int, layers: int) -> tuple[Any, Any]:
     for table in (pair[0].model.embed_tokens, pair[0].lm_head):
         table.weight.data.normal_(0, 0.02)
     pair[1].model.embed_tokens, pair[1].lm_head = pair[0].model.embed_tokens, pair[0].lm_head
+    if bits < 16:  # as recipes of few bits have it
+        head, _ = linears(config.vocab_size, config.hidden_size, 8, len(pair[0].model.layers))
+        for model in pair:
+            model.lm_head = PackedLinear.from_packed(head)
     names = [name for name, each in pair[0].model.layers[0].named_modules() if isinstance(each, torch.nn.Linear)]
     for seed, name in enumerate(names):
         plain = pair[0].model.layers[0].get_submodule(name)
@@ -159,7 +163,7 @@ def calibrate(model: Any) -> tuple[list[tuple[Tensor, Tensor]], float]:
     from compress.runtime.linear import PackedLinear
     from compress.types import IN_THRESHOLD
 
-    sparse = [each for each in model.modules() if isinstance(each, PackedLinear)]
+    sparse = [each for each in model.modules() if isinstance(each, PackedLinear) and each.sparsity is not None]
     inputs: dict[Any, list[Tensor]] = {each: [] for each in sparse}
     handles = [each.register_forward_pre_hook(lambda own, x: inputs[own].append(x[0].float().abs())) for each in sparse]
     cache = model(torch.arange(64)[None] * 7).past_key_values
