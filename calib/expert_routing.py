@@ -187,10 +187,10 @@ class _Sum:
         flat = index.flatten().clamp(max=self.experts)  # what lies behind is no expert
         self.counts += flat.bincount(minlength=self.experts + 1)[:-1]
         self.weights.index_add_(0, flat, weights.flatten().double())
-        found = _probabilities(outputs, index, weights) if self.is_softmax else None
-        self.is_softmax = found is not None
-        if found is not None:
-            self.probabilities.index_add_(0, flat, found.flatten().double())
+        probabilities = _probabilities(outputs, index, weights) if self.is_softmax else None
+        self.is_softmax = probabilities is not None
+        if probabilities is not None:
+            self.probabilities.index_add_(0, flat, probabilities.flatten().double())
         largest = weights.amax(1)
         self.ratios.append(torch.where(largest > 0, weights.amin(1) / largest, 1.0))
         self.magnitudes.append(magnitude(hidden).cpu())

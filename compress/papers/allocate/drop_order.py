@@ -32,7 +32,7 @@ def _measure_angles(store: Measurements) -> None:
     block_scores.measure_angles(store)
 
 
-METRICS = {"angular": _measure_angles}  # beside those of compress/allocate/metrics.py
+METRICS = {"angular": _measure_angles}  # what compress/allocate/metrics.py does not measure
 
 
 def needs(config: Config) -> frozenset[str]:

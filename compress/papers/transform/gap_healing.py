@@ -37,7 +37,7 @@ from compress.model.blockwise import FULL, QUANTIZED, HiddenStates, ModelArgs
 from compress.model.edits import EditContext
 from compress.model.skeleton import Skeleton
 from compress.numerics import linalg
-from compress.papers.transform.reshaping import read_facts, read_parameters, write_parameters
+from compress.papers.transform.reshaping import both_streams, read_facts, read_parameters, write_parameters
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # times the mean of the diagonal
 HELD_OUT = 4  # one of so many samples is held out
@@ -138,18 +138,13 @@ class GapHealing:
     def run(self, tokens: Tensor) -> None:
         """Take both models through tokens [samples, seq_len] int64, and write the files that are missing."""
         bench, end = self.bench, blockwise.computing_in(self.original, torch.float32)
-        stream = HiddenStates(tokens.shape[0], bench.folder / "stream", 2)
         try:
-            bench.say("embedding samples to refit projections on")
-            calls = blockwise.record_inputs(self.original, tokens, bench.batch, stream, bench.device)
-            stream.write(0, stream.read(0, stream.samples), FULL)
-            calls.split()
-            for index in range(len(self.original.blocks)):
-                if index in self.kept:
-                    self._through(index, calls, stream)
-                    process_memory.check(bench.max_memory)
+            with both_streams(self.original, tokens, bench, "refit projections on") as (calls, stream):
+                for index in range(len(self.original.blocks)):
+                    if index in self.kept:
+                        self._through(index, calls, stream)
+                        process_memory.check(bench.max_memory)
         finally:
-            stream.close()
             end()
 
     def _through(self, index: int, calls: ModelArgs, stream: HiddenStates) -> None:

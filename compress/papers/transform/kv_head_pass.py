@@ -22,18 +22,15 @@ from compress.model.blockwise import FULL, QUANTIZED, BlockArgs, HiddenStates, M
 from compress.model.edits import EditContext
 from compress.model.graph import Attention
 from compress.model.skeleton import Skeleton
-from compress.papers.transform import kv_heads, qk_pairs
+from compress.papers.transform import kv_heads, qk_pairs, reshaping
 from compress.papers.transform.kv_heads import ChannelLayout, HeadMoments, HeadWeights
 from compress.papers.transform.qk_pairs import ScoreChannels
-from compress.storage.checkpoint import StoredTensor, read_header, write_shard
-from compress.storage.files import make_folder
 from compress.transform.bases import value_rows
 from compress.tune.descend import descend, is_checked
 from compress.tune.held_block import Batches, HeldBlock, relative
 from compress.tune.trained import Trained
 
 BLOCKS_FOLDER = "kv-heads"  # folder inside a run's own files
-FACTS = "facts"  # float64 [5] beside the weights of a block: share of keys and values lost, heads moved, errors
 TOKENS_PER_SUM = 4096  # tokens of queries, keys and values
 
 
@@ -62,60 +59,33 @@ class MergeSettings:
             raise ValueError(f"heal_rate {self.heal_rate} is not between 0 and 1")
 
 
-class MergedBlock(NamedTuple):
-    """The file of a block whose heads are merged."""
-
-    path: Path
-
-    def weights(self) -> dict[str, StoredTensor]:
-        """Return path in the block -> its stored tensor, for the weights that have changed."""
-        return {name: stored for name, stored in read_header(self.path).items() if name != FACTS}
-
-    def put_into(self, skeleton: Skeleton, prefix: str) -> None:
-        """Let a skeleton read these weights in the place of those that it has; prefix: of the block."""
-        for name, stored in self.weights().items():
-            skeleton.sources[prefix + name] = [stored.renamed(skeleton.sources[prefix + name][0].name)]
-
-    def facts(self) -> list[float]:
-        """Return what the report says of it."""
-        values: list[float] = read_header(self.path)[FACTS].read().tolist()
-        return values
-
-
-def find_merged(folder: Path, blocks: int) -> list[MergedBlock] | None:
+def find_merged(folder: Path, blocks: int) -> list[Path] | None:
     """Return the files of all blocks, None while one is missing."""
-    blocks_written = [MergedBlock(_file(folder, index)) for index in range(blocks)]
-    return blocks_written if all(block.path.is_file() for block in blocks_written) else None
+    files = [_file(folder, index) for index in range(blocks)]
+    return files if all(path.is_file() for path in files) else None
 
 
-def run(
-    skeleton: Skeleton, attentions: Sequence[Attention], config: MergeSettings, bench: EditContext
-) -> list[MergedBlock]:
-    """Merge the heads of every block; skeleton: of the merged model, whose weights are then those of the files."""
+def run(skeleton: Skeleton, attentions: Sequence[Attention], config: MergeSettings, bench: EditContext) -> list[Path]:
+    """Merge the heads of every block, each into a file; skeleton: of the merged model, which the files are for."""
     assert bench.tokens is not None, "the caller asks"
     original = Skeleton(skeleton.checkpoint)
     tokens = bench.tokens[: config.samples]
-    stream = HiddenStates(tokens.shape[0], bench.folder / "stream", 2)
     merged = []
     try:
-        bench.say("embedding samples to merge heads on")
-        calls = blockwise.record_inputs(original, tokens, bench.batch, stream, bench.device)
-        stream.write(0, stream.read(0, stream.samples), FULL)
-        calls.split()
-        for index, attention in enumerate(attentions):
-            bench.say(f"merging the heads of block {index + 1}")
-            models = _Models(original, skeleton, calls, stream)
-            merged.append(_MergingBlock(models, index, attention, config, bench).merge())
-            process_memory.check(bench.max_memory)
+        with reshaping.both_streams(original, tokens, bench, "merge heads on") as (calls, stream):
+            for index, attention in enumerate(attentions):
+                bench.say(f"merging the heads of block {index + 1}")
+                models = _Models(original, skeleton, calls, stream)
+                merged.append(_MergingBlock(models, index, attention, config, bench).merge())
+                process_memory.check(bench.max_memory)
     finally:
-        stream.close()
         original.free()
     return merged
 
 
-def notes(merged: Sequence[MergedBlock], config: MergeSettings) -> list[str]:
+def notes(merged: Sequence[Path], config: MergeSettings) -> list[str]:
     """Return what the report should say."""
-    facts = torch.tensor([block.facts() for block in merged], dtype=torch.float64)
+    facts = torch.tensor([reshaping.read_facts(path) for path in merged], dtype=torch.float64)
     keys, values, moved, before, after = facts.T
     said = [
         f"merged heads lose {_range(keys)} of what queries see of the keys and {_range(values)} of what the output "
@@ -159,7 +129,7 @@ class _MergingBlock:
         self.prefix = self.skeleton.block_prefix(index)
         self.path = _file(bench.folder, index)
 
-    def merge(self) -> MergedBlock:
+    def merge(self) -> Path:
         """Write the file of the block unless it is there, and take both streams through."""
         is_new, heals = not self.path.is_file(), self.config.heal > 0
         block = self.original.load_block(self.index, self.bench.device)
@@ -172,15 +142,13 @@ class _MergingBlock:
             if heals:
                 tensors, facts[3:] = self._heal(block, tensors)
             stored = {name: self._as_stored(name, tensor.cpu()) for name, tensor in tensors.items()}
-            make_folder(self.path.parent)
-            write_shard(self.path, {**stored, FACTS: torch.tensor(facts, dtype=torch.float64)})
-        merged = MergedBlock(self.path)
+            reshaping.write_parameters(self.path, self.skeleton, self.prefix, stored, facts)
         if heals:
-            for name, each in merged.weights().items():
+            for name, each in reshaping.read_parameters(self.path).items():
                 block.get_parameter(name).copy_(each.read())
             self._advance(block, QUANTIZED)
             self.skeleton.free()
-        return merged
+        return self.path
 
     @torch.no_grad()
     def _weights(self, block: nn.Module) -> tuple[dict[str, Tensor], list[float]]:

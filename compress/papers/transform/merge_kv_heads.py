@@ -35,7 +35,7 @@ from compress.importers.source import Decoded
 from compress.model.edits import EditContext, WeightEdits
 from compress.model.graph import Attention, trace
 from compress.model.skeleton import Skeleton
-from compress.papers.transform import kv_head_pass
+from compress.papers.transform import kv_head_pass, reshaping
 from compress.storage.checkpoint import Readable
 
 SCOPE = "model"
@@ -144,6 +144,6 @@ class Merging(WeightEdits):
             if bench.tokens is None:
                 raise CalibrationError("merge_kv_heads looks at a calibration text, and there is none; give --calib")
             merged = kv_head_pass.run(self.skeleton, self.attentions, self.config, bench)
-        for index, block in enumerate(merged):
-            block.put_into(self.skeleton, self.skeleton.block_prefix(index))
+        for index, path in enumerate(merged):
+            reshaping.replace_parameters(path, self.skeleton, self.skeleton.block_prefix(index))
         return [*self.says, *kv_head_pass.notes(merged, self.config)]

@@ -1,8 +1,9 @@
-"""Keep the weights that transforms which give a model another shape have computed, a file for each block."""
+"""Compute weights for another shape of a model from two streams through it, and keep them, a file for each block."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,34 @@ import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError
+from compress.model import blockwise
+from compress.model.blockwise import FULL, HiddenStates, ModelArgs
+from compress.model.edits import EditContext
 from compress.model.skeleton import Skeleton
 from compress.storage.checkpoint import StoredTensor, read_header, write_shard
 from compress.storage.files import make_folder
 
 FOLDER = "reshaped"  # inside a run's own files: what such a transform keeps there
 FACTS = "facts"  # float64, beside the parameters in a file
+
+
+@contextmanager
+def both_streams(
+    original: Skeleton, tokens: Tensor, bench: EditContext, purpose: str
+) -> Iterator[tuple[ModelArgs, HiddenStates]]:
+    """Give what blocks are called with, and the embedded tokens [samples, seq_len] on both sides of a stream.
+
+    Its sides: QUANTIZED for what goes behind changed blocks, FULL behind the original ones.
+    """
+    stream = HiddenStates(tokens.shape[0], bench.folder / "stream", 2)
+    try:
+        bench.say(f"embedding samples to {purpose}")
+        calls = blockwise.record_inputs(original, tokens, bench.batch, stream, bench.device)
+        stream.write(0, stream.read(0, stream.samples), FULL)
+        calls.split()
+        yield calls, stream
+    finally:
+        stream.close()
 
 
 def write_parameters(

@@ -75,18 +75,13 @@ class WidthPass:
         """Write the files that are missing, on tokens [samples, seq_len] int64."""
         bench = self.bench
         ends = [blockwise.computing_in(each, torch.float32) for each in (self.original, self.narrower)]
-        stream = HiddenStates(tokens.shape[0], bench.folder / "stream", 2)
         try:
-            bench.say("embedding samples to narrow blocks on")
-            calls = blockwise.record_inputs(self.original, tokens, bench.batch, stream, bench.device)
-            stream.write(0, stream.read(0, stream.samples), FULL)
-            calls.split()
-            for index in range(len(self.original.blocks)):
-                bench.say(f"narrowing block {index + 1}")
-                self._through(index, calls, stream)
-                process_memory.check(bench.max_memory)
+            with reshaping.both_streams(self.original, tokens, bench, "narrow blocks on") as (calls, stream):
+                for index in range(len(self.original.blocks)):
+                    bench.say(f"narrowing block {index + 1}")
+                    self._through(index, calls, stream)
+                    process_memory.check(bench.max_memory)
         finally:
-            stream.close()
             for end in ends:
                 end()
 

@@ -118,7 +118,7 @@ def test_a_killed_run_goes_on_behind_the_last_merged_block(trained: tuple[Path, 
     model, expected = trained
     asked = job(model, tmp_path / "out", HEAL)
     words = ("transform", str(model), "--recipe", str(tmp_path / "out.yaml"), "--out", str(asked.out), "--calib")
-    kill = interrupt("compress.papers.transform.kv_head_pass", "write_shard", 2)
+    kill = interrupt("compress.papers.transform.reshaping", "write_shard", 2)
     assert cli(*words, str(TEXT), prepare=kill).code == -signal.SIGKILL
     first = tmp_path / "out.partial" / "kv-heads" / "00000.safetensors"
     written = first.stat().st_mtime_ns
