@@ -20,6 +20,7 @@ The packages, each of which imports only those before it:
     importers   checkpoints of other tools, read as plain weights
     kv          the key-value cache: store, cache, attention; kv/codecs/: one file a codec
     runtime, serving    modules that hold packed weights; how transformers, vLLM and SGLang load them
+    speculate   generate with drafts of the model itself, checked by one pass; speculate/drafts/: one file a draft
     model       the skeleton of a model, running it block by block, tracing what feeds what
     recipe      YAML -> Recipe and back
     calib       calibration text, statistics of inputs, gradients, samples for cache codecs

@@ -1,0 +1,82 @@
+"""Forward passes of a few new tokens on a cache, as generate of transformers makes them, at the least cost.
+
+A pass whose arguments say nothing but "these tokens follow the cache" calls the model with just that. With padding, or
+arguments that only the model knows, transformers prepares the arguments of every pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+
+KNOWN = {"past_key_values", "use_cache", "attention_mask", "position_ids", "logits_to_keep"}
+
+
+class Passes:
+    """A model, a cache and what the model's passes are given beside new tokens."""
+
+    def __init__(self, model: Any, cache: Any, kwargs: dict[str, Any], tokens: int) -> None:
+        """kwargs: of generate for the first `tokens` tokens, which are in the cache."""
+        self.model, self.cache, self.length = model, cache, tokens
+        self.device = model.device
+        self.kwargs = {key: value for key, value in kwargs.items() if key != "logits_to_keep"}
+        self.is_plain = _is_plain(model, cache, self.kwargs, tokens)
+
+    def forward(self, tokens: Sequence[int]) -> Tensor:
+        """Run new tokens, which the cache then has, too; return logits float32 [tokens, vocab]."""
+        return self._logits(self._run(tokens, {}))
+
+    def forward_hidden(self, tokens: Sequence[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run new tokens; return logits, and hidden states [tokens, width] of embeddings and each block."""
+        outputs = self._run(tokens, {"output_hidden_states": True})
+        return self._logits(outputs), tuple(each[0] for each in outputs.hidden_states)
+
+    def crop(self, count: int) -> None:
+        """Take the last `count` tokens out of the cache."""
+        self.cache.crop(-count)
+        self.length -= count
+
+    @staticmethod
+    def _logits(outputs: Any) -> Tensor:
+        logits: Tensor = outputs.logits[0]
+        return logits.float()
+
+    def _run(self, tokens: Sequence[int], more: dict[str, Any]) -> Any:
+        ids = torch.tensor([tokens], dtype=torch.int64, device=self.device)
+        self.length += len(tokens)
+        if self.is_plain:
+            return self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, **more)
+        inputs = self.model.prepare_inputs_for_generation(
+            ids, next_sequence_length=None, is_first_iteration=False, **self._grown(len(tokens))
+        )
+        return self.model(**inputs, **more)
+
+    def _grown(self, count: int) -> dict[str, Any]:
+        """Return the arguments of generate for all tokens up to the new ones, `count` of them."""
+        kwargs = dict(self.kwargs)
+        if (mask := kwargs.get("attention_mask")) is not None:
+            kwargs["attention_mask"] = torch.cat([mask, mask.new_ones(1, self.length - mask.shape[1])], 1)
+        if (positions := kwargs.get("position_ids")) is not None:
+            first = positions[..., -1:] + 1 + self.length - count - positions.shape[-1]
+            kwargs["position_ids"] = first + torch.arange(count, device=positions.device)
+        return kwargs
+
+
+def _is_plain(model: Any, cache: Any, kwargs: dict[str, Any], tokens: int) -> bool:
+    """Return whether passes need no arguments but new tokens and the cache."""
+    own = getattr(type(model), "prepare_inputs_for_generation", None)
+    given = {key for key, value in kwargs.items() if value is not None}
+    positions = kwargs.get("position_ids")
+    follows = positions is None or (positions.dim() == 2 and int(positions[0, -1]) == tokens - 1)
+    is_whole = cache.get_seq_length() == tokens
+    return (
+        own is GenerationMixin.prepare_inputs_for_generation
+        and given <= KNOWN
+        and kwargs.get("attention_mask") is None
+        and follows
+        and is_whole
+    )
