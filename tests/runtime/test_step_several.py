@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from compress.kernels import llvm
+from compress.runtime import bypass
 from compress.runtime.step import caches, decode
 from helpers.decoding import assert_close, ready, step_of, tokens
 
@@ -126,3 +127,46 @@ def test_attention_that_sees_all_is_left_to_the_model() -> None:
     for count in (9, 1, 3):
         model(tokens(1, count), past_key_values=cache)
     assert [key.new for key in step_of(model).running] == [1]
+
+
+SETS = [frozenset[tuple[int, str]](), frozenset({(0, "attention")}), frozenset({(0, "mlp"), (1, "attention")})]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe"])
+def test_programs_without_sublayers_alternate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that pass over sublayers, checks that do not, on one cache; what is not computed is zeros in it."""
+    model, results, made, make = ready(name), list[list[Tensor]](), list[Any](), decode.StepProgram
+
+    def count(*args: Any) -> Any:
+        made.append(make(*args))
+        return made[-1]
+
+    monkeypatch.setattr(decode, "StepProgram", count)
+    for is_installed in (False, True):
+        if is_installed:
+            decode.install(model)
+        cache: Any = DynamicCache(config=model.config)
+        model(tokens(1, 9), past_key_values=cache)
+        logits = list[Tensor]()
+        for number in range(6):
+            with bypass.bypassed(model, SETS[number % 3]):
+                for seed in range(3):
+                    logits.append(model(tokens(1, 1, 10 * number + seed), past_key_values=cache).logits)
+                    logits += [layer.keys[:, :, -1:].clone() for layer in cache.layers]
+            cache.crop(-3)
+            logits.append(model(tokens(1, 4, number), past_key_values=cache).logits)
+            cache.crop(-number)
+        results.append(logits)
+    assert_all_close(results[1], results[0])
+    assert len(made) == len(step_of(model).running) == 4
+
+
+def test_bodies_are_read_whole_though_sublayers_are_passed_over() -> None:
+    model = ready()
+    decode.install(model)
+    with bypass.bypassed(model, bypass.sublayers_of(model)):
+        got = passes(model, [9, 1, 3])
+    assert step_of(model).running and not step_of(model).refused
+    decode.remove(model)
+    with bypass.bypassed(model, bypass.sublayers_of(model)):
+        assert_all_close(got, passes(model, [9, 1, 3]))

@@ -176,7 +176,7 @@ def picker(codec: Codec) -> Codec | None:
         return codec
     single = copy.copy(codec)
     single.granularity = single.group = 1
-    single.layout = contract.PlanarCodes(codec.bits, codec.codes.padded_channels, 1)
+    single.layout = codec.layout._replace(group=1)
     return single
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,8 @@ import torch
 from torch import nn
 
 from compress.kernels import llvm
+from compress.runtime import bypass
+from compress.runtime.bodies import blocks_of, bodies
 from compress.runtime.step.caches import Held
 from compress.runtime.step.programs import BodyReading, StepProgram, Workspace, read_body
 from compress.runtime.step.requests import StepRequest, read_request
@@ -88,7 +91,7 @@ class StepState:
             if request.new > 1 and not self._reading.is_causal:
                 return None
             held = self._held_of(self._reading, request)
-            key = ProgramKey(len(request.given), request.new, torch.get_num_threads())
+            key = ProgramKey(len(request.given), request.new, torch.get_num_threads(), bypass.active(body))
             program = None if held is None else self._program(self._reading, key)
             return None if program is None or held is None else program.run(request, held)
 
@@ -112,7 +115,8 @@ class StepState:
             self.refused = "hooks, or tensors that are elsewhere"
             return False
         try:
-            with llvm.without_collections():
+            all_run = bypass.bypassed(body, ()) if bypass.active(body) else nullcontext()
+            with llvm.without_collections(), all_run:
                 self._reading = read_body(body, blocks, original, request)
         except FAILURES as error:
             self.refused = f"{type(error).__name__}: {error}"
@@ -155,25 +159,6 @@ def _is_read(child: nn.Module) -> bool:
     """Return whether a program knows where the tensors of a module beside the blocks lie, rather than calling it."""
     is_called = isinstance(child, nn.Embedding) or (child._buffers and not child._parameters)
     return next(child.children(), None) is None and not is_called
-
-
-def blocks_of(body: nn.Module) -> nn.ModuleList | None:
-    """Return the list of decoder blocks that a module holds; None if it holds none, or more than one."""
-    lists = [each for each in body.children() if isinstance(each, nn.ModuleList) and _has_layers(each)]
-    return lists[0] if len(lists) == 1 else None
-
-
-def _has_layers(blocks: nn.ModuleList) -> bool:
-    return len(blocks) > 0 and any(getattr(each, "layer_idx", None) == 0 for each in blocks[0].modules())
-
-
-def bodies(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a model that hold decoder blocks and are given a cache."""
-    for module in model.modules():
-        forward = getattr(type(module), "forward", None)
-        code = getattr(getattr(forward, "__wrapped__", forward), "__code__", None)
-        if code is not None and hasattr(module, "config") and blocks_of(module) is not None:
-            yield module
 
 
 def install(model: nn.Module) -> None:
