@@ -43,7 +43,7 @@ from typing import Any
 from compress import autoload
 from compress.version import __version__
 
-__all__ = ["Job", "__version__", "evaluate", "load", "prepare", "quantize"]
+__all__ = ["Job", "__version__", "evaluate", "load", "prepare", "quantize", "speculate"]
 
 # Imported when asked for. `evaluate` is a package: a function of its name would be hidden once anything imports it.
 _HOMES = {
@@ -59,8 +59,8 @@ autoload.register()
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name == "evaluate":
-        return importlib.import_module("compress.evaluate")
+    if name in ("evaluate", "speculate"):
+        return importlib.import_module(f"compress.{name}")
     raise AttributeError(f"module 'compress' has no attribute {name!r}")
 
 

@@ -14,8 +14,7 @@ into the cache of the TARGET and takes away what it has written.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -48,8 +47,14 @@ class Draft:
 
     wants_hidden = False  # Verified.hidden is filled, which costs the program of the pass; may change at any time
 
+    prior: float | None = None  # expected acceptance of a drafted token, if it is known beforehand
+
     def begin(self, session: Session) -> None:
         """Take note of the prompt: the session's tokens are the prompt and the first new token."""
+
+    def situation(self, session: Session) -> Hashable:
+        """Return what the acceptance of the next draft depends on; each has a length of its own. None: no draft."""
+        return "any"
 
     def propose(self, session: Session, count: int) -> Proposal:
         """Return up to `count` tokens that may follow the session's tokens; fewer, or none, as it likes.
@@ -66,6 +71,7 @@ class Reduction:
     """A part of a reduced model."""
 
     wants_hidden = False
+    prior: float | None = None  # expected acceptance of a token of the model with this reduction alone
 
     def begin(self, session: Session) -> None:
         """Take note of the prompt."""
@@ -83,6 +89,8 @@ class ModelDraft(Draft):
 
     def __init__(self, reductions: list[Reduction]) -> None:
         self.reductions = reductions
+        losses = [1 - each.prior for each in reductions if each.prior is not None]  # which roughly add up
+        self.prior = max(0.0, 1 - sum(losses)) if losses else None
 
     @property
     def wants_hidden(self) -> bool:  # type: ignore[override]
@@ -96,21 +104,23 @@ class ModelDraft(Draft):
 
     def propose(self, session: Session, count: int) -> Proposal:
         """Return up to `count` tokens; fewer where the reduced model is not sure that the last one is right."""
-        tokens, laws, written = list[int](), list[Tensor](), 0
+        tokens, laws, written, sure = list[int](), list[Tensor](), 0, 1.0
         newest = session.tokens[-1]
         with self.reduced(session):
             try:
                 while len(tokens) < count:
-                    begun = time.perf_counter()
                     logits = session.forward([newest])[0]
                     written += 1
                     newest, law = session.choose(logits, tokens)
-                    session.timings.add_draft(self, time.perf_counter() - begun)
                     tokens.append(newest)
                     if law is not None:
                         laws.append(law)
-                    if newest in session.stop_tokens or session.is_unsure(logits, law):
+                    if newest in session.stop_tokens:
                         break
+                    if session.threshold and len(tokens) < count:
+                        sure *= confidence(logits, law)
+                        if sure < session.threshold:
+                            break
             finally:
                 session.crop(written)
         return Proposal(tokens, laws if session.is_sampling else None)
@@ -127,3 +137,8 @@ class ModelDraft(Draft):
         """Take note of a round."""
         for each in self.reductions:
             each.observe(session, verified)
+
+
+def confidence(logits: Tensor, law: Tensor | None) -> float:
+    """Return the largest probability of a law [vocab]; of that of the logits where no law is known."""
+    return float(law.max()) if law is not None else float((logits.max() - logits.logsumexp(-1)).exp())

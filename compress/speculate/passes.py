@@ -19,12 +19,13 @@ KNOWN = {"past_key_values", "use_cache", "attention_mask", "position_ids", "logi
 class Passes:
     """A model, a cache and what the model's passes are given beside new tokens."""
 
-    def __init__(self, model: Any, cache: Any, kwargs: dict[str, Any], tokens: int) -> None:
-        """kwargs: of generate for the first `tokens` tokens, which are in the cache."""
-        self.model, self.cache, self.length = model, cache, tokens
+    def __init__(self, model: Any, cache: Any, kwargs: dict[str, Any]) -> None:
+        """kwargs: of generate for the token behind those in the cache."""
+        self.model, self.cache, self.start = model, cache, int(cache.get_seq_length())
+        self.length = self.start  # tokens in the cache
         self.device = model.device
         self.kwargs = {key: value for key, value in kwargs.items() if key != "logits_to_keep"}
-        self.is_plain = _is_plain(model, cache, self.kwargs, tokens)
+        self.is_plain = _is_plain(model, self.kwargs, self.length)
 
     def forward(self, tokens: Sequence[int]) -> Tensor:
         """Run new tokens, which the cache then has, too; return logits float32 [tokens, vocab]."""
@@ -51,32 +52,30 @@ class Passes:
         if self.is_plain:
             return self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, **more)
         inputs = self.model.prepare_inputs_for_generation(
-            ids, next_sequence_length=None, is_first_iteration=False, **self._grown(len(tokens))
+            ids, next_sequence_length=None, is_first_iteration=False, **self._grown()
         )
         return self.model(**inputs, **more)
 
-    def _grown(self, count: int) -> dict[str, Any]:
-        """Return the arguments of generate for all tokens up to the new ones, `count` of them."""
-        kwargs = dict(self.kwargs)
-        if (mask := kwargs.get("attention_mask")) is not None:
-            kwargs["attention_mask"] = torch.cat([mask, mask.new_ones(1, self.length - mask.shape[1])], 1)
-        if (positions := kwargs.get("position_ids")) is not None:
-            first = positions[..., -1:] + 1 + self.length - count - positions.shape[-1]
-            kwargs["position_ids"] = first + torch.arange(count, device=positions.device)
-        return kwargs
+    def _grown(self) -> dict[str, Any]:
+        """Return the arguments of generate for all tokens up to the newest, as transformers lets them grow."""
+        further = self.length - self.start - 1
+        if not further:
+            return dict(self.kwargs)
+        grown: dict[str, Any] = self.model._update_model_kwargs_for_generation(
+            {}, dict(self.kwargs), num_new_tokens=further
+        )
+        return grown
 
 
-def _is_plain(model: Any, cache: Any, kwargs: dict[str, Any], tokens: int) -> bool:
-    """Return whether passes need no arguments but new tokens and the cache."""
+def _is_plain(model: Any, kwargs: dict[str, Any], tokens: int) -> bool:
+    """Return whether passes need no arguments but new tokens and the cache; tokens: in the cache."""
     own = getattr(type(model), "prepare_inputs_for_generation", None)
     given = {key for key, value in kwargs.items() if value is not None}
     positions = kwargs.get("position_ids")
-    follows = positions is None or (positions.dim() == 2 and int(positions[0, -1]) == tokens - 1)
-    is_whole = cache.get_seq_length() == tokens
+    follows = positions is None or (positions.dim() == 2 and int(positions[0, -1]) == tokens)
     return (
         own is GenerationMixin.prepare_inputs_for_generation
         and given <= KNOWN
         and kwargs.get("attention_mask") is None
         and follows
-        and is_whole
     )

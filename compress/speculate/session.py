@@ -33,7 +33,7 @@ class Session:
         self.stop_tokens = frozenset(stop_tokens)
         self.tokens: list[int] = ids[0].tolist()
         self.timings, self.statistics = Timings(), Statistics()
-        self.threshold = 0.0  # a draft stops behind a token whose law has no probability as large as this
+        self.threshold = 0.0  # drafts stop where the product of their largest probabilities is below it
         self._ids = torch.empty(1, len(self.tokens) + ROOM, dtype=torch.int64, device=ids.device)
         self._ids[:, : len(self.tokens)] = ids
 
@@ -102,13 +102,6 @@ class Session:
     def last_possible(weights: Tensor) -> int:
         """Return the last token that has a weight: where rounding would lead beyond it."""
         return int(weights.nonzero()[-1]) if not weights[-1] else len(weights) - 1
-
-    def is_unsure(self, logits: Tensor, law: Tensor | None) -> bool:
-        """Return whether no token is as likely as the threshold; law: of the logits if it is known."""
-        if not self.threshold:
-            return False
-        most = float(law.max()) if law is not None else float((logits.max() - logits.logsumexp(-1)).exp())
-        return most < self.threshold
 
     def _write(self, tokens: Sequence[int]) -> None:
         begin, end = len(self.tokens), len(self.tokens) + len(tokens)

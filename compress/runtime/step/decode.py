@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.kernels import llvm
+from compress.runtime import bypass
+from compress.runtime.bodies import blocks_of, bodies
 from compress.runtime.step.assemble import Assembly, Steps, Turns
 from compress.runtime.step.caches import Held, layers_of
 from compress.runtime.step.check import read_block
@@ -108,7 +110,7 @@ class StepState:
             return original(body, **kwargs)
         try:
             asked = _request(body, kwargs)
-            if asked is None or not self._is_current(body):
+            if asked is None or bypass.active(body) or not self._is_current(body):
                 return original(body, **kwargs)
             key = len(asked.given), torch.get_num_threads()
             if key not in self.running:
@@ -300,25 +302,6 @@ def _is_read(child: nn.Module) -> bool:
     """Return whether a program knows where the tensors of a module beside the blocks lie, rather than calling it."""
     is_called = isinstance(child, nn.Embedding) or (child._buffers and not child._parameters)
     return next(child.children(), None) is None and not is_called
-
-
-def blocks_of(body: nn.Module) -> nn.ModuleList | None:
-    """Return the list of decoder blocks that a module holds; None if it holds none, or more than one."""
-    lists = [each for each in body.children() if isinstance(each, nn.ModuleList) and _has_layers(each)]
-    return lists[0] if len(lists) == 1 else None
-
-
-def _has_layers(blocks: nn.ModuleList) -> bool:
-    return len(blocks) > 0 and any(getattr(each, "layer_idx", None) == 0 for each in blocks[0].modules())
-
-
-def bodies(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a model that hold decoder blocks and are given a cache."""
-    for module in model.modules():
-        forward = getattr(type(module), "forward", None)
-        code = getattr(getattr(forward, "__wrapped__", forward), "__code__", None)
-        if code is not None and hasattr(module, "config") and blocks_of(module) is not None:
-            yield module
 
 
 def install(model: nn.Module) -> None:

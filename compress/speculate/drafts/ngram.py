@@ -15,9 +15,8 @@ It does not: draft from other texts than this one, build a tree, or join several
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from compress.speculate.drafting import Draft, Proposal, Verified
+from compress.speculate.drafting import Draft, Proposal
 from compress.speculate.session import Session
 
 PART = "draft"
@@ -41,17 +40,23 @@ class NgramDraft(Draft):
     def __init__(self, config: Config) -> None:
         self.sizes = range(config.longest, config.shortest - 1, -1)
         self._behind: dict[tuple[int, ...], int] = {}  # a run -> the place behind it, where it stood last
+        self._place = 0
         self._known = 0  # places whose runs are in the table: every run that ends before them
 
-    def propose(self, session: Session, count: int) -> Proposal:
-        """Return what followed the longest run that ends the text; nothing where it is new."""
+    def situation(self, session: Session) -> int | None:
+        """Return the tokens of the longest run that ends the text and stood earlier, too; None where it is new."""
         tokens = session.tokens
         self._learn(tokens)
         for size in self.sizes:
             place = self._behind.get(tuple(tokens[-size:])) if len(tokens) > size else None
             if place is not None:
-                return Proposal(_copied(tokens, place, count))
-        return Proposal([])
+                self._place = place
+                return size
+        return None
+
+    def propose(self, session: Session, count: int) -> Proposal:
+        """Return what followed the run that `situation` has found."""
+        return Proposal(_copied(session.tokens, self._place, count))
 
     def _learn(self, tokens: list[int]) -> None:
         """Add the runs that end before the last token."""

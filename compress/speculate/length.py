@@ -1,0 +1,98 @@
+"""How many tokens are drafted: the number with the largest expected gain by measured times and acceptance, or none.
+
+Acceptance is counted for each place of a draft by itself, newest rounds first, and drawn towards what is known
+beforehand (cost.py) while little was counted. Where even the best length would lose, plain steps are made, and a draft
+is tried now and then, ever more seldom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from compress.speculate.cost import MAX_LENGTH
+
+MEMORY = 1 - 1 / 48  # weight of what was counted, after each further token
+PRIOR_ACCEPTANCE, PRIOR_TOKENS = 0.8, 4.0  # what is assumed of a draft of which nothing is known, and its weight
+NEIGHBOUR_TOKENS = 3.0  # weight of all places together in the acceptance of one
+FIRST_LENGTH = 3  # drafted while times are not known
+FIRST_WAIT, MAX_WAIT = 16, 512  # plain steps before a draft that did not pay is tried again
+PROBE_ROUNDS = 2  # drafts that are then tried
+
+
+class Acceptance:
+    """Shares of drafted tokens that were accepted, by place."""
+
+    def __init__(self, prior: float = PRIOR_ACCEPTANCE) -> None:
+        self.prior = prior
+        self._hits, self._tries = [0.0] * MAX_LENGTH, [0.0] * MAX_LENGTH
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Take note of a round; tokens behind a rejected one say nothing."""
+        for place in range(min(accepted + 1, drafted, MAX_LENGTH)):
+            self._hits[place] = self._hits[place] * MEMORY + (place < accepted)
+            self._tries[place] = self._tries[place] * MEMORY + 1
+
+    def expected(self, most: int) -> list[float]:
+        """Return the expected tokens of a round, by its drafted tokens from none to `most`."""
+        hits, tries = sum(self._hits), sum(self._tries)
+        overall = (hits + self.prior * PRIOR_TOKENS) / (tries + PRIOR_TOKENS)
+        total, reach, result = 1.0, 1.0, [1.0]
+        for place in range(most):
+            known = place if place < MAX_LENGTH else MAX_LENGTH - 1
+            own = self._hits[known] + overall * NEIGHBOUR_TOKENS
+            reach *= own / (self._tries[known] + NEIGHBOUR_TOKENS)
+            total += reach
+            result.append(total)
+        return result
+
+
+class LengthPolicy:
+    """Lengths of one draft."""
+
+    def __init__(self, prior: float | None = None, fixed: int | None = None) -> None:
+        """fixed: a length that is drafted always."""
+        self.acceptance = Acceptance(PRIOR_ACCEPTANCE if prior is None else prior)
+        self.fixed = fixed
+        self.threshold = 0.0  # of the product of a draft's probabilities, below which a further token does not pay
+        self._wait, self._waited, self._probes = FIRST_WAIT, 0, 0
+
+    def choose(self, step: float, draft: float, check: Callable[[int], float], most: int) -> int:
+        """Return how many tokens to draft, up to `most`; 0: a plain step.
+
+        step: seconds of a plain step, 0 while it is not known; draft: of a drafted token, likewise; check: of a pass,
+        by its number of tokens.
+        """
+        self.threshold = 0.0
+        if self.fixed is not None:
+            return min(self.fixed, most)
+        if not step:
+            return 0
+        if not draft:
+            return min(FIRST_LENGTH, most)
+        expected = self.acceptance.expected(most)
+        gains = [expected[n] * step / (n * draft + check(n + 1)) for n in range(1, most + 1)]
+        if not gains:
+            return 0
+        best = max(range(len(gains)), key=gains.__getitem__)
+        if gains[best] <= 1 and not self._is_probe():
+            return 0
+        if gains[best] > 1:
+            self._wait, self._waited = FIRST_WAIT, 0
+            further = draft + (check(best + 2) - check(2)) / max(1, best)
+            self.threshold = min(0.9, gains[best] * further / step)
+        return best + 1
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Take note of a round with this draft."""
+        self.acceptance.add(drafted, accepted)
+
+    def _is_probe(self) -> bool:
+        """Return whether a draft that does not pay by what is known is to be tried."""
+        if self._probes:
+            self._probes -= 1
+            return True
+        self._waited += 1
+        if self._waited < self._wait:
+            return False
+        self._wait, self._waited, self._probes = min(2 * self._wait, MAX_WAIT), 0, PROBE_ROUNDS - 1
+        return True
