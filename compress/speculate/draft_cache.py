@@ -1,9 +1,9 @@
 """A small cache for drafts: a part of the tokens of the target's cache, copied, and the tokens that are drafted.
 
-Attention of a draft reads the first tokens, which all queries look at (StreamingLLM, arXiv 2309.17453), the newest ones
-and, if somebody chooses, some in between (TriForce, arXiv 2404.11912). They are copied into a plain cache of transformers,
-so that whatever makes passes with one fast, serves drafts; passes are given the positions of the tokens in the text.
-What the target has verified replaces what the draft has written of the same tokens.
+Attention of a draft reads the first tokens, which all queries look at (StreamingLLM, arXiv 2309.17453), the newest
+ones and, if somebody chooses, some in between (TriForce, arXiv 2404.11912). They are copied into a plain cache of
+transformers, so that whatever makes passes with one fast serves drafts; passes are given the positions of the tokens in
+the text. What the target has verified replaces what the draft has written of the same tokens.
 
 The target's cache may be a plain one or a compressed one, whose tokens are decoded as they are copied. Layers with a
 sliding window are read whole: they are short. The target's cache is never written.

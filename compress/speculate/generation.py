@@ -128,7 +128,9 @@ class _Call:
         session = Session(passes, self.ids, self.processors, config.do_sample, generator, stopping.end_tokens)
         session.statistics = statistics
         is_kept = config.return_dict_in_generate
-        records = Records(() if is_kept and config.output_scores else None, () if is_kept and config.output_logits else None)
+        records = Records(
+            () if is_kept and config.output_scores else None, () if is_kept and config.output_logits else None
+        )
         try:
             Loop(session, plan(text, session), stopping, self.streamer, records).run(logits)
         finally:

@@ -72,12 +72,14 @@ class Loop:
         while not self.is_finished:
             self._round()
         session.crop(0)
+        session.passes.release()
         statistics.seconds += time.perf_counter() - begun
         statistics.plain_seconds = session.timings.check(1)
 
     def _round(self) -> None:
         session, statistics, timings = self.session, self.session.statistics, self.session.timings
         begun = time.perf_counter()
+        session.passes.hold()
         planned, proposal, policy = self._propose()
         drafted = len(proposal.tokens)
         midway = time.perf_counter()

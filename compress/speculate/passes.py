@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
+from compress.kv.layer import KVCache
+
 KNOWN = {"past_key_values", "use_cache", "attention_mask", "position_ids", "logits_to_keep"}
 
 
@@ -35,6 +37,18 @@ class Passes:
         """Run new tokens; return logits, and hidden states [tokens, width] of embeddings and each block."""
         outputs = self._run(tokens, {"output_hidden_states": True})
         return self._logits(outputs), tuple(each[0] for each in outputs.hidden_states)
+
+    def hold(self) -> None:
+        """Let a compressed cache code what was accepted; tokens from here on stay exact until the next call."""
+        if isinstance(self.cache, KVCache):
+            self.cache.settle()
+            self.cache.holds = True
+
+    def release(self) -> None:
+        """Let a compressed cache code tokens as they come."""
+        if isinstance(self.cache, KVCache):
+            self.cache.settle()
+            self.cache.holds = False
 
     def crop(self, count: int) -> None:
         """Take the last `count` tokens out of the cache."""

@@ -36,7 +36,9 @@ class DraftSpecification:
         parts = [part for _, part, _ in built]
         if "draft" in parts and len(parts) > 1:
             names = ", ".join(self.plugins)
-            raise RecipeError(f"speculate: {names}: a draft of its own cannot be combined by a comma; write a plus sign")
+            raise RecipeError(
+                f"speculate: {names}: a draft of its own cannot be combined by a comma; write a plus sign"
+            )
         if repeated := next((part for part in parts if parts.count(part) > 1), None):
             raise RecipeError(f"speculate: {', '.join(self.plugins)}: {repeated} is given twice; give it once")
         made = [plugins.load(KIND, name).build(config, session) for name, _, config in sorted(built, key=_order)]

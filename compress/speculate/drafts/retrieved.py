@@ -1,14 +1,15 @@
-"""Drafts that read the parts of the cache which the newest token asks for (TriForce, arXiv 2404.11912; SpecPV, 2512.02337).
+"""Drafts that read the parts of the cache which the newest token asks for (TriForce, arXiv 2404.11912).
 
-The cache is divided into chunks of 8 tokens. A query is compared with the mean of the keys of each chunk, and the chunks
-that it finds most similar are read, beside the first tokens and the newest ones. Their keys and values are copied, for
-each KV head its own, and serve all drafted tokens of a round; the target then checks these against the whole cache.
+The cache is divided into chunks of 8 tokens. A query is compared with the mean of the keys of each chunk, and the
+chunks that it finds most similar are read, beside the first tokens and the newest ones. Their keys and values are
+copied, for each KV head its own, and serve all drafted tokens of a round; the target then checks these against the
+whole cache.
 
 Differences from TriForce: the first token that is drafted in a round chooses, before it attends; there, the last one
 before generation does. Query heads that share a KV head choose by the mean of their softmax over chunks. The model that
 drafts for the draft is left out: n-grams can take its place. Chunks that were generated can be chosen, too. SpecPV
-checks drafts of another model by such a part and by the whole cache only now and then: its text is no longer that of
-the target. Here every token is checked by the whole.
+(arXiv 2512.02337) checks drafts of another model by such a part, and by the whole cache only now and then: its text is
+no longer that of the target. Here every token is checked by the whole.
 
 It does not choose for layers with a sliding window, which are read whole, nor for models whose layers share keys.
 """
@@ -138,7 +139,7 @@ class _ChoosingLayer(DynamicLayer):
         return key_states, value_states
 
     def choose(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose by a scaled query [B, H, 1, width]; return keys and values of what is read, the new token behind it."""
+        """Choose by a scaled query [B, H, 1, width]; return keys and values of what is read, and of the new token."""
         places = CHUNK * self.part.choose(self.index, query)[..., None] + torch.arange(CHUNK, device=query.device)
         layer = self.part.target.layers[self.index]
         self.made = self.part.filled(layer, gather_tokens(layer, SINKS + places.flatten(-2)))
@@ -173,7 +174,7 @@ def _attention(
 
 
 def chunks_of(query: Tensor, means: Tensor, count: int) -> Tensor:
-    """Scaled query [B, H, width], means [B, h, chunks, width] -> the most similar chunks, int64 [B, h, count], in order."""
+    """Scaled query [B, H, width], means [B, h, chunks, width] -> the best chunks, int64 [B, h, count], in order."""
     scores = (query.unflatten(1, (means.shape[1], -1)) @ means.mT).softmax(-1).mean(2)
     return scores.topk(count, -1).indices.sort(-1).values
 

@@ -7,9 +7,9 @@ taken away again; tokens are coded only once they are accepted, so that the cach
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from compress.errors import RecipeError
 from compress.kv.layer import KVCache
@@ -27,16 +27,9 @@ class Config:
 class UpperReduction(Reduction):
     """The upper planes of the target's cache."""
 
-    def begin(self, session: Session) -> None:
-        """Keep new tokens exact from here on, until they are accepted."""
-        session.cache.holds = True
-
-    @contextmanager
-    def reduced(self, session: Session) -> Iterator[None]:
-        """Code what was accepted, then let attention read upper planes."""
-        session.cache.settle()
-        with session.cache.read_upper():
-            yield
+    def reduced(self, session: Session) -> AbstractContextManager[Any]:
+        """Return a context in which attention reads the upper planes alone."""
+        return session.cache.read_upper()
 
 
 def build(config: Config, session: Session) -> Reduction:
