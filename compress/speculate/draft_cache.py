@@ -47,11 +47,6 @@ class DraftCache:
         self.start = 0  # of the newest tokens that are held
         self.length = 0  # tokens of the text up to the last one that is held
 
-    @property
-    def held(self) -> int:
-        """How many tokens full attention reads."""
-        return max(layer.get_seq_length() for layer in self.cache.layers if not layer.is_sliding)
-
     @contextmanager
     def in_use(self, session: Session) -> Iterator[None]:
         """Let the session's passes read this cache, after what the target has verified meanwhile."""
