@@ -122,19 +122,18 @@ class _Call:
         kwargs = model._update_model_kwargs_for_generation(outputs, dict(self.kwargs), is_encoder_decoder=False)
         cache, logits = outputs.past_key_values, outputs.logits[0, -1:].float()
         del outputs
-        cache.activate_past_recording()
         stopping = Stopping(self.criteria)
         passes = Passes(model, cache, {**kwargs, "past_key_values": cache})
         session = Session(passes, self.ids, self.processors, config.do_sample, generator, stopping.end_tokens)
         session.statistics = statistics
         is_kept = config.return_dict_in_generate
-        records = Records(
-            () if is_kept and config.output_scores else None, () if is_kept and config.output_logits else None
-        )
+        records = Records(() if is_kept and config.output_scores else None, () if is_kept and config.output_logits else None)
+        drafts = plan(text, session)
+        passes.begin()
         try:
-            Loop(session, plan(text, session), stopping, self.streamer, records).run(logits)
+            Loop(session, drafts, stopping, self.streamer, records).run(logits)
         finally:
-            _end_past_recording(cache)
+            passes.end()
         if self.streamer is not None:
             self.streamer.end()
         sequences = session.ids.clone()
@@ -183,13 +182,6 @@ def _refusal(model: Any, ids: Tensor, processors: Any, config: Any, kwargs: Mapp
         "a processor that keeps a state": lambda: any(isinstance(each, STATEFUL) for each in processors),
     }
     return next((reason for reason, holds in reasons.items() if holds()), "")
-
-
-def _end_past_recording(cache: Any) -> None:
-    """Let layers with a window forget again what is behind it."""
-    for layer in cache.layers:
-        if getattr(layer, "record_past", False):
-            layer.record_past = False
 
 
 def _streamer_of_caller() -> Any:

@@ -15,8 +15,9 @@ MEMORY = 1 - 1 / 48  # weight of what was counted, after each further token
 PRIOR_ACCEPTANCE, PRIOR_TOKENS = 0.8, 4.0  # what is assumed of a draft of which nothing is known, and its weight
 NEIGHBOUR_TOKENS = 3.0  # weight of all places together in the acceptance of one
 FIRST_LENGTH = 3  # drafted while times are not known
-FIRST_WAIT, MAX_WAIT = 16, 512  # plain steps before a draft that did not pay is tried again
+FIRST_WAIT, MAX_WAIT = 16, 256  # plain steps before a draft that did not pay is tried again
 PROBE_ROUNDS = 2  # drafts that are then tried
+FADED = 0.1  # weight of what was counted before
 
 
 class Acceptance:
@@ -31,6 +32,10 @@ class Acceptance:
         for place in range(min(accepted + 1, drafted, MAX_LENGTH)):
             self._hits[place] = self._hits[place] * MEMORY + (place < accepted)
             self._tries[place] = self._tries[place] * MEMORY + 1
+
+    def fade(self) -> None:
+        """Let what was counted weigh little beside what comes."""
+        self._hits, self._tries = ([each * FADED for each in counts] for counts in (self._hits, self._tries))
 
     def expected(self, most: int) -> list[float]:
         """Return the expected tokens of a round, by its drafted tokens from none to `most`."""
@@ -95,4 +100,5 @@ class LengthPolicy:
         if self._waited < self._wait:
             return False
         self._wait, self._waited, self._probes = min(2 * self._wait, MAX_WAIT), 0, PROBE_ROUNDS - 1
+        self.acceptance.fade()
         return True

@@ -71,15 +71,12 @@ class Loop:
             each.draft.begin(session)
         while not self.is_finished:
             self._round()
-        session.crop(0)
-        session.passes.release()
         statistics.seconds += time.perf_counter() - begun
         statistics.plain_seconds = session.timings.check(1)
 
     def _round(self) -> None:
         session, statistics, timings = self.session, self.session.statistics, self.session.timings
         begun = time.perf_counter()
-        session.passes.hold()
         planned, proposal, policy = self._propose()
         drafted = len(proposal.tokens)
         midway = time.perf_counter()
@@ -90,8 +87,7 @@ class Loop:
             logits = session.forward(tokens)
         accepted, token, scores = judge(session, proposal, logits)
         written = self._accept([*proposal.tokens[:accepted], token], scores, logits)
-        if drafted + 1 - written:
-            session.crop(drafted + 1 - written)
+        session.passes.end_round(drafted + 1 - written)
         ended = time.perf_counter()
         timings.add_check(drafted + 1, ended - midway)
         statistics.add_round(drafted, accepted)

@@ -1,5 +1,8 @@
 """Forward passes of a few new tokens on a cache, as generate of transformers makes them, at the least cost.
 
+What the cache forgets as tokens come, those behind a window, or the exact keys that it codes, it keeps until a round is
+over: `begin`, `end_round` and `end` tell it.
+
 A pass whose arguments say nothing but "these tokens follow the cache" calls the model with just that. With padding, or
 arguments that only the model knows, transformers prepares the arguments of every pass.
 """
@@ -25,7 +28,7 @@ class Passes:
         """kwargs: of generate for the token behind those in the cache."""
         self.model, self.cache, self.start = model, cache, int(cache.get_seq_length())
         self.length = self.start  # tokens in the cache
-        self.device = model.device
+        self.device, self._records = model.device, False
         self.kwargs = {key: value for key, value in kwargs.items() if key != "logits_to_keep"}
         self.is_plain = _is_plain(model, self.kwargs, self.length)
 
@@ -38,22 +41,32 @@ class Passes:
         outputs = self._run(tokens, {"output_hidden_states": True})
         return self._logits(outputs), tuple(each[0] for each in outputs.hidden_states)
 
-    def hold(self) -> None:
-        """Let a compressed cache code what was accepted; tokens from here on stay exact until the next call."""
+    def begin(self) -> None:
+        """Let the cache keep what it would forget."""
+        self.cache.activate_past_recording()
+        self._records = any(getattr(layer, "record_past", False) for layer in self.cache.layers)
         if isinstance(self.cache, KVCache):
-            self.cache.settle()
             self.cache.holds = True
-
-    def release(self) -> None:
-        """Let a compressed cache code tokens as they come."""
-        if isinstance(self.cache, KVCache):
-            self.cache.settle()
-            self.cache.holds = False
 
     def crop(self, count: int) -> None:
         """Take the last `count` tokens out of the cache."""
         self.cache.crop(-count)
         self.length -= count
+
+    def end_round(self, count: int) -> None:
+        """Take the last `count` tokens out, and let the cache forget and code as it does without drafts."""
+        if count or self._records:
+            self.crop(count)
+        if isinstance(self.cache, KVCache):
+            self.cache.settle()
+
+    def end(self) -> None:
+        """Let the cache forget again as tokens come."""
+        for layer in self.cache.layers:
+            if getattr(layer, "record_past", False):
+                layer.record_past = False
+        if isinstance(self.cache, KVCache):
+            self.cache.holds = False
 
     @staticmethod
     def _logits(outputs: Any) -> Tensor:
