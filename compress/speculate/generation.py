@@ -30,7 +30,7 @@ from compress.speculate.stopping import Stopping
 from compress.speculate.timings import Timings
 
 CONFIG_KEY = "speculate"  # of config.json: the drafts of a checkpoint, as text
-FREE_DRAFT = "ngram"  # any model can have it
+FREE_DRAFT, LEVEL_DRAFT = "ngram", "level"  # the first for any model
 # Processors that run the model, or count their calls: they would see drafted tokens.
 STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
@@ -161,11 +161,11 @@ def plan(text: str, session: Session) -> list[Planned]:
 
 
 def default_drafts(model: Any) -> str:
-    """Return the drafts that a checkpoint stores, or else n-grams, and the lowest level where it has several."""
+    """Return the drafts that a checkpoint stores, or else n-grams, and the lowest level where it has levels."""
     stored = getattr(model.config, CONFIG_KEY, None)
     if isinstance(stored, str):
         return stored
-    return FREE_DRAFT
+    return f"{FREE_DRAFT}+{LEVEL_DRAFT}" if len(getattr(model, "levels", ())) > 1 else FREE_DRAFT
 
 
 def _streamer_of_caller() -> Any:
