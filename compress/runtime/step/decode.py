@@ -44,7 +44,7 @@ class ProgramKey(NamedTuple):
     batch: int
     new: int  # tokens of each sequence
     threads: int
-    passed: frozenset[tuple[int, str]] = frozenset()  # sublayers that do not run
+    passed: frozenset[bypass.Sublayer] = bypass.NOTHING  # sublayers that do not run
 
 
 class StepState:
@@ -143,8 +143,9 @@ class StepState:
         shape = key.batch, key.new
         try:
             with llvm.without_collections():
-                space = self._spaces.setdefault(shape, Workspace(reading, *shape))
-                program = StepProgram(reading, space, key.threads, key.passed)
+                if shape not in self._spaces:
+                    self._spaces[shape] = Workspace(reading, *shape)
+                program = StepProgram(self._spaces[shape], key.threads, key.passed)
         except FAILURES as error:
             _log.info("passes of %d x %d tokens run without a program: %s", *shape, error)
             self._without.add(key)
