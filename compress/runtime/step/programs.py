@@ -22,6 +22,7 @@ from compress.runtime.step.structure import BlockParts, UnreadableBlockError
 # A program with a smaller part of its linears compiled gains nothing.
 LEAST_COMPILED = 0.5
 FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers, as configurations call them
+Levels = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,11 @@ class Workspace:
         for turning in reading.turnings:
             cos, sin = (torch.zeros(batch * new, each.shape[-1], dtype=each.dtype) for each in turning.result)
             self.turns.append((cos, sin))
-        self._sublayers: dict[tuple[int, str], Assembly] = {}
+        self._sublayers: dict[tuple[int, str, Levels], Assembly] = {}
 
-    def sublayer(self, number: int, kind: str) -> Assembly:
-        """Return the calls of the "attention" or the "mlp" of a block."""
-        known = self._sublayers.get((number, kind))
+    def sublayer(self, number: int, kind: str, levels: Levels) -> Assembly:
+        """Return the calls of the "attention" or the "mlp" of a block at the present levels of the weights."""
+        known = self._sublayers.get((number, kind, levels))
         if known is None:
             block, known = self.reading.blocks[number], Assembly(self.memory, self.reading.hidden)
             turns = None if block.turning < 0 else self.turns[block.turning]
@@ -136,7 +137,7 @@ class Workspace:
                 known.add_attention(block.parts, number, turns, block.turned)
             else:
                 known.add_mlp(block.parts)
-            self._sublayers[number, kind] = known
+            self._sublayers[number, kind, levels] = known
         return known
 
     def turn(self, turnings: list[Turning], states: Tensor, positions: Tensor) -> None:
@@ -150,15 +151,18 @@ class Workspace:
 class StepProgram:
     """A program of passes of one shape, in which some sublayers may not run."""
 
-    def __init__(self, space: Workspace, threads: int, passed: frozenset[Sublayer]) -> None:
-        """passed: sublayers that are passed over. UnreadableBlockError if too little is compiled."""
+    def __init__(self, space: Workspace, threads: int, passed: frozenset[Sublayer], levels: Levels) -> None:
+        """passed: sublayers that are passed over; levels: those that the weights have now.
+
+        UnreadableBlockError if too little is compiled.
+        """
         self.space, self.memory, self.reading = space, space.memory, space.reading
         self.blanks = sorted(number for number, kind in passed if kind == ATTENTION)
         assembly = Assembly(space.memory, self.reading.hidden)
         for number in range(len(self.reading.blocks)):
             for kind in KINDS:
                 if (number, kind) not in passed:
-                    assembly.extend(space.sublayer(number, kind))
+                    assembly.extend(space.sublayer(number, kind, levels))
             if assembly.compiled < LEAST_COMPILED * assembly.linears:  # of the first blocks, which is as good as of all
                 raise UnreadableBlockError(f"{assembly.compiled} of {assembly.linears} linears are compiled")
         self.states = assembly.states
