@@ -15,7 +15,7 @@ from compress.errors import RecipeError, shown
 from compress.formats import dense, transforms
 from compress.model.skeleton import Skeleton
 from compress.model.spared import keeps_bias, spared_linears
-from compress.quant import incoherence
+from compress.quant import incoherence, parts
 from compress.recipe.schema import KEEP, Recipe
 from compress.run import draft_heads, outside_plan
 from compress.storage.checkpoint import Readable
@@ -56,6 +56,8 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
             layers.append(_dense(spec))
         else:
             kept[spec.name] = Plan.CHOSEN
+    if recipe.tune and any(layer.scheme.nested for layer in layers):
+        raise RecipeError("nested: what is tuned would no longer be any level's own; remove tune, or set nested: false")
     unread_message = _sparsity_message(dense_inputs, layers, recipe)
     if all(layer.stored.is_plain for layer in layers):
         raise RecipeError(f"recipe {shown(recipe.name)} leaves no linear to quantize; look at its rules and ignore")
@@ -208,12 +210,12 @@ def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: WeightT
     if around and scheme.lowrank is not None and scheme.lowrank.metric == "fisher":
         raise RecipeError(f"{spec.name}: metric fisher is not known in a rotated basis; set another metric for it")
     try:
-        params = method.plan_params(scheme.config, spec.shape)
-        stored = Stored(method.FORMAT, params, around, scheme.activations, lowrank)
+        matrix = parts.plan(scheme, spec.shape)
+        stored = Stored(matrix.format, matrix.params, around, scheme.activations, lowrank)
         if sparsity is not None:
             stored = dataclasses.replace(stored, sparsity=sparsity.for_linear(sparsity.unread()))
             columns: Any = formats.get("columns")
-            by_columns = columns.params_for(stored.format, params)  # which kernels read that skip some
+            by_columns = columns.params_for(stored.format, stored.params)  # which kernels read that skip some
             if by_columns is not None:
                 stored = dataclasses.replace(stored, format="columns", params=by_columns)
         nbytes = formats.nbytes(stored, spec.shape)
