@@ -194,7 +194,8 @@ def _scheme(recipe: Recipe, table: Table) -> Scheme | None:
     if _differ(recipe, table):
         raise RecipeError(
             f"{table.spec.name} is embeddings and output head in one and is stored once, but the sections embeddings "
-            "and head of the recipe differ in format, levels, bits, group_size or symmetric; make them equal, or remove one"
+            "and head of the recipe differ in format, bits, levels, group_size or symmetric; make them equal, or "
+            "remove one"
         )
     return schemes.get("head", schemes.get("embeddings"))
 

@@ -56,8 +56,7 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
             layers.append(_dense(spec))
         else:
             kept[spec.name] = Plan.CHOSEN
-    if recipe.tune and any(layer.scheme.nested for layer in layers):
-        raise RecipeError("nested: what is tuned would no longer be any level's own; remove tune, or set nested: false")
+    _check_tuned(layers, recipe)
     unread_message = _sparsity_message(dense_inputs, layers, recipe)
     if all(layer.stored.is_plain for layer in layers):
         raise RecipeError(f"recipe {shown(recipe.name)} leaves no linear to quantize; look at its rules and ignore")
@@ -125,6 +124,12 @@ def _sparsity_message(dense: Sequence[LinearSpec], layers: Sequence[LayerPlan], 
     if not sparse:
         raise RecipeError(f"sparsity: no linear can leave inputs unread: {', '.join(reasons)}")
     return (f"sparsity: these linears read all inputs: {', '.join(reasons)}",)
+
+
+def _check_tuned(layers: Sequence[LayerPlan], recipe: Recipe) -> None:
+    """Raise RecipeError where what is tuned has levels, each of which is what its own bits are alone."""
+    if recipe.tune and (found := [layer.spec.name for layer in layers if layer.scheme.nested]):
+        raise RecipeError(f"{found[0]} is nested, and what all its levels share cannot be tuned; remove tune or nested")
 
 
 def check_stacks(recipe: Recipe, skeleton: Skeleton, is_allocated: bool) -> None:
