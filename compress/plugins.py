@@ -68,7 +68,9 @@ KINDS = {
     "speculate": ("Config", "build", "PART"),
     "task": ("Config", "items", "WAY", "SUITES"),
 }
-SETTABLE = tuple(kind for kind in KINDS if kind not in ("codes", "importers", "export", "speculate", "task"))  # in recipes
+SETTABLE = tuple(
+    kind for kind in KINDS if kind not in ("codes", "importers", "export", "speculate", "task")
+)  # in recipes
 # (kind, former name) -> the present name of a plugin, for recipes and checkpoints of earlier versions
 ALIASES = {("quant", "cut"): "structured", ("formats", "cut"): "structured"}
 # (kind, name) -> the plugin that was split off from it, which has the keys that it had once (its REMOVED_KEYS)

@@ -162,6 +162,25 @@ class Store:
             out[:, :, : places.shape[1]] = _gather(out, places)
         return out
 
+    def read_span(self, start: int, stop: int) -> Tensor:
+        """Return tokens start..stop [B, h, stop - start, width]; CompressError where left padding was moved."""
+        if self.columns is not None:
+            raise CompressError("kv_cache: a part of a padded batch cannot be read; read all of it")
+        first, last, unit = self.sink.length, self.sink.length + self.coded, self.codec.granularity
+        parts = [self.sink.view(start, min(stop, first))] if start < first else []
+        if start < last and stop > first:
+            low, high = max(start - first, 0), min(stop, last) - first
+            begin, end = low // unit * unit, -(-high // unit) * unit
+            pieces = [
+                self.codec.dense(block)[:, :, max(begin - tokens.start, 0) : end - tokens.start]
+                for tokens, block in self.blocks(self.codec.block)
+                if tokens.start < end and tokens.stop > begin
+            ]
+            parts.append(torch.cat(pieces, 2)[:, :, low - begin : high - begin].to(self.codec.spec.dtype))
+        if stop > last:
+            parts.append(self.tail.view(max(start - last, 0), stop - last))
+        return torch.cat(parts, 2)
+
     def scores(self, q: Tensor, out: Tensor) -> None:
         """q [B, h, m, width] float32; out [B, h, m, tokens] gets its products with all keys, in storage order."""
         first, last = self.sink.length, len(self)

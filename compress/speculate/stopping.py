@@ -18,7 +18,10 @@ class Stopping:
     def __init__(self, criteria: Any) -> None:
         self.max_length: int | None = criteria.max_length
         self.end_tokens: frozenset[int] = frozenset(
-            token for each in criteria if type(each) is EosTokenCriteria for token in each.eos_token_id.flatten().tolist()
+            token
+            for each in criteria
+            if type(each) is EosTokenCriteria
+            for token in each.eos_token_id.flatten().tolist()
         )
         self._others = [each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria)]
 
