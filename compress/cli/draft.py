@@ -47,7 +47,7 @@ def draft(
     choice_tokens: Annotated[int, typer.Option(min=16, help="Tokens before them to choose on.")] = 1024,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing.")] = False,
     bos: Bos = "auto",
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     seed: Seed = 0,
     device: Device = "auto",
     as_json: AsJson = False,

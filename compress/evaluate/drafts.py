@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -175,7 +175,7 @@ def read_nbytes(model: nn.Module, level: int | None, sublayers: frozenset[Sublay
     passed = {id(module) for each in sublayers for module in modules[each]}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     blocks = bypass.blocks_in(model)
-    return _nbytes(blocks, level, passed) + (0 if head is None else _nbytes(head, level, passed))
+    return stored_nbytes(blocks, level, passed) + (0 if head is None else stored_nbytes(head, level, passed))
 
 
 def greedy(
@@ -240,7 +240,7 @@ def _sets(
 
     if asked.by == GREEDY:
         modules = bypass.modules_of(reader.model)
-        sizes = {each: max(1, sum(_nbytes(module, None, set()) for module in modules[each])) for each in known}
+        sizes = {each: max(1, sum(stored_nbytes(module) for module in modules[each])) for each in known}
         return greedy(known, counts, score, sizes)
     search: Any = getattr(plugins.load(KEY, asked.by), "search", None)
     if search is None:
@@ -272,8 +272,8 @@ def _choice_tokens(model: Any, asked: DraftRequest) -> int:
     return min(asked.choice_tokens, TARGET_NBYTES // (4 * vocab_size))
 
 
-def _nbytes(module: nn.Module, level: int | None, passed: set[int]) -> int:
-    """Return the bytes of a module's weights at a level, without what is passed over."""
+def stored_nbytes(module: nn.Module, level: int | None = None, passed: Collection[int] = ()) -> int:
+    """Return the bytes of a module's weights at a level, without modules of these identities."""
     if id(module) in passed:
         return 0
     if isinstance(module, PackedModule):
@@ -281,4 +281,4 @@ def _nbytes(module: nn.Module, level: int | None, passed: set[int]) -> int:
         bias = getattr(module, "bias", None)
         return own + (0 if bias is None else bias.nbytes)
     own = sum(each.nbytes for each in module._parameters.values() if each is not None)
-    return own + sum(_nbytes(child, level, passed) for child in module.children())
+    return own + sum(stored_nbytes(child, level, passed) for child in module.children())
