@@ -33,30 +33,9 @@ def with_settings(drafts: str | None = None, **settings: Any) -> Speculation:
 class _CallablePackage(ModuleType):
     """This package, as a function that generates with the default drafts."""
 
-    def __call__(
-        self,
-        model: Any,
-        input_ids: Any,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        drafts: str | None = None,
-        **model_kwargs: Any,
-    ) -> Any:
+    def __call__(self, model: Any, input_ids: Any, drafts: str | None = None, **given: Any) -> Any:
         """Return what the model's own generate returns."""
-        made = Speculation(drafts)
-        return made(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            **model_kwargs,
-        )
+        return Speculation(drafts)(model, input_ids, **given)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

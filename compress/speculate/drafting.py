@@ -7,9 +7,9 @@ A plugin is one file compress/speculate/drafts/<name>.py, or compress/papers/spe
     "skip" (sublayers that do not run) or "cache" (what of the cache is read).
 3.  `build(config, session)`: returns a `Draft` for "draft", else a `Reduction`. RecipeError where the model cannot.
 
-The specification `ngram+level=4,skip=even,share=0.4` (specification.py) means: n-grams first; where they have nothing to
-say, the target's own model with 4 bits and without a share of its sublayers. Such a model is a `ModelDraft`; it writes
-into the cache of the TARGET and takes away what it has written.
+The specification `ngram+level=4,skip=even,share=0.4` (specification.py) means: n-grams first; where they have nothing
+to say, the target's own model with 4 bits and without a share of its sublayers. Such a model is a `ModelDraft`; it
+writes into the cache of the TARGET and takes away what it has written.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Generate with drafts inside of transformers' generate, which has prepared cache, processors and criteria.
 
-What the loop cannot do, such as several sequences at once or a cache that cannot be cropped, is generated as always, and
-a line says why.
+What the loop cannot do, such as several sequences at once or a cache that cannot be cropped, is generated as always,
+and a line says why.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +19,6 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from compress.errors import RecipeError
 from compress.progress import note
 from compress.speculate import specification
 from compress.speculate.length import LengthPolicy
@@ -32,7 +30,7 @@ from compress.speculate.stopping import Stopping
 from compress.speculate.timings import Timings
 
 CONFIG_KEY = "speculate"  # of config.json: the drafts of a checkpoint, as text
-FREE_DRAFT = "ngram"  # any model can have it
+FREE_DRAFT, LEVEL_DRAFT = "ngram", "level"  # the first for any model
 # Processors that run the model, or count their calls: they would see drafted tokens.
 STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
@@ -63,32 +61,21 @@ class Speculation:
         self.drafts, self.generator, self.streamer = drafts, generator, streamer
         self.statistics = Statistics()
 
-    def __call__(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        drafts: str | None = None,
-        **model_kwargs: Any,
-    ) -> Any:
+    def __call__(self, model: Any, input_ids: Tensor, drafts: str | None = None, **given: Any) -> Any:
         """Return what the model's own generate returns: tokens [1, prompt + new], or an output with them.
 
-        drafts: a specification for this call. A streamer is given to the caller of generate, which keeps it.
+        drafts: a specification for this call. given: what transformers has prepared, and arguments of the model.
         """
-        streamer = streamer or self.streamer or _streamer_of_caller()
+        streamer = given.pop("streamer", None) or self.streamer or _streamer_of_caller()
+        synced_gpus = given.pop("synced_gpus", False)
+        processors, criteria = given.pop("logits_processor"), given.pop("stopping_criteria")
+        call = _Call(model, input_ids, processors, criteria, given.pop("generation_config"), streamer, given)
         self.statistics = Statistics()
-        text = drafts or self.drafts or default_drafts(model)
-        reason = _refusal(model, input_ids, logits_processor, generation_config, model_kwargs)
-        call = _Call(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
-        if reason:
+        if reason := call.refusal():
             self.statistics.reason = reason
             note(f"speculate: {reason}; tokens are written one by one")
             return call.generate_plain(synced_gpus)
-        return call.generate(text, self.statistics, self.generator)
+        return call.generate(drafts or self.drafts or default_drafts(model), self.statistics, self.generator)
 
 
 @dataclass
@@ -102,6 +89,22 @@ class _Call:
     config: Any
     streamer: Any
     kwargs: dict[str, Any]
+
+    def refusal(self) -> str:
+        """Return why tokens cannot be drafted, "" if they can."""
+        cache, positions = self.kwargs.get("past_key_values"), self.kwargs.get("position_ids")
+        is_shown = self.config.output_attentions or self.config.output_hidden_states
+        reasons: dict[str, bool] = {
+            f"{len(self.ids)} sequences at once, drafts are for one": len(self.ids) != 1,
+            "a model with an encoder": bool(self.model.config.is_encoder_decoder),
+            "beams are not drafted for": (self.config.num_beams or 1) != 1,
+            "no cache (use_cache=False)": cache is None or not self.kwargs.get("use_cache"),
+            f"a {type(cache).__name__} cannot take tokens back": not getattr(cache, "is_croppable", False),
+            "attentions or hidden states are asked for": bool(self.config.return_dict_in_generate and is_shown),
+            "positions of an unusual shape": positions is not None and positions.dim() != 2,
+            "a processor that keeps a state": any(isinstance(each, STATEFUL) for each in self.processors),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
     def generate_plain(self, synced_gpus: bool) -> Any:
         """Return what transformers generates."""
@@ -118,16 +121,17 @@ class _Call:
     def generate(self, text: str, statistics: Statistics, generator: torch.Generator | None) -> Any:
         """Return what the loop writes with the drafts that a text names."""
         model, config = self.model, self.config
-        outputs = model._prefill(self.ids, config, self.kwargs)
-        kwargs = model._update_model_kwargs_for_generation(outputs, dict(self.kwargs), is_encoder_decoder=False)
-        cache, logits = outputs.past_key_values, outputs.logits[0, -1:].float()
-        del outputs
+        read = model._prefill(self.ids, config, self.kwargs)
+        kwargs = model._update_model_kwargs_for_generation(read, dict(self.kwargs), is_encoder_decoder=False)
+        cache, logits = read.past_key_values, read.logits[0, -1:].float()
+        del read
         stopping = Stopping(self.criteria)
         passes = Passes(model, cache, {**kwargs, "past_key_values": cache})
-        session = Session(passes, self.ids, self.processors, config.do_sample, generator, stopping.end_tokens)
-        session.statistics = statistics
+        session = Session(passes, self.ids, self.processors, config.do_sample, generator)
+        session.stop_tokens, session.statistics = stopping.end_tokens, statistics
         is_kept = config.return_dict_in_generate
-        records = Records(() if is_kept and config.output_scores else None, () if is_kept and config.output_logits else None)
+        wanted = [() if is_kept and each else None for each in (config.output_scores, config.output_logits)]
+        records = Records(*wanted)
         drafts = plan(text, session)
         passes.begin()
         try:
@@ -136,12 +140,11 @@ class _Call:
             passes.end()
         if self.streamer is not None:
             self.streamer.end()
-        sequences = session.ids.clone()
+        outputs: Any = {"sequences": session.ids.clone(), "past_key_values": cache}
         if not is_kept:
-            return sequences
-        return GenerateDecoderOnlyOutput(
-            sequences=sequences, scores=records.scores, logits=records.logits, past_key_values=cache
-        )
+            return outputs["sequences"]
+        outputs |= {"scores": records.scores, "logits": records.logits}
+        return GenerateDecoderOnlyOutput(**outputs)
 
 
 def plan(text: str, session: Session) -> list[Planned]:
@@ -158,30 +161,11 @@ def plan(text: str, session: Session) -> list[Planned]:
 
 
 def default_drafts(model: Any) -> str:
-    """Return the drafts that a checkpoint stores, or else n-grams, and the lowest level where it has several."""
+    """Return the drafts that a checkpoint stores, or else n-grams, and the lowest level where it has levels."""
     stored = getattr(model.config, CONFIG_KEY, None)
     if isinstance(stored, str):
         return stored
-    return FREE_DRAFT
-
-
-def _refusal(model: Any, ids: Tensor, processors: Any, config: Any, kwargs: Mapping[str, Any]) -> str:
-    """Return why tokens cannot be drafted, "" if they can."""
-    cache = kwargs.get("past_key_values")
-    positions = kwargs.get("position_ids")
-    reasons: dict[str, Callable[[], bool]] = {
-        f"{len(ids)} sequences at once, drafts are for one": lambda: len(ids) != 1,
-        "a model with an encoder": lambda: bool(model.config.is_encoder_decoder),
-        "beams are not drafted for": lambda: config.num_beams != 1,
-        "no cache (use_cache=False)": lambda: cache is None or not kwargs.get("use_cache"),
-        f"a {type(cache).__name__} cannot take tokens back": lambda: not getattr(cache, "is_croppable", False),
-        "attentions or hidden states are asked for": lambda: bool(
-            config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states)
-        ),
-        "positions of an unusual shape": lambda: positions is not None and positions.dim() != 2,
-        "a processor that keeps a state": lambda: any(isinstance(each, STATEFUL) for each in processors),
-    }
-    return next((reason for reason, holds in reasons.items() if holds()), "")
+    return f"{FREE_DRAFT}+{LEVEL_DRAFT}" if len(getattr(model, "levels", ())) > 1 else FREE_DRAFT
 
 
 def _streamer_of_caller() -> Any:

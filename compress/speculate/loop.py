@@ -89,13 +89,16 @@ class Loop:
         written = self._accept([*proposal.tokens[:accepted], token], scores, logits)
         session.passes.end_round(drafted + 1 - written)
         ended = time.perf_counter()
-        timings.add_check(drafted + 1, ended - midway)
+        counts = timings.add_check(drafted + 1, ended - midway)
         statistics.add_round(drafted, accepted)
         statistics.check_seconds += ended - midway
         if planned is not None and policy is not None and drafted:
-            timings.add_draft(planned.name, (midway - begun) / drafted)
+            counts = timings.add_draft(planned.name, (midway - begun) / drafted) and counts
             statistics.draft_seconds += midway - begun
             policy.observe(drafted, accepted)
+        if counts:
+            statistics.timed_tokens += written
+            statistics.timed_seconds += ended - begun
         verified = Verified(planned.draft if planned and drafted else None, proposal, accepted, logits, hidden)
         for each in self.drafts:
             each.draft.observe(session, verified)

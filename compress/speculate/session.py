@@ -25,12 +25,11 @@ class Session:
         processors: Any,
         is_sampling: bool,
         generator: torch.Generator | None,
-        stop_tokens: Collection[int] = (),
     ) -> None:
         """ids: int64 [1, tokens], the prompt. processors: of transformers. generator: None for torch's own."""
         self.passes, self.processors, self.is_sampling, self.generator = passes, processors, is_sampling, generator
         self.model, self.cache = passes.model, passes.cache
-        self.stop_tokens = frozenset(stop_tokens)
+        self.stop_tokens: Collection[int] = ()  # behind which nothing is drafted
         self.tokens: list[int] = ids[0].tolist()
         self.timings, self.statistics = Timings(), Statistics()
         self.threshold = 0.0  # drafts stop where the product of their largest probabilities is below it

@@ -1,8 +1,8 @@
 """Read what is to be drafted, `ngram+level=4,skip=even,share=0.4,length=5`, and make it for a session.
 
-Drafts are separated by plus signs; the first that has something to say drafts a round. Of a draft's items, separated by
-commas, `NAME` and `part=NAME` choose a plugin, `NAME=VALUE` a plugin and the first of its settings, and `KEY=VALUE` sets
-a setting of the plugin before it. `length=N` drafts so many tokens each time in place of the best number.
+Drafts are separated by plus signs; the first that has something to say drafts a round. Of a draft's items, separated
+by commas, `NAME` and `part=NAME` choose a plugin, `NAME=VALUE` a plugin and the first of its settings, and `KEY=VALUE`
+sets a setting of the plugin before it. `length=N` drafts so many tokens each time in place of the best number.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ class Statistics:
     draft_seconds: float = 0.0
     check_seconds: float = 0.0
     seconds: float = 0.0  # in all behind the prompt
+    timed_tokens: int = 0  # without the first pass of each kind, which makes programs
+    timed_seconds: float = 0.0
     plain_seconds: float = 0.0  # of a plain step, the median
     reason: str = ""  # why nothing was drafted
 
@@ -39,7 +41,7 @@ class Statistics:
     @property
     def speedup(self) -> float:
         """Estimated: seconds of as many plain steps, over the seconds taken; 0 if no plain step was timed."""
-        return self.tokens * self.plain_seconds / self.seconds if self.seconds else 0.0
+        return self.timed_tokens * self.plain_seconds / self.timed_seconds if self.timed_seconds else 0.0
 
     def add_round(self, drafted: int, accepted: int) -> None:
         """Take note of a pass of the target."""

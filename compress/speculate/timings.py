@@ -17,12 +17,14 @@ class Times:
         self.seen, self.median = 0, 0.0
         self._newest: deque[float] = deque(maxlen=SAMPLES)
 
-    def add(self, seconds: float) -> None:
-        """Take note of a pass."""
+    def add(self, seconds: float) -> bool:
+        """Take note of a pass; return whether it counts."""
         self.seen += 1
-        if self.seen > FIRST_PASSES:
-            self._newest.append(seconds)
-            self.median = statistics.median(self._newest)
+        if self.seen <= FIRST_PASSES:
+            return False
+        self._newest.append(seconds)
+        self.median = statistics.median(self._newest)
+        return True
 
 
 class Timings:
@@ -32,13 +34,13 @@ class Timings:
         self.drafts: dict[Hashable, Times] = {}
         self.checks: dict[int, Times] = {}  # by rows; 1: a plain step
 
-    def add_draft(self, draft: Hashable, seconds: float) -> None:
-        """Take note of a drafted token."""
-        self.drafts.setdefault(draft, Times()).add(seconds)
+    def add_draft(self, draft: Hashable, seconds: float) -> bool:
+        """Take note of the seconds of a drafted token; return whether they count."""
+        return self.drafts.setdefault(draft, Times()).add(seconds)
 
-    def add_check(self, rows: int, seconds: float) -> None:
-        """Take note of a pass of the target."""
-        self.checks.setdefault(rows, Times()).add(seconds)
+    def add_check(self, rows: int, seconds: float) -> bool:
+        """Take note of a pass of the target; return whether it counts."""
+        return self.checks.setdefault(rows, Times()).add(seconds)
 
     def draft(self, draft: Hashable) -> float:
         """Return the seconds of a drafted token, 0 if they are not known."""

@@ -60,7 +60,9 @@ def stopping(max_length: int, others: Sequence[Any] = ()) -> Stopping:
     return Stopping(Criteria(max_length, others))
 
 
-def exact_law(table: Tensor, prompt: Sequence[int], count: int, processors: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def exact_law(
+    table: Tensor, prompt: Sequence[int], count: int, processors: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
     """Probabilities float64 [vocab, ...] of the `count` tokens behind a prompt, by all their combinations."""
     vocab = len(table)
     law = torch.zeros((vocab,) * count, dtype=torch.float64)

@@ -12,10 +12,13 @@ from typing import Any
 
 from compress.errors import RecipeError
 from compress.runtime import levels
+from compress.speculate.cost import acceptance_from_kl
 from compress.speculate.drafting import Reduction
 from compress.speculate.session import Session
 
 PART = "level"
+# In nats a token below 8 bits, by level (docs/speculation.md): what is expected before anything was accepted.
+NOMINAL_KL = {2: 0.0684, 3: 0.0133, 4: 0.0032}
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class LevelReduction(Reduction):
 
     def __init__(self, level: int) -> None:
         self.level = level
+        divergence = NOMINAL_KL.get(level)
+        self.prior = None if divergence is None else acceptance_from_kl(divergence)
 
     def reduced(self, session: Session) -> AbstractContextManager[Any]:
         """Return a context in which the model computes with the level."""
@@ -42,9 +47,9 @@ class LevelReduction(Reduction):
 
 def build(config: Config, session: Session) -> Reduction:
     """Return the reduction; RecipeError for a model that has no such level."""
-    known = levels.levels_of(session.model)
+    known: tuple[int, ...] = getattr(session.model, "levels", ())
     if len(known) < 2:
-        raise RecipeError("level: the checkpoint is not nested; quantize it with `nested: true`, or draft by ngram")
+        raise RecipeError("level: the checkpoint has no levels; quantize it with `nested: true`, or draft by ngram")
     level = config.level or known[0]
     if level not in known[:-1]:
         raise RecipeError(f"level: {level} is none of the levels {', '.join(map(str, known[:-1]))} below the whole")
