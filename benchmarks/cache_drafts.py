@@ -1,13 +1,13 @@
 """Measure drafts that read less of the cache: how often the target accepts them, and what a step takes.
 
-    python benchmarks/cache_drafts.py accept MODEL --text TEXT [--contexts 512 2048 4096] [--tokens 96] [--only NAME ...]
+    python benchmarks/cache_drafts.py accept MODEL --text TEXT [--contexts 512 2048 4096] [--tokens 96] [--only NAME ..]
     python benchmarks/cache_drafts.py time MODEL --text TEXT [--contexts 512 2048 4096] [--kv METHOD]
     python benchmarks/cache_drafts.py show
 
 accept: the target reads a text; at each of --tokens places behind a context each draft says its law of the next token,
 from the target's cache, as the first token of a round. Acceptance is 1 - TV(target, draft) at temperature 1; "same"
-counts equal likeliest tokens. Two pieces of text for each context. bytes: keys and values that a drafted token reads, of
-those that the target reads (means of chunks included, which one token of a round reads).
+counts equal likeliest tokens. Two pieces of text for each context. bytes: keys and values that a drafted token reads,
+of those that the target reads (means of chunks included, which one token of a round reads).
 time: steps of target and drafts in turns, on one thread, medians of the thread's own seconds; a round drafts 4 tokens,
 the check has 5. Rows go to benchmarks/results/cache_drafts.json.
 """
@@ -30,7 +30,7 @@ from torch import Tensor
 sys.path.insert(0, str(ROOT))
 
 FILE = ROOT / "benchmarks" / "results" / "cache_drafts.json"
-PARTS = ("window=64", "window=256", "window=1024", "retrieved=128", "retrieved=256", "retrieved=512", "retrieved=1024")
+PARTS = ("window=64", "window=256", "window=512", "retrieved=128", "retrieved=256", "retrieved=512")
 PLANES = {"method": "quantspec", "sink": 4, "residual_length": 128}
 LENGTH, ROUNDS = 4, 12
 Row = dict[str, Any]
@@ -136,11 +136,13 @@ def timed(work: Callable[[], Any]) -> float:
 
 @torch.no_grad()
 def measure_time(args: argparse.Namespace, context: int) -> list[Row]:
-    """Return a row for each part: milliseconds of a plain step, a check, a drafted token, and what a round spends else."""
+    """Return a row for each part: milliseconds of a plain step, a check, a drafted token, and of catching up."""
     torch.set_num_threads(1)
     model, tokenizer = loaded(args.model, args.dtype)
     text = tokenizer(args.text.read_text(), return_tensors="pt").input_ids
-    parts = args.only or (["cache=upper"] if args.kv == "quantspec" else ["window=256", "retrieved=256", "retrieved=512"])
+    parts = args.only or (
+        ["cache=upper"] if args.kv == "quantspec" else ["window=256", "retrieved=256", "retrieved=512"]
+    )
     session = session_of(model, text[:, : context + 1], args.kv)
     session.passes.begin()
     made = {part: built(session, part) for part in parts}
@@ -167,7 +169,9 @@ def measure_time(args: argparse.Namespace, context: int) -> list[Row]:
         identity = {"what": "time", "model": str(args.model.name), "kv": args.kv, "context": context, "part": part}
         ratios = {"c": whole / LENGTH / middle["step"], "v": middle["check"] / middle["step"]}
         steps = {name: middle[f"{part} {name}"] for name in ("enter", "first", "later")}
-        rows.append({**identity, "dtype": args.dtype, "step": middle["step"], "check": middle["check"], **steps, **ratios})
+        rows.append(
+            {**identity, "dtype": args.dtype, "step": middle["step"], "check": middle["check"], **steps, **ratios}
+        )
     return rows
 
 
@@ -176,9 +180,15 @@ def show() -> None:
     rows = result_file.read(FILE)
     print("| model | cache | context | part | bytes | alpha | KL | same | tokens |\n" + "|---" * 9 + "|")
     for row in (row for row in rows if row["what"] == "accept"):
-        figures = f"{row['bytes']:.3f} | {row['alpha']:.3f} +- {row['alpha_se']:.3f} | {row['kl']:.4f} | {row['same']:.3f}"
+        figures = (
+            f"{row['bytes']:.3f} | {row['alpha']:.3f} +- {row['alpha_se']:.3f} | {row['kl']:.4f} | {row['same']:.3f}"
+        )
         print(f"| {row['model']} | {row['kv']} | {row['context']} | {row['part']} | {figures} | {row['tokens']} |")
-    print("| model | cache | context | part | step ms | check of 5 | enter | first | later | c | v |\n" + "|---" * 11 + "|")
+    print(
+        "| model | cache | context | part | step ms | check of 5 | enter | first | later | c | v |\n"
+        + "|---" * 11
+        + "|"
+    )
     for row in (row for row in rows if row["what"] == "time"):
         times = " | ".join(f"{row[name]:.1f}" for name in ("step", "check", "enter", "first", "later"))
         head = f"| {row['model']} {row['dtype']} | {row['kv']} | {row['context']} | {row['part']}"
