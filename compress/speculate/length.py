@@ -18,6 +18,7 @@ FIRST_LENGTH = 3  # drafted while times are not known
 FIRST_WAIT, MAX_WAIT = 16, 256  # plain steps before a draft that did not pay is tried again
 PROBE_ROUNDS = 2  # drafts that are then tried
 FADED = 0.1  # weight of what was counted before
+LEAST_GAIN = 1.03  # below which times and acceptance are too uncertain to say that a draft pays
 
 
 class Acceptance:
@@ -74,30 +75,32 @@ class LengthPolicy:
             return 0
         if not draft:
             return min(FIRST_LENGTH, most)
-        expected = self.acceptance.expected(most)
-        gains = [expected[n] * step / (n * draft + check(n + 1)) for n in range(1, most + 1)]
-        if not gains:
-            return 0
-        best = max(range(len(gains)), key=gains.__getitem__)
-        if gains[best] <= 1 and not self._is_probe():
-            return 0
-        if gains[best] > 1:
-            self._wait, self._waited = FIRST_WAIT, 0
-            further = draft + (check(best + 2) - check(2)) / max(1, best)
-            self.threshold = min(0.9, gains[best] * further / step)
+        lengths, expected = range(1, most + 1), self.acceptance.expected(most)
+        costs = [(n * draft + check(n + 1)) / step for n in lengths]
+        gains = [expected[n] / cost for n, cost in zip(lengths, costs, strict=True)]
+        best = max(range(most), key=gains.__getitem__)
+        if gains[best] < LEAST_GAIN:
+            is_hopeless = max((n + 1) / cost for n, cost in zip(lengths, costs, strict=True)) < LEAST_GAIN
+            return best + 1 if self._is_probe(is_hopeless) else 0
+        self._wait, self._waited = FIRST_WAIT, 0
+        further = draft + (check(best + 2) - check(2)) / max(1, best)
+        self.threshold = min(0.9, gains[best] * further / step)
         return best + 1
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Take note of a round with this draft."""
         self.acceptance.add(drafted, accepted)
 
-    def _is_probe(self) -> bool:
-        """Return whether a draft that does not pay by what is known is to be tried."""
+    def _is_probe(self, is_hopeless: bool) -> bool:
+        """Return whether a draft that does not pay by what is known is to be tried.
+
+        is_hopeless: it would not pay if every token was accepted. Then only its times may change.
+        """
         if self._probes:
             self._probes -= 1
             return True
         self._waited += 1
-        if self._waited < self._wait:
+        if self._waited < (MAX_WAIT if is_hopeless else self._wait):
             return False
         self._wait, self._waited, self._probes = min(2 * self._wait, MAX_WAIT), 0, PROBE_ROUNDS - 1
         self.acceptance.fade()

@@ -16,6 +16,7 @@ class Statistics:
     rounds: int = 0  # passes of the target that checked a draft
     drafted: int = 0
     accepted: int = 0
+    complete: int = 0  # rounds whose drafted tokens were all accepted
     lengths: Counter[int] = field(default_factory=Counter)  # accepted tokens of a round -> rounds
     draft_seconds: float = 0.0
     check_seconds: float = 0.0
@@ -32,12 +33,14 @@ class Statistics:
         return 0.0 if not self.rounds else 1 + self.accepted / self.rounds
 
     @property
-    def acceptance(self) -> float:
-        """Accepted tokens among all that were judged: those behind a rejected one are not."""
-        judged = self.accepted + sum(self.lengths.values()) - self.complete
-        return self.accepted / judged if judged else 0.0
+    def judged(self) -> int:
+        """Drafted tokens that the target has judged: all but those behind a rejected one."""
+        return self.accepted + self.rounds - self.complete
 
-    complete: int = 0  # rounds whose drafted tokens were all accepted
+    @property
+    def acceptance(self) -> float:
+        """Accepted tokens among those that were judged."""
+        return self.accepted / self.judged if self.judged else 0.0
 
     @property
     def speedup(self) -> float:

@@ -12,8 +12,10 @@ from transformers import DynamicCache
 
 from compress.kernels import llvm
 from compress.runtime import bypass
+from compress.runtime.levels import at_level
 from compress.runtime.step import caches, decode
 from helpers.decoding import assert_close, ready, step_of, tokens
+from helpers.nested_models import nested_model
 
 pytestmark = pytest.mark.skipif(not llvm.available(), reason="nothing can be compiled here")
 FAMILIES = ("llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "mixtral", "qwen3_moe")
@@ -170,3 +172,32 @@ def test_bodies_are_read_whole_though_sublayers_are_passed_over() -> None:
     decode.remove(model)
     with bypass.bypassed(model, bypass.sublayers_of(model)):
         assert_all_close(got, passes(model, [9, 1, 3]))
+
+
+@pytest.mark.usefixtures("small_weights_too")
+def test_programs_of_levels_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts at the lowest level, without a sublayer or with all, and checks at the whole: each by a program."""
+    model, results, made, make = nested_model("llama").bfloat16(), list[list[Tensor]](), list[Any](), decode.StepProgram
+
+    def count(*args: Any) -> Any:
+        made.append(make(*args))
+        return made[-1]
+
+    monkeypatch.setattr(decode, "StepProgram", count)
+    for is_installed in (False, True):
+        if is_installed:
+            decode.install(model)
+        cache: Any = DynamicCache(config=model.config)
+        model(tokens(1, 9), past_key_values=cache)
+        logits = list[Tensor]()
+        for number in range(4):
+            with at_level(model, 4), bypass.bypassed(model, SETS[number % 2]):
+                logits += [model(tokens(1, 1, 10 * number + i), past_key_values=cache).logits for i in range(3)]
+            cache.crop(-3)
+            logits.append(model(tokens(1, 4, number), past_key_values=cache).logits)
+            cache.crop(-number)
+        results.append(logits)
+    assert_all_close(results[1], results[0], 0.05)
+    running = step_of(model).running
+    assert len(made) == len(running)
+    assert {key.passed for key in running if set(key.levels) == {4}} == {SETS[0], SETS[1]}

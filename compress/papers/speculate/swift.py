@@ -1,14 +1,15 @@
 """Drafts without sublayers that are searched for while a text is written (SWIFT, arXiv 2410.06916).
 
 After each round one set of inner sublayers is tried: mostly at random, each `period`-th by Bayesian optimisation. Its
-score is the share of the last `window` written tokens that the model without the set would have written, by one pass of
-all of them. The best set drafts. The search ends at a score of `enough`, or after `patience` trials without a better
-set, or after `trials`; it goes on in later texts of the same model.
+score is the share of the last `window` written tokens on which the model without the set agrees with the whole, by one
+pass of all of them. The best set drafts. The search ends at a score of `enough`, or after `patience` trials without a
+better set, or after `trials`; it goes on in later texts of the same model.
 
 Where we differ: a trial reads the last `window` + `context` tokens without a cache, since caches may be compressed and
-cannot be lent (the published code copies the whole cache for each). The search begins with blocks at even distances.
-When to stop drafting is the loop's matter (compress/speculate/length.py), not a fixed confidence of 0.8 and 25 tokens.
-There are no trees of drafts: each further row of a check costs time here.
+cannot be lent (the published code copies the whole cache for each). What is wanted is therefore what the whole model
+writes with that context, by a pass that serves several trials. The search begins with blocks at even distances. When to
+stop drafting is the loop's matter (compress/speculate/length.py), not a fixed confidence of 0.8 and 25 tokens. There
+are no trees of drafts: each further row of a check costs time here.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+from torch import Tensor
+
 from compress.errors import RecipeError
 from compress.papers.speculate.set_search import SetSearch
 from compress.runtime.bypass import Sublayer
 from compress.speculate.drafting import Reduction, Verified
 from compress.speculate.session import Session
-from compress.speculate.skipping import Skip, even_set, inner_sublayers, matching_share
+from compress.speculate.skipping import Skip, even_set, inner_sublayers, likeliest, matching_share
 
 PART = "skip"
+TRIALS_PER_TEXT = 4  # before newer tokens take the place of those that sets are judged by
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ class Swift(Skip):
             searches[config] = SetSearch(known, count, config.seed)
         self.config, self.search, self._first = config, searches[config], even_set(known, count)
         self.prompt_tokens = 0
+        self._wanted: Tensor | None = None  # what the whole model writes for the last of these ids
+        self._ids = torch.empty(1, 0, dtype=torch.int64)
         super().__init__(self.search.best or self._first)
 
     def begin(self, session: Session) -> None:
@@ -75,15 +82,17 @@ class Swift(Skip):
 
     def observe(self, session: Session, verified: Verified) -> None:
         """Try a set, if enough tokens are written and the search has not ended."""
-        window = self.config.window
-        if self.is_done or len(session.tokens) - self.prompt_tokens < window:
+        if self.is_done or len(session.tokens) - self.prompt_tokens < self.config.window:
             return
-        ids = session.ids[:, -(window + self.config.context + 1) :]
+        if self.search.tried % TRIALS_PER_TEXT == 0 or self._wanted is None:
+            self._ids = session.ids[:, -(self.config.window + self.config.context + 1) :].clone()
+            self._wanted = likeliest(session.model, self._ids, self.config.window)
+        wanted = self._wanted
         step(
             self.search,
             self.config,
             self._first,
-            lambda chosen: matching_share(session.model, ids, ids[0, -window:], chosen),
+            lambda chosen: matching_share(session.model, self._ids, wanted, chosen),
         )
         self.sublayers = self.search.best
 

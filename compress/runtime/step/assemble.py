@@ -35,28 +35,37 @@ Turns = tuple[Tensor, Tensor] | None  # cos and sin [1 or rows, turned]; None: t
 class Assembly:
     """Calls of blocks, in order, made for the memory that they work in."""
 
-    def __init__(self, memory: Memory, hidden: int, threads: int) -> None:
-        self.memory, self.hidden, self.threads = memory, hidden, threads
+    def __init__(self, memory: Memory, hidden: int) -> None:
+        self.memory, self.hidden = memory, hidden
         self.parts: list[CompiledCall | Callable[[], None]] = []
         self.compiled, self.linears = 0, 0  # linears: those that are compiled, and all
-        self._heads: list[HeadSizes] = []
-        self._spaces: list[tuple[int, int]] = []  # of calls of attention: number in `parts`, argument
+        self.heads: list[HeadSizes] = []
+        self.spaces: list[tuple[int, int]] = []  # of calls of attention: number in `parts`, argument
         self.states = memory.tensor("states", hidden)
 
-    def add_block(
-        self, parts: BlockParts, layer: int, turns: Turns, turned: int, passed: frozenset[str] = frozenset()
-    ) -> None:
-        """Add a block. layer: the row of its cache in the tables; turned: channels of a head that are turned.
+    def extend(self, other: Assembly) -> None:
+        """Add what another assembly of the same memory holds."""
+        self.spaces += [(len(self.parts) + number, argument) for number, argument in other.spaces]
+        self.parts += other.parts
+        self.heads += other.heads
+        self.compiled += other.compiled
+        self.linears += other.linears
 
-        Attention or an MLP that was dropped is left out where it adds nothing, and so are those that are passed over,
-        "attention" or "mlp"; of keys and values that are not computed the cache shows zeros.
+    def add_attention(self, parts: BlockParts, layer: int, turns: Turns, turned: int) -> None:
+        """Add the attention of a block, with its norms.
+
+        layer: the row of its cache in the tables; turned: channels of a head that are turned. Attention that was
+        dropped is left out where it adds nothing; of its keys and values the cache shows zeros.
         """
-        if "attention" not in passed and not adds_nothing(parts.attention.output, parts.after):
-            source = self._norm(parts.before, self.states, "normed")
-            self._attention(parts.attention, source, layer, turns, turned)
-            self._add(self._norm(parts.after, self.memory.tensor("out", self.hidden), "normed"))
-        is_dropped = isinstance(parts.mlp, GatedParts) and adds_nothing(parts.mlp.down, parts.after_mlp)
-        if "mlp" in passed or is_dropped:
+        if adds_nothing(parts.attention.output, parts.after):
+            return
+        source = self._norm(parts.before, self.states, "normed")
+        self._attention(parts.attention, source, layer, turns, turned)
+        self._add(self._norm(parts.after, self.memory.tensor("out", self.hidden), "normed"))
+
+    def add_mlp(self, parts: BlockParts) -> None:
+        """Add the MLP of a block, with its norms; one that was dropped is left out where it adds nothing."""
+        if isinstance(parts.mlp, GatedParts) and adds_nothing(parts.mlp.down, parts.after_mlp):
             return
         source = self._norm(parts.before_mlp, self.states, "normed")
         if isinstance(parts.mlp, GatedParts):
@@ -69,9 +78,9 @@ class Assembly:
         """Add the norm behind the blocks, and return where its result lies."""
         return self._norm(norm, self.states, "normed")
 
-    def finish(self) -> Steps:
-        """Return all that was added, to be run."""
-        return Steps(self)
+    def finish(self, threads: int) -> Steps:
+        """Return all that was added, to be run by so many threads."""
+        return Steps(self, threads)
 
     def _norm(self, norm: nn.Module | None, source: Tensor, name: str) -> Tensor:
         if norm is None:
@@ -129,11 +138,11 @@ class Assembly:
         attend, combine = attention.functions(heads, dtype, dtype, dtype)
         read = 2 * memory.batch * parts.stored * parts.width * USUAL_TOKENS
         least = max(1, SHARES * attention.THREAD // read)
-        self._spaces += [(len(self.parts), 3), (len(self.parts) + 1, 2)]
+        self.spaces += [(len(self.parts), 3), (len(self.parts) + 1, 2)]
         strides = memory.new * size, parts.width, size
         self.parts.append(CompiledCall(attend, (*tables, q.data_ptr(), 0, 0, SHARES, *strides), SHARES, least, 4))
         self.parts.append(CompiledCall(combine, (*tables, 0, out.data_ptr(), 0, SHARES)))
-        self._heads.append(heads)
+        self.heads.append(heads)
         self._linear((parts.output,), out, "out")
 
     def _gate(self, parts: GatedParts, source: Tensor) -> None:
@@ -165,17 +174,17 @@ class Assembly:
 class Steps:
     """Programs and modules that run one after the other."""
 
-    def __init__(self, assembly: Assembly) -> None:
-        self.memory, self._heads = assembly.memory, assembly._heads
+    def __init__(self, assembly: Assembly, threads: int) -> None:
+        self.memory, self._heads = assembly.memory, set(assembly.heads)
         self.parts: list[Callable[[], None]] = []
         self._spaces: list[tuple[Program, int, int]] = []
         self._space = 0  # the address that they are told
-        spaces, calls = dict(assembly._spaces), list[CompiledCall]()
+        spaces, calls = dict(assembly.spaces), list[CompiledCall]()
         wanted: list[tuple[int, int]] = []
 
         def close() -> None:
             if calls:
-                program = Program(calls, assembly.threads)
+                program = Program(calls, threads)
                 self.parts.append(program.run)
                 self._spaces.extend((program, *each) for each in wanted)
                 calls.clear()

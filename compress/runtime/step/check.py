@@ -81,10 +81,11 @@ def _agrees(call: BlockCall, parts: BlockParts, turns: Any, turned: int, like: T
     caches = [_cache(call, heads, seed, dtype) for _ in range(2)]
     expected = _call(call, states, caches[0])
     memory = Memory(rows, 1, dtype, 1)
-    assembly = Assembly(memory, like.shape[2], 1)
+    assembly = Assembly(memory, like.shape[2])
     kept: Turns = None if turns is None else (turns[0].reshape(-1, turned or 1), turns[1].reshape(-1, turned or 1))
-    assembly.add_block(parts, 0, kept, turned)
-    steps, layers = assembly.finish(), [_layer(caches[1], call)]
+    assembly.add_attention(parts, 0, kept, turned)
+    assembly.add_mlp(parts)
+    steps, layers = assembly.finish(1), [_layer(caches[1], call)]
     held = Held(layers)
     held.prepare(memory, [parts.attention.window], None, CACHED)
     steps.reserve(held.longest)

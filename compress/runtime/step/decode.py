@@ -3,9 +3,9 @@
 `install(model)` marks the bodies of a model, the modules that hold its blocks, and lets the forward function of their
 classes ask for the mark. A pass of up to 16 new tokens together, of one sequence or several, a plain cache and no
 gradient is run by a program. Before the first such pass one of a single token is watched; each block that was read is
-compared with its own module. A program is made for each shape of passes (sequences, new tokens, threads) and for each
-set of sublayers that are passed over, at the first pass of the kind; which one runs is a look-up. Whatever is
-unusual is left to transformers, in this pass and only in this.
+compared with its own module. A program is made for each shape of passes (sequences, new tokens, threads), for each set
+of sublayers that are passed over and for each level of the weights, at the first pass of the kind; which one runs is a
+look-up. Whatever is unusual is left to transformers, in this pass and only in this.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import nn
 from compress.kernels import llvm
 from compress.runtime import bypass
 from compress.runtime.bodies import blocks_of, bodies
+from compress.runtime.linear import PackedModule
 from compress.runtime.step.caches import Held
 from compress.runtime.step.programs import BodyReading, StepProgram, Workspace, read_body
 from compress.runtime.step.requests import StepRequest, read_request
@@ -44,7 +45,8 @@ class ProgramKey(NamedTuple):
     batch: int
     new: int  # tokens of each sequence
     threads: int
-    passed: frozenset[tuple[int, str]] = frozenset()  # sublayers that do not run
+    passed: frozenset[bypass.Sublayer] = bypass.NOTHING  # sublayers that do not run
+    levels: tuple[int | None, ...] = ()  # of the weights that have levels
 
 
 class StepState:
@@ -65,6 +67,7 @@ class StepState:
         self._reading: BodyReading | None = None
         self._spaces: dict[tuple[int, int], Workspace] = {}
         self._unchanged: Unchanged | None = None
+        self._leveled: list[dict[str, Any]] = []  # attributes of the modules whose weights have levels
         self._held: WeakKeyDictionary[Any, Held] = WeakKeyDictionary()
         self._owner: int = 0
 
@@ -91,7 +94,8 @@ class StepState:
             if request.new > 1 and not self._reading.is_causal:
                 return None
             held = self._held_of(self._reading, request)
-            key = ProgramKey(len(request.given), request.new, torch.get_num_threads(), bypass.active(body))
+            shape = len(request.given), request.new, torch.get_num_threads()
+            key = ProgramKey(*shape, bypass.active(body), tuple([own["level"] for own in self._leveled]))
             program = None if held is None else self._program(self._reading, key)
             return None if program is None or held is None else program.run(request, held)
 
@@ -122,6 +126,7 @@ class StepState:
             self.refused = f"{type(error).__name__}: {error}"
             _log.info("%s decodes without a program: %s", type(body).__name__, self.refused)
         self._unchanged = Unchanged(known, own)
+        self._leveled = [vars(each) for each in known if isinstance(each, PackedModule) and each.levels]
         return self._reading is not None
 
     def _held_of(self, reading: BodyReading, request: StepRequest) -> Held | None:
@@ -143,8 +148,11 @@ class StepState:
         shape = key.batch, key.new
         try:
             with llvm.without_collections():
-                space = self._spaces.setdefault(shape, Workspace(reading, *shape))
-                program = StepProgram(reading, space, key.threads, key.passed)
+                if shape not in self._spaces:
+                    self._spaces[shape] = Workspace(reading, *shape)
+                program = StepProgram(self._spaces[shape], key.threads, key.passed, key.levels)
+                if self._unchanged is not None:
+                    self._unchanged.note_kernels()
         except FAILURES as error:
             _log.info("passes of %d x %d tokens run without a program: %s", *shape, error)
             self._without.add(key)

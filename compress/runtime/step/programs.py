@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from compress.runtime.bypass import ATTENTION, KINDS, Sublayer
 from compress.runtime.step.assemble import Assembly, Steps
 from compress.runtime.step.caches import Held
 from compress.runtime.step.check import read_block
@@ -21,6 +22,7 @@ from compress.runtime.step.structure import BlockParts, UnreadableBlockError
 # A program with a smaller part of its linears compiled gains nothing.
 LEAST_COMPILED = 0.5
 FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers, as configurations call them
+Levels = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -114,14 +116,29 @@ def _check_windows(config: Any, windows: list[int]) -> None:
 
 
 class Workspace:
-    """What all programs of passes of one shape share: memory, and rotary factors of the new tokens."""
+    """What all programs of passes of one shape share: memory, rotary factors of the new tokens, calls of sublayers."""
 
     def __init__(self, reading: BodyReading, batch: int, new: int) -> None:
+        self.reading = reading
         self.memory = Memory(batch, new, reading.dtype, len(reading.blocks))
         self.turns: list[tuple[Tensor, Tensor]] = []
         for turning in reading.turnings:
             cos, sin = (torch.zeros(batch * new, each.shape[-1], dtype=each.dtype) for each in turning.result)
             self.turns.append((cos, sin))
+        self._sublayers: dict[tuple[int, str, Levels], Assembly] = {}
+
+    def sublayer(self, number: int, kind: str, levels: Levels) -> Assembly:
+        """Return the calls of the "attention" or the "mlp" of a block at the present levels of the weights."""
+        known = self._sublayers.get((number, kind, levels))
+        if known is None:
+            block, known = self.reading.blocks[number], Assembly(self.memory, self.reading.hidden)
+            turns = None if block.turning < 0 else self.turns[block.turning]
+            if kind == ATTENTION:
+                known.add_attention(block.parts, number, turns, block.turned)
+            else:
+                known.add_mlp(block.parts)
+            self._sublayers[number, kind, levels] = known
+        return known
 
     def turn(self, turnings: list[Turning], states: Tensor, positions: Tensor) -> None:
         """Write the rotary factors of positions [1 or batch, new]."""
@@ -134,24 +151,24 @@ class Workspace:
 class StepProgram:
     """A program of passes of one shape, in which some sublayers may not run."""
 
-    def __init__(
-        self, reading: BodyReading, space: Workspace, threads: int, passed: frozenset[tuple[int, str]]
-    ) -> None:
-        """passed: sublayers that are passed over, (block, "attention" or "mlp"). UnreadableBlockError if too little
-        is compiled.
+    def __init__(self, space: Workspace, threads: int, passed: frozenset[Sublayer], levels: Levels) -> None:
+        """passed: sublayers that are passed over; levels: those that the weights have now.
+
+        UnreadableBlockError if too little is compiled.
         """
-        self.reading, self.space, self.memory = reading, space, space.memory
-        self.blanks = sorted(number for number, kind in passed if kind == "attention")
-        assembly = Assembly(space.memory, reading.hidden, threads)
-        for number, block in enumerate(reading.blocks):
-            turns = None if block.turning < 0 else space.turns[block.turning]
-            kinds = frozenset(kind for of, kind in passed if of == number)
-            assembly.add_block(block.parts, number, turns, block.turned, kinds)
+        self.space, self.memory, self.reading = space, space.memory, space.reading
+        self.blanks = sorted(number for number, kind in passed if kind == ATTENTION)
+        assembly = Assembly(space.memory, self.reading.hidden)
+        for number in range(len(self.reading.blocks)):
+            for kind in KINDS:
+                if (number, kind) not in passed:
+                    assembly.extend(space.sublayer(number, kind, levels))
             if assembly.compiled < LEAST_COMPILED * assembly.linears:  # of the first blocks, which is as good as of all
                 raise UnreadableBlockError(f"{assembly.compiled} of {assembly.linears} linears are compiled")
         self.states = assembly.states
-        self.final = assembly.states if reading.norm is None else assembly.add_norm(reading.norm)
-        self.steps: Steps = assembly.finish()
+        norm = self.reading.norm
+        self.final = assembly.states if norm is None else assembly.add_norm(norm)
+        self.steps: Steps = assembly.finish(threads)
 
     def run(self, request: StepRequest, held: Held) -> Any:
         """Return what the body returns; the cache, which `held` is the buffers of, has the new tokens then."""
