@@ -25,6 +25,7 @@ class PackedModules:
             name: stored.from_table(Pruning, values, f"quantization_config: experts: {name}")
             for name, values in config.experts.items()
         }
+        self.level: int | None = getattr(config, "level", None)  # that is computed with; None: whole weights
         self.drafts: dict[str, Any] = dict(config.draft_heads)  # those that are in draft heads, a model of their own
         self.renamed: dict[str, str] = {}  # expressions of names in the checkpoint -> what the engine looks for
         self.totals = Totals()
