@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from compress import formats
 from compress.errors import CheckpointError
 from compress.formats import levels
-from compress.runtime.linear import CACHE, FusedLinears, PackedLinear
+from compress.runtime.linear import FusedLinears, PackedLinear
+from compress.runtime.weight_cache import CACHE
 from compress.serving.sharing import share
 from compress.types import PackedWeight, Stored
 

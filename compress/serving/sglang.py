@@ -63,9 +63,8 @@ class SglangConfig(PackedConfig, QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SglangConfig:
-        read = hf.CompressConfig.read({key: value for key, value in config.items() if key not in ADDED})
-        packed_config = cls(read)
-        if read.kv_cache is not None:
+        packed_config = cls({key: value for key, value in config.items() if key not in ADDED})
+        if packed_config.kv_cache is not None:
             logger.warning(CACHE_NOTE)
         packed_config.packed_modules_mapping = {**FUSED_BY_EVERY_MODEL, **(config.get("packed_modules_mapping") or {})}
         return packed_config

@@ -50,7 +50,7 @@ class VllmConfig(PackedConfig, QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> VllmConfig:
-        return cls(hf.CompressConfig.read(config))
+        return cls(config)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Take the cache of the checkpoint, of which vLLM says here where it lies."""

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from compress import formats
-from compress.formats import e8p, levels, nested
-from compress.formats import int as int_format
-from compress.runtime import linear as runtime_linear
+from compress.formats import e8p, levels
+from compress.runtime import weight_cache
 from compress.serving import sharing
 from compress.serving.parts import LinearShard, Region, Totals
 from compress.serving.tables import TableShard
 from compress.types import PackedWeight, Stored, WeightTransforms
+from helpers.nested_models import rounded_in_parts
 from helpers.stored import random_parts
 
 SHAPE = (48, 64)
@@ -29,20 +29,16 @@ def alone() -> Iterator[None]:
     """No model is here yet, and the cache of decoded weights stays as it is."""
     gc.collect()
     sharing._FIRST.clear()
-    limit = runtime_linear.CACHE.limit
+    limit = weight_cache.CACHE.limit
     yield
-    runtime_linear.set_cache_limit(limit)
+    weight_cache.set_cache_limit(limit)
 
 
 def nested_weight(ops: WeightTransforms | None = None) -> PackedWeight:
-    """4 + 4 bits of random codes."""
-    parts = []
-    for _ in range(2):
-        stored = Stored("int", int_format.params_for(4, 32, True, SHAPE[1]))
-        parts.append(PackedWeight(stored, random_parts(stored, SHAPE, seed=len(parts)), SHAPE))
-    joined = nested.join(parts, (4, 8))
-    stored = Stored("nested", joined.params, ops or WeightTransforms())
-    return PackedWeight(stored, {**random_parts(stored, SHAPE), **joined.tensors}, SHAPE)
+    """4 + 4 bits, with random signs where there are any."""
+    weight = rounded_in_parts(torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)))
+    stored = Stored(weight.format, weight.params, ops or WeightTransforms())
+    return PackedWeight(stored, {**random_parts(stored, SHAPE), **weight.tensors}, SHAPE)
 
 
 def shard_of(weight: PackedWeight, region: Region = WHOLE, level: int | None = None, name: str = "a.b") -> LinearShard:
