@@ -63,6 +63,8 @@ def _parse_draft(text: str, whole: str) -> DraftSpecification:
             raise RecipeError(f"speculate: {shown(whole)} has an empty item; write it like ngram+level=4,skip=even")
         if key == LENGTH:
             draft.length = _length(value)
+        elif newest and equals and key in _settings(newest):  # a setting may have the name of a plugin
+            draft.plugins[newest][key] = _read(value)
         elif key in known or (key in PARTS and value in known):
             newest = key if key in known else value
             draft.plugins[newest] = {_first_setting(newest): _read(value)} if equals and key in known else {}
@@ -84,11 +86,15 @@ def _part(name: str) -> str:
     return str(plugins.constant(KIND, name, "PART"))
 
 
+def _settings(name: str) -> list[str]:
+    return [field.name for field in dataclasses.fields(plugins.load(KIND, name).Config)]
+
+
 def _first_setting(name: str) -> str:
-    fields = dataclasses.fields(plugins.load(KIND, name).Config)
-    if not fields:
+    settings = _settings(name)
+    if not settings:
         raise RecipeError(f"speculate: {name} has no settings; write {name} alone")
-    return fields[0].name
+    return settings[0]
 
 
 def _configured(name: str, given: dict[str, Any]) -> Any:
