@@ -93,10 +93,10 @@ class StepState:
             assert self._reading is not None
             if request.new > 1 and not self._reading.is_causal:
                 return None
-            held = self._held_of(self._reading, request)
             shape = len(request.given), request.new, torch.get_num_threads()
             key = ProgramKey(*shape, bypass.active(body), tuple([own["level"] for own in self._leveled]))
-            program = None if held is None else self._program(self._reading, key)
+            program = self._program(self._reading, key)
+            held = None if program is None else self._held_of(self._reading, request)
             return None if program is None or held is None else program.run(request, held)
 
     def _is_current(self, body: nn.Module) -> bool:
