@@ -32,7 +32,7 @@ from compress.runtime.step.structure import UnreadableBlockError
 from compress.runtime.step.unchanged import Unchanged
 
 MARK = "_compress_step"
-MOST_PROGRAMS = 64  # that are kept: the least recently used one makes way
+MAX_PROGRAMS = 64  # the least recently used one makes way
 # What may be raised where a model is of another shape than what is read.
 FAILURES = (UnreadableBlockError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -158,7 +158,7 @@ class StepState:
             self._without.add(key)
             return None
         self.running[key] = program
-        if len(self.running) > MOST_PROGRAMS:
+        if len(self.running) > MAX_PROGRAMS:
             del self.running[next(iter(self.running))]
         return program
 
