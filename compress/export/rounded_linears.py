@@ -99,8 +99,9 @@ def check(recipe: Recipe) -> None:
         is_static = each.activations is not None and each.activations.scale == "tensor"
         if not isinstance(each.config, rtn.Config | grid_rtn.Config):
             raise RecipeError(f"recipe {recipe.name!r} has the method {each.method}, which needs data; {ADVICE}")
-        if each.lowrank is not None or each.incoherence or is_static:
-            raise RecipeError(f"recipe {recipe.name!r} has lowrank, incoherence or static scales of inputs; {ADVICE}")
+        if each.lowrank is not None or each.incoherence or is_static or each.nested:
+            wrong = "lowrank, incoherence, nested or static scales of inputs"
+            raise RecipeError(f"recipe {recipe.name!r} has {wrong}; {ADVICE}")
 
 
 def choose(scheme: Scheme | None, shape: tuple[int, int], scale_dtype: str) -> tuple[Scheme, Stored] | str:

@@ -26,6 +26,8 @@ SCHEME_KEYS = ("method", "incoherence", "activations", "lowrank", *OUTPUT_DEFAUL
 # What embeddings and head get where their sections do not say otherwise.
 TABLE_METHOD, TABLE_BITS = "rtn", 8
 METHOD_OF_DRAFTS = "gptq"  # inputs are measured for it; without, the method of tables
+# Formats whose weights can be the parts of a nested one: `bits` of their methods are those of a weight.
+NESTED_FORMATS = ("int", "trellis", "e8p")
 # Scope of a step of tuning -> what it tunes.
 TUNED = {"block": "blocks", "model": "the whole model"}
 RULE_KEYS = ("match", "match_any", "keep", *SCHEME_KEYS)
@@ -56,6 +58,8 @@ def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sche
     sparsity = _part(entries, "sparsity", base.sparsity, Sparsity())
     made = dataclasses.replace(Scheme(base.method, config, basis, activations, lowrank, *output), sparsity=sparsity)
     _check_output(made, at, where)
+    if made.nested is not False:
+        _check_nested(made, at, where)
     if sparsity is not None and sparsity.has_rest_part and lowrank is not None:
         raise error_at(at, f"{where}: score rank has a low-rank part of its own; set lowrank: null, or another score")
     return made
@@ -71,6 +75,27 @@ def _check_output(made: Scheme, at: Node, where: str) -> None:
     if made.incoherence is not True and (made.out_scales != "none" or made.in_vector):
         advice = "set incoherence: true, or out_scales: none and in_vector: false"
         raise error_at(at, f"{where}: out_scales and in_vector are those of a rotated basis; {advice}")
+
+
+def _check_nested(made: Scheme, at: Node, where: str) -> None:
+    """Raise RecipeError for levels that a scheme's method, or what else it says, cannot have."""
+
+    def error(message: str) -> RecipeError:
+        return error_at(at, f"{where}: nested: {message}")
+
+    if (format := plugins.load("quant", made.method).FORMAT) not in NESTED_FORMATS:
+        raise error(f"{made.method} stores {format}; methods of {', '.join(NESTED_FORMATS)} can, or nested: false")
+    levels, bits = made.levels, made.config.bits
+    if len(levels) < 2 or list(levels) != sorted(set(levels)) or levels[0] < 1 or levels[-1] != bits:
+        raise error(f"{list(levels)} are no two or more rising levels of which the last is bits, {bits}")
+    try:
+        _ = made.part_configs
+    except ValueError as problem:
+        raise error(f"a part cannot be: {problem}") from problem
+    if made.sparsity is not None:
+        raise error("all parts read all inputs; remove sparsity, or set nested: false")
+    if made.lowrank is not None and (made.lowrank.train or made.lowrank.train_blocks):
+        raise error("what is trained would be no level's own; remove lowrank.train, or set nested: false")
 
 
 def is_two_sided(method: ModuleType) -> bool:

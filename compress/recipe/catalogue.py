@@ -144,8 +144,8 @@ def _planned_bits(name: str) -> float:
 
     scheme = load(name).quantize
     method = plugins.load("quant", scheme.method)
-    stored = Stored(method.FORMAT, method.plan_params(scheme.config, PLANNED_SHAPE))
-    return 8 * formats.nbytes(stored, PLANNED_SHAPE) / math.prod(PLANNED_SHAPE)
+    parts = [Stored(method.FORMAT, method.plan_params(config, PLANNED_SHAPE)) for config in scheme.part_configs]
+    return 8 * sum(formats.nbytes(part, PLANNED_SHAPE) for part in parts) / math.prod(PLANNED_SHAPE)
 
 
 def _schemes(data: dict[str, Any]) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from compress.types import ExpertPruning, Scheme
 
 # Keys of a scheme that only stand in a recipe where they are not these.
-OUTPUT_DEFAULTS = {"two_sided": False, "out_scales": "none", "in_vector": False, "vector_bits": 16}
+OUTPUT_DEFAULTS = {"two_sided": False, "out_scales": "none", "in_vector": False, "vector_bits": 16, "nested": False}
 KEEP = "keep"  # the option, and the method of a scheme, that leaves a weight as it is
 TABLES = ("embeddings", "head")  # sections for what lies outside of the blocks
 DRAFT_HEADS = "draft_heads"  # the section for layers that predict further tokens

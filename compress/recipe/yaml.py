@@ -122,10 +122,12 @@ def value(entries: Entries, key: str, hint: Any, default: Any = None) -> Any:
     """Return the value of a key as the type `hint`; `default` if the key is absent."""
     if key not in entries:
         return default
+    at, node = entries[key]
+    if isinstance(node, SequenceNode):  # of several types a list is the one that takes it
+        hint = next((each for each in typing.get_args(hint) if typing.get_origin(each) is tuple), hint)
     if typing.get_origin(hint) is tuple:
         item, _ = typing.get_args(hint)
         return tuple(value({key: (node, node)}, key, item) for node in sequence(entries, key))
-    at, node = entries[key]
     result = typed(_scalar(node), hint)
     if result is MISMATCH:
         raise error_at(at, f"{key} must be {expected(hint)}, found {describe_node(node)}")

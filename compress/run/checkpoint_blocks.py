@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from compress import formats, plugins, ranks
 from compress.errors import CheckpointError, NumericalError
+from compress.quant import parts
 from compress.run import expert_pruning, report, shards, verify
 from compress.run.calibration_stream import CalibrationStream
 from compress.run.job import RunState
@@ -118,11 +119,17 @@ class CheckpointBlocks:
         return block
 
     def _pass_on(self, index: int, block: nn.Module, packed: dict[str, PackedWeight]) -> str:
-        """Put the decoded weights into the block, in place; return the hash of its output on the probe tokens."""
-        for name in list(packed):
-            weight = self.skeleton.linear(block, name).weight
-            weight.copy_(formats.decode(packed.pop(name), weight.dtype))
-        self.run.probes.append(self.probe.advance(index, block))
+        """Put the decoded weights into the block, in place; return the hash of its output on the probe tokens.
+
+        The lowest level of nested ones goes on.
+        """
+        lowest = {name: parts.lowest(weight) for name, weight in packed.items() if weight.format == "nested"}
+        for weights in (packed, lowest):
+            for name in list(weights):
+                weight = self.skeleton.linear(block, name).weight
+                weight.copy_(formats.decode(weights.pop(name), weight.dtype))
+            if weights is packed:
+                self.run.probes.append(self.probe.advance(index, block))
         return self.run.probes[-1]
 
     def _add_to_run(self, index: int, record: dict[str, Any], rows: list[LayerReport]) -> None:

@@ -95,10 +95,12 @@ def _work(layer: LayerPlan) -> Work | None:
     method = plugins.load("quant", layer.scheme.method)
     if not hasattr(method, "work"):
         return None
-    own = own.plus(method.work(layer.scheme.config, layer.spec.shape))
+    for config in layer.scheme.part_configs:
+        own = own.plus(method.work(config, layer.spec.shape))
+        own = own.plus(two_sided.work(layer.spec.shape)) if layer.scheme.two_sided else own
     if sizes.needs_statistics(layer):
         own = own.plus(Work(2 * min(rows, ERROR_ROWS) * columns**2, 0))
-    return own.plus(two_sided.work(layer.spec.shape)) if layer.scheme.two_sided else own
+    return own
 
 
 def _statistics(layers: list[LayerPlan], tokens: int) -> Work:

@@ -20,6 +20,7 @@ from compress.calib.prefix import Prefix
 from compress.errors import RecipeError
 from compress.model import architectures
 from compress.model.skeleton import Skeleton
+from compress.quant import parts
 from compress.run import kv_cache, loss_gradients, memory_plan, sizes
 from compress.run.job import Job, Prepared
 from compress.types import LayerPlan, Plan
@@ -120,7 +121,7 @@ def _needs_of_layers(layers: Sequence[LayerPlan], skeleton: Skeleton) -> Iterato
     for layer in layers:
         scheme, width = layer.scheme, layer.spec.shape[1]
         factor, reason = max((_factor(scheme.lowrank), "low-rank parts"), (_factor(scheme.config), scheme.method))
-        yield Need(width, layer.bpw, factor, reason, share if layer.spec.is_expert else 1.0)
+        yield Need(width, parts.lowest_bpw(layer), factor, reason, share if layer.spec.is_expert else 1.0)
 
 
 def _needs_of_steps(job: Job) -> Iterator[Need]:

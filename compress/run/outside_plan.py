@@ -194,7 +194,8 @@ def _scheme(recipe: Recipe, table: Table) -> Scheme | None:
     if _differ(recipe, table):
         raise RecipeError(
             f"{table.spec.name} is embeddings and output head in one and is stored once, but the sections embeddings "
-            "and head of the recipe differ in format, bits, group_size or symmetric; make them equal, or remove one"
+            "and head of the recipe differ in format, bits, levels, group_size or symmetric; make them equal, or "
+            "remove one"
         )
     return schemes.get("head", schemes.get("embeddings"))
 
@@ -202,7 +203,7 @@ def _scheme(recipe: Recipe, table: Table) -> Scheme | None:
 def _storage(scheme: Scheme) -> list[object]:
     """Return what decides how a scheme stores a table: settings that the formats of both sections know."""
     format = plugins.load("quant", scheme.method).FORMAT
-    return [format, *(getattr(scheme.config, key, None) for key in ("bits", "group_size", "symmetric"))]
+    return [format, scheme.levels, *(getattr(scheme.config, key, None) for key in ("bits", "group_size", "symmetric"))]
 
 
 def _is_ignored(recipe: Recipe, table: Table) -> bool:

@@ -15,7 +15,7 @@ from compress.errors import RecipeError, shown
 from compress.formats import dense, transforms
 from compress.model.skeleton import Skeleton
 from compress.model.spared import keeps_bias, spared_linears
-from compress.quant import incoherence
+from compress.quant import incoherence, parts
 from compress.recipe.schema import KEEP, Recipe
 from compress.run import draft_heads, outside_plan
 from compress.storage.checkpoint import Readable
@@ -56,6 +56,7 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
             layers.append(_dense(spec))
         else:
             kept[spec.name] = Plan.CHOSEN
+    _check_tuned(layers, recipe)
     unread_message = _sparsity_message(dense_inputs, layers, recipe)
     if all(layer.stored.is_plain for layer in layers):
         raise RecipeError(f"recipe {shown(recipe.name)} leaves no linear to quantize; look at its rules and ignore")
@@ -123,6 +124,12 @@ def _sparsity_message(dense: Sequence[LinearSpec], layers: Sequence[LayerPlan], 
     if not sparse:
         raise RecipeError(f"sparsity: no linear can leave inputs unread: {', '.join(reasons)}")
     return (f"sparsity: these linears read all inputs: {', '.join(reasons)}",)
+
+
+def _check_tuned(layers: Sequence[LayerPlan], recipe: Recipe) -> None:
+    """Raise RecipeError where what is tuned has levels, each of which is what its own bits are alone."""
+    if recipe.tune and (found := [layer.spec.name for layer in layers if layer.scheme.nested]):
+        raise RecipeError(f"{found[0]} is nested, and what all its levels share cannot be tuned; remove tune or nested")
 
 
 def check_stacks(recipe: Recipe, skeleton: Skeleton, is_allocated: bool) -> None:
@@ -208,12 +215,12 @@ def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: WeightT
     if around and scheme.lowrank is not None and scheme.lowrank.metric == "fisher":
         raise RecipeError(f"{spec.name}: metric fisher is not known in a rotated basis; set another metric for it")
     try:
-        params = method.plan_params(scheme.config, spec.shape)
-        stored = Stored(method.FORMAT, params, around, scheme.activations, lowrank)
+        matrix = parts.plan(scheme, spec.shape)
+        stored = Stored(matrix.format, matrix.params, around, scheme.activations, lowrank)
         if sparsity is not None:
             stored = dataclasses.replace(stored, sparsity=sparsity.for_linear(sparsity.unread()))
             columns: Any = formats.get("columns")
-            by_columns = columns.params_for(stored.format, params)  # which kernels read that skip some
+            by_columns = columns.params_for(stored.format, stored.params)  # which kernels read that skip some
             if by_columns is not None:
                 stored = dataclasses.replace(stored, format="columns", params=by_columns)
         nbytes = formats.nbytes(stored, spec.shape)

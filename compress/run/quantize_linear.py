@@ -19,7 +19,7 @@ from compress.calib.output_gradients import OutputGradients
 from compress.errors import NumericalError
 from compress.formats import columns, dense
 from compress.lowrank import correct
-from compress.quant import feedback, incoherence, target_correction
+from compress.quant import feedback, incoherence, parts, target_correction
 from compress.run import sizes
 from compress.types import (
     IN_SCALE,
@@ -165,21 +165,33 @@ def quantize(task: LinearTask, seed: int) -> Quantized:
     if layer.scheme.config is None:
         stored = dense.pack(task.weight, layer.stored.params)
         return _with_surroundings(task, Quantized(PackedWeight(layer.stored, stored, layer.spec.shape)), {})
-    target, stats, method_seed, around = _method_inputs(task, seed)
-    method, config = plugins.load("quant", layer.scheme.method), layer.scheme.config
-    quantize_target = partial(_quantize_by_tiles, layer) if hasattr(method, "quantize_rows") else method.quantize
+    problem = _method_inputs(task, seed)
+    first, *others = (dataclasses.replace(layer, scheme=scheme) for scheme in parts.schemes(layer.scheme))
     with _naming(layer):
-        if layer.scheme.lowrank is None:
-            result = quantize_target(target, stats, config, method_seed)
-        else:
-            result = correct.quantize_with_part(
-                target,
-                (task.fisher if sizes.needs_gradients(layer) else None) or stats,
-                layer.scheme.lowrank,
-                lambda rest: quantize_target(rest, stats, config, method_seed),
-                method_seed,
-            )
-    return _with_surroundings(task, result, around)
+        result = _quantize_part(task, first, problem)
+        if others:
+            stats = None if problem.stats is None else dataclasses.replace(problem.stats, largest_weight=None)
+
+            def quantize_part(number: int, rest: Tensor) -> Quantized:
+                inputs = problem._replace(target=rest, stats=stats, seed=problem.seed + number)
+                return _quantize_part(task, others[number - 1], inputs)
+
+            result = parts.add(layer.scheme, result, _uncorrected(task, problem), quantize_part)
+    return _with_surroundings(task, result, problem.around)
+
+
+def _quantize_part(task: LinearTask, layer: LayerPlan, problem: _Problem) -> Quantized:
+    """Quantize a linear, or one part of it, by the scheme of `layer`, with its low-rank part if that has one."""
+    target, stats, seed, _ = problem
+    method, config, lowrank = plugins.load("quant", layer.scheme.method), layer.scheme.config, layer.scheme.lowrank
+    quantize_target = partial(_quantize_by_tiles, layer) if hasattr(method, "quantize_rows") else method.quantize
+    if lowrank is None:
+        quantized: Quantized = quantize_target(target, stats, config, seed)
+        return quantized
+    known = (task.fisher if sizes.needs_gradients(layer) else None) or stats
+    return correct.quantize_with_part(
+        target, known, lowrank, lambda rest: quantize_target(rest, stats, config, seed), seed
+    )
 
 
 def _quantize_by_tiles(layer: LayerPlan, target: Tensor, stats: Stats | None, config: Any, seed: int) -> Quantized:
@@ -248,6 +260,14 @@ def _method_inputs(task: LinearTask, seed: int) -> _Problem:
     if stats is not None:
         stats = dataclasses.replace(stats, output=output_metric(task, change), largest_weight=task.largest_weight)
     return _Problem(target, stats, incoherence.derived_seed(seed, "method", layer.spec.name), around)
+
+
+def _uncorrected(task: LinearTask, problem: _Problem) -> Tensor:
+    """Return the weight [out, in] in the basis of the method's target, without target correction."""
+    if _statistics(task).correction is None:
+        return problem.target
+    layer = task.layer
+    return incoherence.rotated_weight(task.weight, layer, problem.around) if layer.stored.ops else task.weight
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from compress.calib import stats
 from compress.kernels.loops import columns as column_loops
 from compress.lowrank import correct
 from compress.model.skeleton import Skeleton
-from compress.quant import feedback, incoherence, target_correction, two_sided
+from compress.quant import feedback, incoherence, parts, target_correction, two_sided
 from compress.recipe.schema import Recipe
 from compress.storage.checkpoint import CHUNK, StoredTensor
 from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec
@@ -93,9 +93,10 @@ def row_tiles(layer: LayerPlan) -> list[slice]:
 def spans(layer: LayerPlan) -> list[slice]:
     """Return the rows of each tile by which processes can share a linear, all in one if they cannot.
 
-    Experts are many, and a low-rank part is of the whole weight.
+    Experts are many, a low-rank part is of the whole weight, and so are further parts of a nested one.
     """
-    if layer.scheme.config is None or layer.scheme.lowrank is not None or layer.spec.is_expert:
+    scheme = layer.scheme
+    if scheme.config is None or scheme.lowrank is not None or scheme.levels or layer.spec.is_expert:
         return [slice(0, layer.spec.shape[0])]
     return row_tiles(layer)
 
@@ -228,8 +229,7 @@ def layer_workspace(layer: LayerPlan) -> int:
     """Return the bytes that quantizing or measuring one linear needs."""
     if (need := MEASURING_NBYTES_PER_WEIGHT * layer.spec.numel) and layer.scheme.config is None:
         return need
-    method = plugins.load("quant", layer.scheme.method)
-    taken = method.workspace(layer.scheme.config, layer.spec.shape)
+    taken = parts.workspace(layer.scheme, layer.spec.shape)
     need = max(need, taken + (two_sided.workspace(layer.spec.shape) if layer.scheme.two_sided else 0))
     if layer.scheme.lowrank is not None:
         need = correct.workspace(layer.spec.shape, need)

@@ -226,10 +226,14 @@ def substitute_weights(block: nn.Module, substitutes: Mapping[str, Substitute]) 
 
 
 def scalar_grid(scheme: Scheme | None) -> grid.GridConfig | None:
-    """Return the integer grid of a linear's weights; None if they go to no such grid, or in another basis."""
+    """Return the integer grid of a linear's weights, of a nested one that of its lowest level; None without any.
+
+    In another basis it has none.
+    """
     if scheme is None or scheme.incoherence or not isinstance(scheme.config, grid.GridConfig):
         return None
-    return scheme.config
+    first: grid.GridConfig = scheme.part_configs[0]
+    return first
 
 
 def fake_weight(weight: Tensor, config: grid.GridConfig) -> Tensor:

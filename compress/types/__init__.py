@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -277,7 +278,22 @@ class Scheme:
     # linears with 512 inputs or more
     in_vector: bool = False  # store real numbers in place of the signs of the inputs, to be trained; at first the signs
     vector_bits: VectorBits = 16  # [bits] of a stored scale or number, its sign included: 16 or 8
+    nested: bool | tuple[int, ...] = False  # store levels of fewer bits within the weight, whose parts add up: such
+    # as [2, 4, 8]; true: half of its bits, and all
     sparsity: Sparsity | None = None  # leave small inputs unread at run time: keys of recipe/sparsity; null: read all
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Bits of the levels of a nested weight, rising; () of any other."""
+        if isinstance(self.nested, tuple):
+            return self.nested
+        return (self.config.bits // 2, self.config.bits) if self.nested else ()
+
+    @property
+    def part_configs(self) -> tuple[Any, ...]:
+        """Settings of the parts of a nested weight, of which each level has one more; of any other its own."""
+        steps = pairwise((0, *self.levels))
+        return tuple(replace(self.config, bits=high - low) for low, high in steps) if self.nested else (self.config,)
 
 
 @dataclass(frozen=True)

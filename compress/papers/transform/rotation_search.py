@@ -88,7 +88,7 @@ def roundings(
     layers = {layer.spec.name: layer for layer in plan.layers}
     rounded_layers = {}
     for name, scheme in plan.schemes.items():
-        config = scheme.config if isinstance(scheme.config, grid.GridConfig) and has_grid(scheme) else None
+        config = scheme.part_configs[0] if isinstance(scheme.config, grid.GridConfig) and has_grid(scheme) else None
         layer = layers.get(name)  # None: only transformed, not packed; nothing is left to run time
         tensors = incoherence.draw(layer.spec, seed, layer.stored.ops) if layer is not None else {}
         tensors = {key: tensor.to(device) for key, tensor in tensors.items()}
