@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from compress.kernels import llvm
 from compress.runtime import bypass
 from compress.runtime.levels import at_level
-from compress.runtime.step import caches, decode
+from compress.runtime.step import caches, decode, programs
 from helpers.decoding import assert_close, ready, step_of, tokens
 from helpers.nested_models import nested_model
 
@@ -201,3 +201,13 @@ def test_programs_of_levels_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
     running = step_of(model).running
     assert len(made) == len(running)
     assert {key.passed for key in running if set(key.levels) == {4}} == {SETS[0], SETS[1]}
+
+
+def test_no_buffers_where_there_is_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = ready()
+    decode.install(model)
+    made = list[Any]()
+    monkeypatch.setattr(decode, "Held", made.append)
+    monkeypatch.setattr(programs, "LEAST_COMPILED", 2)
+    passes(model, [9, 1, 3, 1])
+    assert not made and not step_of(model).running

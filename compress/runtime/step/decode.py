@@ -32,7 +32,7 @@ from compress.runtime.step.structure import UnreadableBlockError
 from compress.runtime.step.unchanged import Unchanged
 
 MARK = "_compress_step"
-MOST_PROGRAMS = 64  # that are kept: the least recently used one makes way
+MAX_PROGRAMS = 64  # the least recently used one makes way
 # What may be raised where a model is of another shape than what is read.
 FAILURES = (UnreadableBlockError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -93,10 +93,10 @@ class StepState:
             assert self._reading is not None
             if request.new > 1 and not self._reading.is_causal:
                 return None
-            held = self._held_of(self._reading, request)
             shape = len(request.given), request.new, torch.get_num_threads()
             key = ProgramKey(*shape, bypass.active(body), tuple([own["level"] for own in self._leveled]))
-            program = None if held is None else self._program(self._reading, key)
+            program = self._program(self._reading, key)
+            held = None if program is None else self._held_of(self._reading, request)
             return None if program is None or held is None else program.run(request, held)
 
     def _is_current(self, body: nn.Module) -> bool:
@@ -158,7 +158,7 @@ class StepState:
             self._without.add(key)
             return None
         self.running[key] = program
-        if len(self.running) > MOST_PROGRAMS:
+        if len(self.running) > MAX_PROGRAMS:
             del self.running[next(iter(self.running))]
         return program
 

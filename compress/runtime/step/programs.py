@@ -97,9 +97,7 @@ def read_body(body: Any, blocks: nn.ModuleList, original: Callable[..., Any], re
 def _read_block(reading: ModelReading, number: int, last: Tensor) -> BlockReading:
     call = reading.calls[number]
     turns = None if call.turning < 0 else reading.turnings[call.turning].result
-    kept = (
-        None if turns is None else (turns[0].reshape(-1, turns[0].shape[-1]), turns[1].reshape(-1, turns[1].shape[-1]))
-    )
+    kept = None if turns is None else (turns[0].flatten(0, -2), turns[1].flatten(0, -2))
     parts, turned = read_block(call, kept, last)
     if call.layer != number:
         raise UnreadableBlockError("blocks and layers of the cache are not in the same order")
