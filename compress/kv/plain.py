@@ -58,21 +58,32 @@ def detach(model: nn.Module) -> None:
 
 
 def _enter(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    config = model.config.get_text_config(decoder=True)
-    if config._attn_implementation != REPLACED or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if not _is_short(args, kwargs) or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return
-    if model.device.type == "cpu" and not kwargs.get("output_attentions") and _is_short(args, kwargs):
-        cache = hooks.cache_of(kwargs)
-        if cache is None or cache.path != "fused":
-            _pass.read = {}
-            config._attn_implementation = NAME
+    config = model.config.get_text_config(decoder=True)
+    if config._attn_implementation != REPLACED or kwargs.get("output_attentions") or model.device.type != "cpu":
+        return
+    cache = hooks.cache_of(kwargs)
+    if cache is None or cache.path != "fused":
+        _pass.read, _pass.config = {}, config
+        _choose(config, NAME)
 
 
 def _leave(model: Any, args: Any, output: Any) -> None:
-    config = model.config.get_text_config(decoder=True)
-    if config._attn_implementation == NAME:
-        config._attn_implementation = REPLACED
+    if torch.compiler.is_compiling():
+        return
+    config, _pass.config = getattr(_pass, "config", None), None
+    if config is not None:
+        _choose(config, REPLACED)
         _pass.read = {}
+
+
+def _choose(config: Any, name: str) -> None:
+    """Choose the attention function that a configuration names; its setter looks for other configurations inside."""
+    if config.sub_configs:
+        config._attn_implementation = name
+    else:
+        vars(config)["_attn_implementation_internal"] = name
 
 
 def _is_short(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
