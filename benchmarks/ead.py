@@ -2,8 +2,9 @@
 
     python benchmarks/ead.py MODEL --text TEXT [--thresholds 0 0.5 1 2 3 99] [--prompts 4] [--tokens 96]
 
-Texts are sampled at temperature 1 behind prompts of 128 tokens. "low" is the share of tokens by the low level; "KL" that
-of the law which each token was drawn from to the whole weights' law of the same place, mean over tokens; "nll" what
+Texts are sampled at temperature 1 behind prompts of 128 tokens. "low" is the share of tokens by the low level; "KL"
+that of the law which each token was drawn from to the whole weights' law of the same place, mean over tokens; "nll"
+what the whole weights lose on the text, in nats a token: texts of threshold 0 are theirs alone.
 """
 
 from __future__ import annotations
