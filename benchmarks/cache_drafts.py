@@ -15,6 +15,7 @@ the check has 5. Rows go to benchmarks/results/cache_drafts.json.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -91,17 +92,16 @@ def share_of_bytes(session: Any, part: str) -> float:
 
 
 @torch.no_grad()
-def accept(args: argparse.Namespace, context: int) -> list[Row]:
+def accept(args: argparse.Namespace, model: Any, tokenizer: Any, kv: str, context: int) -> list[Row]:
     """Return a row for each part at one context."""
-    model, tokenizer = loaded(args.model, "float32")
     text = tokenizer(args.text.read_text(), return_tensors="pt").input_ids
-    parts = args.only or (["cache=upper"] if args.kv == "quantspec" else list(PARTS))
+    parts = args.only or (["cache=upper"] if kv == "quantspec" else list(PARTS))
     seen: dict[str, list[tuple[float, float, bool]]] = {part: [] for part in parts}
     shares = dict.fromkeys(parts, 0.0)
     for piece in range(2):
         start = piece * (text.shape[1] // 2)
         ids = text[:, start : start + context + args.tokens]
-        session = session_of(model, ids[:, : context + 1], args.kv)
+        session = session_of(model, ids[:, : context + 1], kv)
         session.passes.begin()
         made = {part: built(session, part) for part in parts}
         for place in range(context, context + args.tokens):
@@ -122,7 +122,7 @@ def accept(args: argparse.Namespace, context: int) -> list[Row]:
         overlaps, losses, same = zip(*each, strict=True)
         error = statistics.stdev(overlaps) / len(each) ** 0.5
         figures = {"alpha": statistics.mean(overlaps), "alpha_se": error, "kl": statistics.mean(losses)}
-        identity = {"what": "accept", "model": str(args.model.name), "kv": args.kv, "context": context, "part": part}
+        identity = {"what": "accept", "model": str(args.model.name), "kv": kv, "context": context, "part": part}
         rows.append({**identity, **figures, "same": statistics.mean(same), "bytes": shares[part], "tokens": len(each)})
     return rows
 
@@ -135,15 +135,12 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 @torch.no_grad()
-def measure_time(args: argparse.Namespace, context: int) -> list[Row]:
+def measure_time(args: argparse.Namespace, model: Any, tokenizer: Any, kv: str, context: int) -> list[Row]:
     """Return a row for each part: milliseconds of a plain step, a check, a drafted token, and of catching up."""
     torch.set_num_threads(1)
-    model, tokenizer = loaded(args.model, args.dtype)
     text = tokenizer(args.text.read_text(), return_tensors="pt").input_ids
-    parts = args.only or (
-        ["cache=upper"] if args.kv == "quantspec" else ["window=256", "retrieved=256", "retrieved=512"]
-    )
-    session = session_of(model, text[:, : context + 1], args.kv)
+    parts = args.only or (["cache=upper"] if kv == "quantspec" else ["window=256", "retrieved=256", "retrieved=512"])
+    session = session_of(model, text[:, : context + 1], kv)
     session.passes.begin()
     made = {part: built(session, part) for part in parts}
     rest = text[0, context:].tolist()
@@ -166,7 +163,7 @@ def measure_time(args: argparse.Namespace, context: int) -> list[Row]:
     rows = []
     for part in parts:
         whole = middle[f"{part} enter"] + middle[f"{part} first"] + (LENGTH - 1) * middle[f"{part} later"]
-        identity = {"what": "time", "model": str(args.model.name), "kv": args.kv, "context": context, "part": part}
+        identity = {"what": "time", "model": str(args.model.name), "kv": kv, "context": context, "part": part}
         ratios = {"c": whole / LENGTH / middle["step"], "v": middle["check"] / middle["step"]}
         steps = {name: middle[f"{part} {name}"] for name in ("enter", "first", "later")}
         rows.append(
@@ -203,16 +200,18 @@ def main() -> None:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 4096])
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--kv", default="plain", help="plain, or a codec with its defaults")
-    parser.add_argument("--dtype", default="bfloat16", help="of `time`")
+    parser.add_argument("--kv", nargs="+", default=["plain", "quantspec"], help="plain, or codecs with their defaults")
+    parser.add_argument("--dtype", help="float32 for `accept`, bfloat16 for `time`")
     parser.add_argument("--only", nargs="+")
     args = parser.parse_args()
     if args.what == "show":
         show()
         return
     work = accept if args.what == "accept" else measure_time
-    for context in args.contexts:
-        for row in work(args, context):
+    args.dtype = args.dtype or ("float32" if args.what == "accept" else "bfloat16")
+    model, tokenizer = loaded(args.model, args.dtype)
+    for context, kv in itertools.product(args.contexts, args.kv):
+        for row in work(args, model, tokenizer, kv, context):
             print(row, flush=True)
             keys = ("what", "model", "kv", "context", "part")
             result_file.add(FILE, {key: row[key] for key in keys}, True, row["part"], lambda row=row: row)

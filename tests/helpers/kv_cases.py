@@ -178,6 +178,7 @@ CASES = (
     Case("identity", {}, _fixed(32)),
     Case("fp8", {}, _fixed(8 + 16 / WIDTH)),
     Case("kivi", {"bits": 3, "group_size": 16}, _fixed(3 + 32 / 16)),
+    Case("quantspec", {"group_size": 16}, _fixed(8 + 32 / 16)),
     Case("kvquant", {"bits": 3}, _kvquant, is_before_rope=True),
     Case("gear", {"bits": 2, "group_size": 16, "rank": 1, "block_tokens": 32}, _gear),
     Case("squat", {"bits": 2, "group_size": 16}, _fixed(2 + 32 / 16)),

@@ -24,6 +24,7 @@ FINE: dict[str, dict[str, Any]] = {
     "identity": {},
     "fp8": {},
     "kivi": {"bits": 8, "group_size": 32},
+    "quantspec": {"group_size": 32},
     "kvquant": {"bits": 8},
     "gear": {"bits": 8, "group_size": 32, "block_tokens": 32},
     "squat": {"bits": 8, "group_size": 32},
