@@ -107,7 +107,7 @@ def accept(args: argparse.Namespace, model: Any, tokenizer: Any, kv: str, contex
         for place in range(context, context + args.tokens):
             token, laws = int(ids[0, place]), {}
             for part, reduction in made.items():
-                with reduction.reduced(session):
+                with reduction.reduce(session):
                     laws[part] = session.forward([token])[0].double().log_softmax(-1)
                     session.crop(1)
             target = session.forward([token])[0].double().log_softmax(-1)
@@ -151,7 +151,7 @@ def measure_time(args: argparse.Namespace, model: Any, tokenizer: Any, kv: str, 
         session.passes.end_round(0)
         for part, reduction in made.items():
             begun = time.thread_time()
-            with reduction.reduced(session):
+            with reduction.reduce(session):
                 spent.setdefault(f"{part} enter", []).append(time.thread_time() - begun)
                 for place, token in enumerate(tokens[1 : LENGTH + 1]):
                     name = f"{part} first" if not place else f"{part} later"

@@ -167,7 +167,7 @@ def _add(result: Result, clock: Clock, alone: float, speculation: Speculation) -
     result.alone.append(alone)
     result.rounds += facts.rounds
     result.accepted += facts.accepted
-    result.judged += facts.judged
+    result.judged += facts.judged_tokens
     result.plain_steps += facts.plain_steps
 
 

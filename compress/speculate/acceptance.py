@@ -19,7 +19,8 @@ from torch import Tensor
 from compress.speculate.drafting import Proposal
 from compress.speculate.session import Session
 
-LEAST_REST = 1e-12  # of a rest of probability, below which it is rounding
+# A rest of probability below this is rounding.
+LEAST_REST = 1e-12
 
 
 def judge(session: Session, proposal: Proposal, logits: Tensor) -> tuple[int, int, list[Tensor]]:

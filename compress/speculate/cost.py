@@ -15,7 +15,8 @@ import math
 from collections.abc import Callable
 
 FITTED_SLOPE = 0.47
-CHECK_SHARE = 0.03  # of a plain step, that a further token of a check takes where memory is the limit
+# A further token of a check takes this share of a plain step where memory is the limit.
+CHECK_SHARE = 0.03
 MAX_LENGTH = 8
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from compress.speculate.session import Session
 
-PARTS = ("level", "skip", "cache")  # of a reduced model, in the order in which they are entered
+# A reduced model has up to one of each, and they are entered in this order.
+PARTS = ("level", "skip", "cache")
 
 
 class Proposal(NamedTuple):
@@ -79,7 +80,7 @@ class Reduction:
     def begin(self, session: Session) -> None:
         """Take note of the prompt."""
 
-    def reduced(self, session: Session) -> AbstractContextManager[Any]:
+    def reduce(self, session: Session) -> AbstractContextManager[Any]:
         """Return a context in which the passes of the session's model are cheaper. Entered once each round."""
         return nullcontext()
 
@@ -109,7 +110,7 @@ class ModelDraft(Draft):
         """Return up to `count` tokens; fewer where the reduced model is not sure that the last one is right."""
         tokens, laws, written, sure = list[int](), list[Tensor](), 0, 1.0
         newest = session.tokens[-1]
-        with self.reduced(session):
+        with self.reduce(session):
             try:
                 while len(tokens) < count:
                     logits = session.forward([newest])[0]
@@ -129,11 +130,11 @@ class ModelDraft(Draft):
         return Proposal(tokens, laws if session.is_sampling else None)
 
     @contextmanager
-    def reduced(self, session: Session) -> Iterator[None]:
+    def reduce(self, session: Session) -> Iterator[None]:
         """Reduce the session's model by all reductions."""
         with ExitStack() as stack:
             for each in self.reductions:
-                stack.enter_context(each.reduced(session))
+                stack.enter_context(each.reduce(session))
             yield
 
     def observe(self, session: Session, verified: Verified) -> None:

@@ -30,21 +30,22 @@ from compress.speculate.statistics import Statistics
 from compress.speculate.stopping import Stopping
 from compress.speculate.timings import Timings
 
-CONFIG_KEY = "speculate"  # of config.json: the drafts of a checkpoint, as text
+# The drafts of a checkpoint stand under this key of config.json, as text.
+CONFIG_KEY = "speculate"
 FREE_DRAFT, LEVEL_DRAFT = "ngram", "level"  # the first for any model
 # Processors that run the model, or count their calls: they would see drafted tokens.
 STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
 
 @dataclass
-class Memory:
+class DraftMemory:
     """What earlier calls with a model have shown of one specification."""
 
     timings: Timings = field(default_factory=Timings)
     policies: list[dict[Any, LengthPolicy]] = field(default_factory=list)  # of each draft, by situation
 
 
-_memories: WeakKeyDictionary[Any, dict[str, Memory]] = WeakKeyDictionary()
+_memories: WeakKeyDictionary[Any, dict[str, DraftMemory]] = WeakKeyDictionary()
 
 
 class Speculation:
@@ -70,7 +71,7 @@ class Speculation:
         streamer = given.pop("streamer", None) or self.streamer or _streamer_of_caller()
         synced_gpus = given.pop("synced_gpus", False)
         processors, criteria = given.pop("logits_processor"), given.pop("stopping_criteria")
-        call = _Call(model, input_ids, processors, criteria, given.pop("generation_config"), streamer, given)
+        call = _GenerateCall(model, input_ids, processors, criteria, given.pop("generation_config"), streamer, given)
         self.statistics = Statistics()
         if reason := call.refusal():
             self.statistics.reason = reason
@@ -80,7 +81,7 @@ class Speculation:
 
 
 @dataclass
-class _Call:
+class _GenerateCall:
     """The arguments of one call."""
 
     model: Any
@@ -151,7 +152,7 @@ class _Call:
 def plan(text: str, session: Session) -> list[Planned]:
     """Return the drafts that a text names for a session, with what earlier calls have shown of them."""
     parsed = specification.parse(text)
-    memory = _memories.setdefault(session.model, {}).setdefault(text, Memory())
+    memory = _memories.setdefault(session.model, {}).setdefault(text, DraftMemory())
     if not memory.policies:
         memory.policies = [{} for _ in parsed]
     session.timings = memory.timings

@@ -18,10 +18,11 @@ FIRST_LENGTH = 3  # drafted while times are not known
 FIRST_WAIT, MAX_WAIT = 16, 256  # plain steps before a draft that did not pay is tried again
 PROBE_ROUNDS = 2  # drafts that are then tried
 FADED = 0.1  # weight of what was counted before
-LEAST_GAIN = 1.03  # below which times and acceptance are too uncertain to say that a draft pays
+# Times and acceptance are too uncertain to say of a smaller gain that it is one.
+LEAST_GAIN = 1.03
 
 
-class Acceptance:
+class PlaceAcceptance:
     """Shares of drafted tokens that were accepted, by place."""
 
     def __init__(self, prior: float = PRIOR_ACCEPTANCE) -> None:
@@ -38,7 +39,7 @@ class Acceptance:
         """Let what was counted weigh little beside what comes."""
         self._hits, self._tries = ([each * FADED for each in counts] for counts in (self._hits, self._tries))
 
-    def expected(self, most: int) -> list[float]:
+    def expect_tokens(self, most: int) -> list[float]:
         """Return the expected tokens of a round, by its drafted tokens from none to `most`."""
         hits, tries = sum(self._hits), sum(self._tries)
         overall = (hits + self.prior * PRIOR_TOKENS) / (tries + PRIOR_TOKENS)
@@ -57,7 +58,7 @@ class LengthPolicy:
 
     def __init__(self, prior: float | None = None, fixed: int | None = None) -> None:
         """fixed: a length that is drafted always."""
-        self.acceptance = Acceptance(PRIOR_ACCEPTANCE if prior is None else prior)
+        self.acceptance = PlaceAcceptance(PRIOR_ACCEPTANCE if prior is None else prior)
         self.fixed = fixed
         self.threshold = 0.0  # of the product of a draft's probabilities, below which a further token does not pay
         self._wait, self._waited, self._probes = FIRST_WAIT, 0, 0
@@ -75,7 +76,7 @@ class LengthPolicy:
             return 0
         if not draft:
             return min(FIRST_LENGTH, most)
-        lengths, expected = range(1, most + 1), self.acceptance.expected(most)
+        lengths, expected = range(1, most + 1), self.acceptance.expect_tokens(most)
         costs = [(n * draft + check(n + 1)) / step for n in lengths]
         gains = [expected[n] / cost for n, cost in zip(lengths, costs, strict=True)]
         best = max(range(most), key=gains.__getitem__)

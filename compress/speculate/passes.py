@@ -79,11 +79,11 @@ class Passes:
         if self.is_plain:
             return self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, **more)
         inputs = self.model.prepare_inputs_for_generation(
-            ids, next_sequence_length=None, is_first_iteration=False, **self._grown()
+            ids, next_sequence_length=None, is_first_iteration=False, **self._grow_arguments()
         )
         return self.model(**inputs, **more)
 
-    def _grown(self) -> dict[str, Any]:
+    def _grow_arguments(self) -> dict[str, Any]:
         """Return the arguments of generate for all tokens up to the newest, as transformers lets them grow."""
         further = self.length - self.start - 1
         if not further:

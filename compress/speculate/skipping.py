@@ -28,7 +28,7 @@ class Skip(Reduction):
     def __init__(self, sublayers: Iterable[Sublayer] = ()) -> None:
         self.sublayers = frozenset(sublayers)
 
-    def reduced(self, session: Session) -> AbstractContextManager[Any]:
+    def reduce(self, session: Session) -> AbstractContextManager[Any]:
         """Return a context in which the sublayers do not run."""
         return bypassed(session.model, self.sublayers)
 

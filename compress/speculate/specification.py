@@ -32,7 +32,7 @@ class DraftSpecification:
 
     def build(self, session: Session) -> Draft:
         """Return the draft for a session; RecipeError where the model cannot have it."""
-        built = [(name, _part(name), _configured(name, given)) for name, given in self.plugins.items()]
+        built = [(name, _part(name), _configure(name, given)) for name, given in self.plugins.items()]
         parts = [part for _, part, _ in built]
         if "draft" in parts and len(parts) > 1:
             names = ", ".join(self.plugins)
@@ -50,7 +50,7 @@ def parse(text: str) -> list[DraftSpecification]:
     drafts = [_parse_draft(part.strip(), text) for part in text.split("+")]
     for draft in drafts:
         for name, given in draft.plugins.items():
-            _configured(name, given)
+            _configure(name, given)
     return drafts
 
 
@@ -97,7 +97,7 @@ def _first_setting(name: str) -> str:
     return settings[0]
 
 
-def _configured(name: str, given: dict[str, Any]) -> Any:
+def _configure(name: str, given: dict[str, Any]) -> Any:
     """Return the Config of a plugin with values; RecipeError for keys and values that it does not have."""
     config = plugins.load(KIND, name).Config()
     hints, values = plugins.hints(config), dict[str, Any]()

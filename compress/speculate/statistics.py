@@ -33,14 +33,14 @@ class Statistics:
         return 0.0 if not self.rounds else 1 + self.accepted / self.rounds
 
     @property
-    def judged(self) -> int:
+    def judged_tokens(self) -> int:
         """Drafted tokens that the target has judged: all but those behind a rejected one."""
         return self.accepted + self.rounds - self.complete
 
     @property
     def acceptance(self) -> float:
         """Accepted tokens among those that were judged."""
-        return self.accepted / self.judged if self.judged else 0.0
+        return self.accepted / self.judged_tokens if self.judged_tokens else 0.0
 
     @property
     def speedup(self) -> float:

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Hashable
 
 SAMPLES = 15  # newest ones that count
-FIRST_PASSES = 1  # of each kind that do not count: programs are made, kernels compiled
+# The first passes of each kind do not count: programs are made, kernels compiled.
+FIRST_PASSES = 1
 
 
 class Times:

@@ -72,7 +72,7 @@ def test_a_window_is_what_a_mask_of_the_whole_text_leaves(recipe: Any) -> None:
     part = window.build(window.Config(40), session)
     visible = torch.zeros(1, PROMPT, dtype=torch.bool)
     visible[:, :SINKS] = visible[:, -37:] = True  # 36 of the cache, and itself
-    with part.reduced(session):
+    with part.reduce(session):
         logits = session.forward([session.tokens[-1]])[0]
         session.crop(1)
     expected = whole(model, session.ids, visible)
@@ -94,7 +94,7 @@ def test_chosen_chunks_are_what_a_mask_of_each_head_leaves(recipe: Any, monkeypa
     for head in range(4):
         for chunk in chosen[0, head // 2].tolist():
             visible[head, SINKS + 8 * chunk : SINKS + 8 * chunk + 8] = True
-    with part.reduced(session):
+    with part.reduce(session):
         logits = session.forward([session.tokens[-1]])[0]
         again = session.forward([17])[0]
         session.crop(2)
@@ -159,7 +159,7 @@ def test_a_part_that_holds_everything_says_what_the_target_says(name: str, plugi
     session = session_of(model)
     part = plugin.build(plugin.Config(1000), session)
     ids = [session.tokens[-1], 5, 6, 7]
-    with part.reduced(session):
+    with part.reduce(session):
         drafted = torch.cat([session.forward([token]) for token in ids])
         session.crop(len(ids))
     torch.testing.assert_close(drafted, session.forward(ids), atol=2e-4, rtol=0)
@@ -172,7 +172,7 @@ def test_windows_of_some_layers_are_read_whole() -> None:
     part = retrieved.build(retrieved.Config(100), session)
     kept = session.cache.layers[0].keys.clone(), session.cache.layers[0].get_seq_length()
     for _ in range(2):
-        with part.reduced(session):
+        with part.reduce(session):
             for token in (3, 4, 5, 6):
                 session.forward([token])
             session.crop(4)

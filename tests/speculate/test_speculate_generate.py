@@ -31,7 +31,7 @@ class Noisy(Reduction):
         self.size = size
 
     @contextmanager
-    def reduced(self, session: Session) -> Iterator[None]:
+    def reduce(self, session: Session) -> Iterator[None]:
         head: Any = session.model.get_output_embeddings()
         kept = head.weight.data
         noise = torch.randn(kept.shape, generator=torch.Generator().manual_seed(0)) * self.size * kept.std()

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from compress.speculate import cost
-from compress.speculate.length import FIRST_WAIT, Acceptance, LengthPolicy
+from compress.speculate.length import FIRST_WAIT, PlaceAcceptance, LengthPolicy
 from compress.speculate.timings import Timings
 
 
@@ -88,7 +88,7 @@ def test_the_length_is_the_best_one_for_a_known_acceptance(alpha: float, draft: 
 def test_places_have_acceptances_of_their_own() -> None:
     """The first token is always right, the second never."""
     policy = policy_after([(4, 1)] * 200)
-    expected = policy.acceptance.expected(4)
+    expected = policy.acceptance.expect_tokens(4)
     assert expected[1] == pytest.approx(2, abs=0.1) and expected[4] == pytest.approx(2, abs=0.25)
     assert policy.choose(1.0, 0.3, lambda rows: 1.0, 8) == 1
 
@@ -106,7 +106,7 @@ def test_a_draft_that_does_not_pay_is_tried_ever_more_seldom() -> None:
 
 def test_a_draft_that_became_good_is_found() -> None:
     policy, steps = policy_after([(3, 0)] * 100), 0
-    while policy.acceptance.expected(1)[1] < 1.8 and steps < 2000:
+    while policy.acceptance.expect_tokens(1)[1] < 1.8 and steps < 2000:
         count = policy.choose(1.0, 0.3, lambda rows: 1.0, 8)
         if count:
             policy.observe(count, count)
@@ -115,11 +115,11 @@ def test_a_draft_that_became_good_is_found() -> None:
 
 
 def test_acceptance_forgets() -> None:
-    share = Acceptance(0.5)
+    share = PlaceAcceptance(0.5)
     for accepted in (0, 4):
         for _ in range(300):
             share.add(4, accepted)
-    assert share.expected(1)[1] > 1.95 and math.isclose(share.expected(0)[0], 1.0)
+    assert share.expect_tokens(1)[1] > 1.95 and math.isclose(share.expect_tokens(0)[0], 1.0)
 
 
 def test_times_are_medians_and_interpolated() -> None:

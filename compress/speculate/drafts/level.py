@@ -41,7 +41,7 @@ class LevelReduction(Reduction):
         divergence = NOMINAL_KL.get(level)
         self.prior = None if divergence is None else acceptance_from_kl(divergence)
 
-    def reduced(self, session: Session) -> AbstractContextManager[Any]:
+    def reduce(self, session: Session) -> AbstractContextManager[Any]:
         """Return a context in which the model computes with the level."""
         return levels.at_level(session.model, self.level)
 

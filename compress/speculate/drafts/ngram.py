@@ -56,7 +56,7 @@ class NgramDraft(Draft):
 
     def propose(self, session: Session, count: int) -> Proposal:
         """Return what followed the run that `situation` has found."""
-        return Proposal(_copied(session.tokens, self._place, count))
+        return Proposal(_copy_from(session.tokens, self._place, count))
 
     def _learn(self, tokens: list[int]) -> None:
         """Add the runs that end before the last token."""
@@ -67,7 +67,7 @@ class NgramDraft(Draft):
         self._known = len(tokens)
 
 
-def _copied(tokens: list[int], place: int, count: int) -> list[int]:
+def _copy_from(tokens: list[int], place: int, count: int) -> list[int]:
     """Return the tokens from a place on; a copy that reaches the end goes on with what it has copied."""
     period = len(tokens) - place
     return [tokens[place + i % period] for i in range(count)]

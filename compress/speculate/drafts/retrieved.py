@@ -202,7 +202,7 @@ class RetrievedReduction(Reduction):
     def __init__(self, config: Config, session: Session) -> None:
         self.part = RetrievedCache(session, config)
 
-    def reduced(self, session: Session) -> AbstractContextManager[Any]:
+    def reduce(self, session: Session) -> AbstractContextManager[Any]:
         """Return a context in which passes read chosen tokens."""
         return self.part.in_use(session)
 

@@ -27,7 +27,7 @@ class Config:
 class UpperReduction(Reduction):
     """The upper planes of the target's cache."""
 
-    def reduced(self, session: Session) -> AbstractContextManager[Any]:
+    def reduce(self, session: Session) -> AbstractContextManager[Any]:
         """Return a context in which attention reads the upper planes alone."""
         return session.cache.read_upper()
 

@@ -35,7 +35,7 @@ class WindowReduction(Reduction):
     def __init__(self, config: Config, session: Session) -> None:
         self.part = DraftCache(session, config.tokens - SINKS)
 
-    def reduced(self, session: Session) -> AbstractContextManager[Any]:
+    def reduce(self, session: Session) -> AbstractContextManager[Any]:
         """Return a context in which passes read the window."""
         return self.part.in_use(session)
 
