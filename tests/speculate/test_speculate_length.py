@@ -8,7 +8,7 @@ import random
 import pytest
 
 from compress.speculate import cost
-from compress.speculate.length import FIRST_WAIT, PlaceAcceptance, LengthPolicy
+from compress.speculate.length import FIRST_WAIT, LengthPolicy, PlaceAcceptance
 from compress.speculate.timings import Timings
 
 
