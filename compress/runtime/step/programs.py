@@ -113,7 +113,7 @@ def _check_windows(config: Any, windows: list[int]) -> None:
             raise UnreadableBlockError(f"attention of the kind {kind} is told a window of {window} positions")
 
 
-class Workspace:
+class SharedSpace:
     """What all programs of passes of one shape share: memory, rotary factors of the new tokens, calls of sublayers."""
 
     def __init__(self, reading: BodyReading, batch: int, new: int) -> None:
@@ -149,7 +149,7 @@ class Workspace:
 class StepProgram:
     """A program of passes of one shape, in which some sublayers may not run."""
 
-    def __init__(self, space: Workspace, threads: int, passed: frozenset[Sublayer], levels: Levels) -> None:
+    def __init__(self, space: SharedSpace, threads: int, passed: frozenset[Sublayer], levels: Levels) -> None:
         """passed: sublayers that are passed over; levels: those that the weights have now.
 
         UnreadableBlockError if too little is compiled.
