@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from compress import ranks
-from compress.cli import checkpoints, compare, evaluate, lists, make, study, use, write
+from compress.cli import checkpoints, compare, draft, evaluate, lists, make, study, use, write
 from compress.cli.options import note
 from compress.version import __version__
 
@@ -46,6 +46,7 @@ PANELS: dict[str, dict[str, Command]] = {
     "Use a model": {
         "generate": Command(write.generate, 'models_out/my-model-int4 --prompt "Once upon a time"'),
         "chat": Command(write.chat, "models_out/my-model-int4"),
+        "draft": Command(draft.draft, "models_out/my-model-nested8 --text calib.txt"),
         "serve": Command(write.serve, "models_out/my-model-int4 -- --port 8000"),
         "kv": Command(use.kv, "bench ./my-model --kv kv4 --kv kv2 --text held_out.txt"),
     },

@@ -124,6 +124,25 @@ def early_exit(model: nn.Module, blocks: int) -> frozenset[Sublayer]:
     return frozenset(each for each in sublayers_of(model) if each[0] >= blocks)
 
 
+def blocks_in(model: nn.Module) -> nn.ModuleList:
+    """Return the decoder blocks of a model; UnsupportedModelError as `bypassed`."""
+    prepare(model)
+    blocks = blocks_of(next(bodies(model)))
+    assert blocks is not None
+    return blocks
+
+
+def modules_of(model: nn.Module) -> dict[Sublayer, list[nn.Module]]:
+    """Return the modules of each sublayer, without its norms; UnsupportedModelError as `bypassed`."""
+    modules: dict[Sublayer, list[nn.Module]] = {each: [] for each in sublayers_of(model)}
+    for module in model.modules():
+        part = vars(module).get(MARK)
+        if isinstance(part, _Part) and part.result is not None:
+            for each in part.sublayers:
+                modules[each].append(module)
+    return modules
+
+
 def prepare(model: nn.Module) -> Bypass:
     """Return what is known of a model; the first call watches two passes of one token."""
     known = vars(model).get(MARK)

@@ -56,6 +56,9 @@ class DraftCache:
             yield
         finally:
             session.passes = passes
+            for layer in self.cache.layers:
+                if layer.is_sliding:  # its tensors are the target's, which then could not write over what is cropped
+                    layer.keys = layer.values = None
 
     def catch_up(self) -> None:
         """Take over the tokens that the target has verified."""

@@ -66,6 +66,9 @@ class Draft:
     def observe(self, session: Session, verified: Verified) -> None:
         """Take note of a round, of this draft or of another; the session's tokens and cache are those after it."""
 
+    def end(self, session: Session) -> None:
+        """Leave the model as it was found, also where the call of generate has failed."""
+
 
 class Reduction:
     """A part of a reduced model."""

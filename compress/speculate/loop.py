@@ -67,10 +67,14 @@ class Loop:
         begun = time.perf_counter()
         _, token, scores = judge(session, NOTHING, logits)
         self._accept([token], scores, logits)
-        for each in self.drafts:
-            each.draft.begin(session)
-        while not self.is_finished:
-            self._round()
+        try:
+            for each in self.drafts:
+                each.draft.begin(session)
+            while not self.is_finished:
+                self._round()
+        finally:
+            for each in self.drafts:
+                each.draft.end(session)
         statistics.seconds += time.perf_counter() - begun
         statistics.plain_seconds = session.timings.check(1)
 

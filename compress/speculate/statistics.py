@@ -25,6 +25,7 @@ class Statistics:
     timed_seconds: float = 0.0
     plain_seconds: float = 0.0  # of a plain step, the median
     reason: str = ""  # why nothing was drafted
+    notes: list[str] = field(default_factory=list)  # what drafts have to say
 
     @property
     def tokens_per_round(self) -> float:
@@ -73,12 +74,14 @@ class Statistics:
             "seconds": round(self.seconds, 4),
             "speedup": round(self.speedup, 3),
             **({"reason": self.reason} if self.reason else {}),
+            **({"notes": self.notes} if self.notes else {}),
         }
 
     def text(self) -> str:
         """Return the figures in one line."""
+        notes = "".join(f"; {note}" for note in self.notes)
         if not self.rounds:
-            return f"no token was drafted{f': {self.reason}' if self.reason else ''}"
+            return f"no token was drafted{f': {self.reason}' if self.reason else ''}{notes}"
         share = f"{self.accepted} of {self.drafted} drafted tokens accepted in {self.rounds} rounds"
         gain = f", about {self.speedup:.2f} times as fast as plain steps" if self.plain_seconds else ""
-        return f"{share} ({self.tokens_per_round:.2f} tokens a round), {self.plain_steps} plain steps{gain}"
+        return f"{share} ({self.tokens_per_round:.2f} tokens a round), {self.plain_steps} plain steps{gain}{notes}"

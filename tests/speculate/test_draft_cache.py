@@ -1,4 +1,4 @@
-"""Drafts on a part of the target's cache: against masked attention of the whole, and whole generations against plain."""
+"""Drafts on a part of the target's cache, against masked attention of the whole; whole generations against plain."""
 
 from __future__ import annotations
 
