@@ -37,15 +37,16 @@ from compress.runtime import bypass, levels
 from compress.runtime.bypass import Sublayer
 from compress.runtime.linear import PackedModule
 from compress.speculate import cost
+from compress.speculate.generation import CONFIG_KEY
 from compress.speculate.skipping import inner_sublayers, write_set
 from compress.storage import manifest
 from compress.storage.checkpoint import read_json
 from compress.storage.paths import CONFIG
 
 GREEDY = "greedy"
-KEY = "speculate"  # of config.json (compress/speculate/generation.py)
-TARGET_NBYTES = 512 << 20  # of the target's probabilities that are kept while sublayers are chosen
-OTHER_SHARE = 0.05  # of a token's time that is no reading of weights
+PLUGIN_KIND = "speculate"
+MAX_KEPT_NBYTES = 512 << 20  # the target's probabilities are kept while sublayers are chosen
+UNREAD_TIME_SHARE = 0.05  # a token takes this much time that is no reading of weights
 
 
 @dataclass(frozen=True)
@@ -130,11 +131,11 @@ def store(directory: Path, specification: str) -> None:
         raise CheckpointError(f"{directory} is no checkpoint that compress wrote; give the draft to --speculate")
     values = read_json(directory / CONFIG)
     if specification:
-        values[KEY] = f"ngram+{specification}"
-    elif KEY not in values:
+        values[CONFIG_KEY] = f"ngram+{specification}"
+    elif CONFIG_KEY not in values:
         return
     else:
-        del values[KEY]
+        del values[CONFIG_KEY]
     manifest.replace(directory, CONFIG, json.dumps(values, indent=2) + "\n")
 
 
@@ -242,9 +243,12 @@ def _sets(
         modules = bypass.modules_of(reader.model)
         sizes = {each: max(1, sum(stored_nbytes(module) for module in modules[each])) for each in known}
         return greedy(known, counts, score, sizes)
-    search: Any = getattr(plugins.load(KEY, asked.by), "search", None)
+    search: Any = getattr(plugins.load(PLUGIN_KIND, asked.by), "search", None)
     if search is None:
-        searching = [GREEDY, *(name for name in plugins.names(KEY) if hasattr(plugins.load(KEY, name), "search"))]
+        searching = [
+            GREEDY,
+            *(name for name in plugins.names(PLUGIN_KIND) if hasattr(plugins.load(PLUGIN_KIND, name), "search")),
+        ]
         raise RecipeError(plugins.unknown("search of sublayers", asked.by, searching))
     return [search(known, count, score, asked.seed) for count in counts]
 
@@ -262,14 +266,14 @@ def _row(
 ) -> DraftRow:
     level, sublayers = draft
     share = read_nbytes(model, level, sublayers) / read_nbytes(model, None, frozenset())
-    length, speedup = cost.best_length(alpha, cost.draft_cost(share, 1.0, OTHER_SHARE))
+    length, speedup = cost.best_length(alpha, cost.draft_cost(share, 1.0, UNREAD_TIME_SHARE))
     fitted = cost.acceptance_from_kl(kl)
     return DraftRow(level, write_set(sublayers), len(sublayers), kl, alpha, fitted, same, share, length, speedup)
 
 
 def _choice_tokens(model: Any, asked: DraftRequest) -> int:
     vocab_size = model.config.get_text_config().vocab_size
-    return min(asked.choice_tokens, TARGET_NBYTES // (4 * vocab_size))
+    return min(asked.choice_tokens, MAX_KEPT_NBYTES // (4 * vocab_size))
 
 
 def stored_nbytes(module: nn.Module, level: int | None = None, passed: Collection[int] = ()) -> int:

@@ -20,8 +20,8 @@ become part of the graph.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,8 @@ ATTENTION, MLP = "attention", "mlp"
 KINDS = (ATTENTION, MLP)
 Sublayer = tuple[int, str]  # number of the block, and "attention" or "mlp"
 NOTHING: frozenset[Sublayer] = frozenset()
-TOLERANCE = 0.02  # of hidden states that everything was passed over for: what 16 bits round in all blocks
+# What 16 bits round in a block, relative to hidden states for which everything was passed over.
+TOLERANCE = 0.02
 
 
 class Bypass:
@@ -66,7 +67,7 @@ class Bypass:
 
 
 @dataclass
-class _Part:
+class _MarkedModule:
     """A module that is not run where all these sublayers are passed over."""
 
     bypass: Bypass
@@ -91,21 +92,28 @@ class _Part:
         return self.result.zeros(x)
 
 
-@contextmanager
-def bypassed(model: nn.Module, sublayers: Iterable[Sublayer]) -> Iterator[None]:
-    """Pass over these sublayers of a model in this thread; what was passed over before is again at the end.
+class Bypassing:
+    """Pass over sublayers of a model in this thread; what was passed over before is again at the end.
 
-    UnsupportedModelError for a model of another shape; ValueError for sublayers that it does not have.
+    A class, since it is entered for each drafted text: a generator costs three times as much.
     """
-    bypass = prepare(model)
-    wanted = sublayers if isinstance(sublayers, frozenset) else frozenset(sublayers)
-    if unknown := wanted.difference(bypass.known):
-        raise ValueError(f"{shown(sorted(unknown))}: not among the sublayers of {type(model).__name__}")
-    before, bypass.active = bypass.active, wanted
-    try:
-        yield
-    finally:
-        bypass.active = before
+
+    def __init__(self, model: nn.Module, sublayers: Iterable[Sublayer]) -> None:
+        """UnsupportedModelError for a model of another shape; ValueError for sublayers that it does not have."""
+        self._bypass = prepare(model)
+        self._wanted = sublayers if isinstance(sublayers, frozenset) else frozenset(sublayers)
+        if unknown := self._wanted.difference(self._bypass.known):
+            raise ValueError(f"{shown(sorted(unknown))}: not among the sublayers of {type(model).__name__}")
+        self._before = NOTHING
+
+    def __enter__(self) -> None:
+        self._before, self._bypass.active = self._bypass.active, self._wanted
+
+    def __exit__(self, *_: object) -> None:
+        self._bypass.active = self._before
+
+
+bypassed = Bypassing
 
 
 def active(module: nn.Module) -> frozenset[Sublayer]:
@@ -137,7 +145,7 @@ def modules_of(model: nn.Module) -> dict[Sublayer, list[nn.Module]]:
     modules: dict[Sublayer, list[nn.Module]] = {each: [] for each in sublayers_of(model)}
     for module in model.modules():
         part = vars(module).get(MARK)
-        if isinstance(part, _Part) and part.result is not None:
+        if isinstance(part, _MarkedModule) and part.result is not None:
             for each in part.sublayers:
                 modules[each].append(module)
     return modules
@@ -157,7 +165,7 @@ def prepare(model: nn.Module) -> Bypass:
 
 
 @dataclass
-class _Call:
+class _ChildCall:
     """A call of a child of a block."""
 
     module: nn.Module
@@ -177,7 +185,7 @@ def _mark(body: nn.Module) -> Bypass:
     assert blocks is not None
     calls = _watch(body, blocks)
     bypass = Bypass(())
-    parts: dict[nn.Module, _Part] = {}
+    parts: dict[nn.Module, _MarkedModule] = {}
     for number, own in enumerate(calls):
         _find_parts(number, own, bypass, parts)
     held = {each for part in parts.values() if part.result for each in part.sublayers}
@@ -213,9 +221,9 @@ def _run(body: Any) -> None:
         ) from error
 
 
-def _watch(body: nn.Module, blocks: nn.ModuleList) -> list[list[_Call]]:
+def _watch(body: nn.Module, blocks: nn.ModuleList) -> list[list[_ChildCall]]:
     """Return the calls of the children of each block in a pass of one token."""
-    calls: list[list[_Call]] = [[] for _ in blocks]
+    calls: list[list[_ChildCall]] = [[] for _ in blocks]
     with ExitStack() as stack:
         for number, block in enumerate(blocks):
             for child in block.children():
@@ -229,7 +237,7 @@ def _watch(body: nn.Module, blocks: nn.ModuleList) -> list[list[_Call]]:
 class _ChildWatch:
     """Writes down the calls of a child of a block."""
 
-    def __init__(self, calls: list[_Call]) -> None:
+    def __init__(self, calls: list[_ChildCall]) -> None:
         self._calls = calls
         self._stack: ExitStack | None = None
         self._stored: list[StoredShape] = []
@@ -241,10 +249,10 @@ class _ChildWatch:
     def leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         assert self._stack is not None
         self._stack.close()
-        self._calls.append(_Call(module, zeros.states_of(args, kwargs), output, self._stored))
+        self._calls.append(_ChildCall(module, zeros.states_of(args, kwargs), output, self._stored))
 
 
-def _find_parts(number: int, calls: list[_Call], bypass: Bypass, parts: dict[nn.Module, _Part]) -> None:
+def _find_parts(number: int, calls: list[_ChildCall], bypass: Bypass, parts: dict[nn.Module, _MarkedModule]) -> None:
     """Find in the calls of a block what its sublayers are, and the norms directly before and behind them."""
     whole = [each for each in calls if _has_matrices(each.module) and _is_shaped(each)]
     kinds = {id(each): ATTENTION if each.stored else MLP for each in whole}
@@ -253,16 +261,16 @@ def _find_parts(number: int, calls: list[_Call], bypass: Bypass, parts: dict[nn.
             continue  # an MLP without a module of its own
         stored = each.stored[0] if len(each.stored) == 1 else None
         own = frozenset([(number, kinds[id(each)])])
-        parts[each.module] = _Part(bypass, own, zeros.shape_of(each.output), stored)
+        parts[each.module] = _MarkedModule(bypass, own, zeros.shape_of(each.output), stored)
     for norm in calls:
         if _has_matrices(norm.module) or _is_of_torch(norm.module) or not _is_shaped(norm):
             continue
         around = [each for each in whole if each.given is norm.first or each.first is norm.given]
         if around and all(each.module in parts for each in around):
-            parts[norm.module] = _Part(bypass, frozenset((number, kinds[id(each)]) for each in around), None)
+            parts[norm.module] = _MarkedModule(bypass, frozenset((number, kinds[id(each)]) for each in around), None)
 
 
-def _is_shaped(call: _Call) -> bool:
+def _is_shaped(call: _ChildCall) -> bool:
     """Return whether a child makes hidden states of hidden states."""
     return isinstance(call.given, Tensor) and isinstance(call.first, Tensor) and call.first.shape == call.given.shape
 

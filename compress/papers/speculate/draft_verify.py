@@ -25,7 +25,7 @@ from compress.speculate.session import Session
 from compress.speculate.skipping import Skip, even_set, inner_sublayers, likeliest, matching_share
 
 PART = "skip"
-TRIALS = 200  # on calibration text
+CALIBRATION_TRIALS = 200
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Config:
             raise ValueError(f"trials {self.trials} is not positive, or tokens {self.tokens} are less than 2")
 
 
-_found: WeakKeyDictionary[Any, dict[Config, frozenset[Sublayer]]] = WeakKeyDictionary()
+_sets: WeakKeyDictionary[Any, dict[Config, frozenset[Sublayer]]] = WeakKeyDictionary()
 
 
 class SearchedSkip(Skip):
@@ -56,10 +56,10 @@ class SearchedSkip(Skip):
 
     def begin(self, session: Session) -> None:
         """Search on the prompt, unless an earlier prompt was searched."""
-        found = _found.setdefault(session.model, {})
-        if self.config not in found:
-            found[self.config] = self._search(session)
-        self.sublayers = found[self.config]
+        sets = _sets.setdefault(session.model, {})
+        if self.config not in sets:
+            sets[self.config] = self._search(session)
+        self.sublayers = sets[self.config]
 
     def _search(self, session: Session) -> frozenset[Sublayer]:
         model, known = session.model, inner_sublayers(session.model)
@@ -105,4 +105,4 @@ def search(
     known: tuple[Sublayer, ...], count: int, score: Callable[[frozenset[Sublayer]], float], seed: int
 ) -> frozenset[Sublayer]:
     """Return the best set of `count` sublayers that the search finds with a score that does not change."""
-    return optimise(known, count, score, seed, TRIALS)
+    return optimise(known, count, score, seed, CALIBRATION_TRIALS)

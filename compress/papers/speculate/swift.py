@@ -129,7 +129,7 @@ def search(
 ) -> frozenset[Sublayer]:
     """Return the best set of `count` sublayers that the search finds with a score that does not change."""
     config = Config(enough=1.0, patience=150, trials=400)
-    found = SetSearch(known, count, seed)
-    while not is_done(found, config):
-        step(found, config, even_set(known, count), score)
-    return found.best
+    trials = SetSearch(known, count, seed)
+    while not is_done(trials, config):
+        step(trials, config, even_set(known, count), score)
+    return trials.best
