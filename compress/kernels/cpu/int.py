@@ -112,11 +112,6 @@ class Int(Product):
     def _is_tiled(self, tokens: int) -> bool:
         return self._has_tiles and tokens >= int_tiles.least_tiled(self.params.tile_words, self.layout.span)
 
-    @property
-    def _activations(self) -> tuple[Any, ...]:
-        """What integers of activations depend on: how they lie, too, which changes at other numbers of rows."""
-        return *super()._activations, *map(self._is_tiled, range(1, LANES))
-
     def decoder(self, dtype: torch.dtype) -> Decoder:
         function = llvm.function(_IntRows, *self._settings, dtype)
         return small_matmul.in_rows(function, {**self.stored, **self.sizes}, self.shape[1])
