@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from compress.errors import RecipeError, first_line, shown
 from compress.progress import note
 from compress.speculate import specification
 from compress.speculate.length import LengthPolicy
@@ -75,7 +76,7 @@ class Speculation:
             self.statistics.reason = reason
             note(f"speculate: {reason}; tokens are written one by one")
             return call.generate_plain(synced_gpus)
-        return call.generate(drafts or self.drafts or default_drafts(model), self.statistics, self.generator)
+        return call.generate(drafts or self.drafts, self.statistics, self.generator)
 
 
 @dataclass
@@ -118,8 +119,8 @@ class _Call:
             **self.kwargs,
         )
 
-    def generate(self, text: str, statistics: Statistics, generator: torch.Generator | None) -> Any:
-        """Return what the loop writes with the drafts that a text names."""
+    def generate(self, text: str | None, statistics: Statistics, generator: torch.Generator | None) -> Any:
+        """Return what the loop writes with the drafts that a text names, None: with those of the checkpoint."""
         model, config = self.model, self.config
         read = model._prefill(self.ids, config, self.kwargs)
         kwargs = model._update_model_kwargs_for_generation(read, dict(self.kwargs), is_encoder_decoder=False)
@@ -132,7 +133,7 @@ class _Call:
         is_kept = config.return_dict_in_generate
         wanted = [() if is_kept and each else None for each in (config.output_scores, config.output_logits)]
         records = Records(*wanted)
-        drafts = plan(text, session)
+        drafts = _own_plan(session) if text is None else plan(text, session)
         passes.begin()
         try:
             Loop(session, drafts, stopping, self.streamer, records).run(logits)
@@ -158,6 +159,16 @@ def plan(text: str, session: Session) -> list[Planned]:
         Planned(str(place), each.build(session), each.length, policies)
         for place, (each, policies) in enumerate(zip(parsed, memory.policies, strict=True))
     ]
+
+
+def _own_plan(session: Session) -> list[Planned]:
+    """Return the drafts of a checkpoint; n-grams, and a line, where it cannot have them as it was loaded."""
+    text = default_drafts(session.model)
+    try:
+        return plan(text, session)
+    except RecipeError as error:
+        note(f"speculate: {shown(text)} of config.json cannot be drafted ({first_line(error)}); {FREE_DRAFT} is")
+        return plan(FREE_DRAFT, session)
 
 
 def default_drafts(model: Any) -> str:

@@ -95,7 +95,8 @@ class Session:
 
     def uniform(self) -> float:
         """Return a random number in [0, 1)."""
-        return torch.rand((), dtype=torch.float64, generator=self.generator).item()
+        device = "cpu" if self.generator is None else self.generator.device
+        return torch.rand((), dtype=torch.float64, generator=self.generator, device=device).item()
 
     @staticmethod
     def last_possible(weights: Tensor) -> int:

@@ -15,6 +15,7 @@ from compress.cli import write
 from compress.cli.app import app
 from compress.errors import CalibrationError
 from compress.evaluate import generation
+from compress.model import writing
 from compress.model.writing import Filter
 from compress.run.job import Job
 from helpers.pico import save_pico
@@ -160,3 +161,44 @@ def test_no_engine(chatty: Path, cached: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(write, "find_spec", lambda name: name)
         result = CliRunner().invoke(app, ["serve", str(cached), "--print", "--engine", engine])
         assert ("does not apply the checkpoint's kv_cache" in result.stderr) != is_applied, engine
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_drafts_of_the_model_itself(temperature: float, chatty: Path) -> None:
+    words = ("generate", chatty, "--prompt", "ab ab ab ab", "--max-new-tokens", 40, "--temperature", temperature)
+    result = CliRunner().invoke(app, [*map(str, words), "--speculate", "--drafts", "ngram,shortest=1,length=3"])
+    assert result.exit_code == 0 and "drafted tokens accepted in" in result.stderr
+    assert temperature or result.stdout == run(*words)
+    row = json.loads(run(*words, "--drafts", "ngram,shortest=1,length=3", "--json"))
+    assert row["text"] + "\n" == result.stdout
+    assert row["drafts"]["rounds"] > 0 and 1 <= row["drafts"]["tokens"] <= 40
+
+
+def test_drafts_that_cannot_be(chatty: Path) -> None:
+    for words, line in (
+        (["--speculate", "--drafts", "ngrams"], "did you mean 'ngram'"),
+        (["--drafts", "level=4"], "has no levels"),
+        (["--speculate", "--draft", str(chatty)], "goes without --draft"),
+    ):
+        result = CliRunner().invoke(app, ["generate", str(chatty), "--prompt", "a", *words], env={"COLUMNS": "200"})
+        assert result.exit_code and line in result.stderr
+
+
+def test_a_chat_with_drafts(chatty: Path) -> None:
+    words = ("chat", chatty, "--max-new-tokens", 8, "--temperature", 0)
+    given = "Hello\nHello\n"
+    assert run(*words, "--speculate", given=given) == run(*words, given=given)
+    out = run(*words, "--speculate", given="Hello\n/stats\n")
+    stats = next(json.loads(line) for line in out.splitlines() if line.startswith('{"tokens"'))
+    assert stats["drafts"]["tokens"] == stats["written"]
+
+
+def test_a_law_is_what_tokens_are_drawn_by() -> None:
+    scores, ids = torch.tensor([[0.3, -1.0, 2.0, 0.1]]), torch.tensor([[1]])
+    kept = Filter(top_k=3, min_p=0.1)
+    law = writing.Law("it", 0.7, torch.Generator(), tokens=kept)(ids, scores).softmax(-1)
+    generator, drawn = torch.Generator().manual_seed(0), torch.zeros(4)
+    draw = writing.Draw("it", 0.7, generator, tokens=kept)
+    for _ in range(4000):
+        drawn[int(draw(ids, scores).argmax())] += 1 / 4000
+    assert law[0, 1] == 0 == drawn[1] and (law[0] - drawn).abs().max() < 0.03

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 import sglang_stand_in as stand_in
 from compress import api, serving
 from compress.errors import CheckpointError, UnsupportedModelError
+from compress.export import linked_level
 from compress.model.load import load_model
-from compress.runtime import linear as runtime_linear
+from compress.runtime import weight_cache
 from compress.serving import parts
 from compress.storage.checkpoint import read_json
 from helpers import pico, runs
@@ -33,13 +34,13 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What SGLang lists, with the plugin registered."""
     forget()
     found = stand_in.install(monkeypatch)
-    limit = runtime_linear.CACHE.limit
+    limit = weight_cache.CACHE.limit
     from compress.serving import sglang
 
     sglang.register()
     sglang.register()  # again does no harm
     yield found
-    runtime_linear.CACHE.limit = limit
+    weight_cache.CACHE.limit = limit
     forget()
 
 
@@ -55,9 +56,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return packed(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def packed(folder: Path, name: str) -> Path:
+def packed(folder: Path, name: str, *overrides: str) -> Path:
     model = pico.save_pico(name, folder / "model")
-    api.quantize(runs.job(model, runs.Setup("int4", SMALL), folder / "packed"))
+    api.quantize(runs.job(model, runs.Setup("int4", (*SMALL, *overrides)), folder / "packed"))
     return folder / "packed"
 
 
@@ -158,6 +159,25 @@ def test_a_tied_head_multiplies_with_the_embedding(tables: dict[str, Any], tmp_p
     x = torch.randn(5, 64)
     assert torch.allclose(run(model.lm_head, x)[:, : known.config.vocab_size], known.lm_head(x), atol=1e-5)
     assert model.lm_head.table is model.model.embed_tokens.table
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@torch.no_grad()
+def test_a_level_drafts_with_the_tensors_of_the_whole(tables: dict[str, Any], tmp_path: Path, ranks: int) -> None:
+    """As SGLang's STANDALONE has it: target and draft are two models in one process."""
+    directory, view = packed(tmp_path, "llama", "bits=8", "nested=true"), tmp_path / "view"
+    linked_level.link(directory, 4, view)
+    groups = [None] if ranks == 1 else [stand_in.Group(rank, ranks) for rank in range(ranks)]
+    targets, drafts = ([built(tables, place, Model, group) for group in groups] for place in (directory, view))
+    for target, draft in zip(targets, drafts, strict=True):
+        held = {tensor.data_ptr() for tensor in target.parameters()}
+        matrices = [tensor for tensor in draft.parameters() if tensor.dim() > 1]
+        assert len(matrices) > 10 and all(tensor.data_ptr() in held for tensor in matrices)
+    known = load_model(view, dtype=torch.float32).eval().model.layers[0].self_attn
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    halves = zip(drafts, x.chunk(ranks, -1), strict=True)
+    total = sum(run(draft.model.layers[0].self_attn.o_proj, half) for draft, half in halves)
+    assert torch.allclose(total, known.o_proj(x), atol=1e-5)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import StoppingCriteria, TextIteratorStreamer
 
 import compress
+from compress.errors import RecipeError
 from compress.kv import generation as kv_generation
 from compress.speculate import generation
 from compress.speculate.drafting import ModelDraft, Reduction
@@ -249,6 +250,17 @@ def test_the_package_is_called_with_the_checkpoints_own_drafts() -> None:
     ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7]])
     text = model.generate(ids, max_new_tokens=12, eos_token_id=None, custom_generate=compress.speculate, drafts="ngram")
     assert torch.equal(text, model.generate(ids, max_new_tokens=12, eos_token_id=None))
+
+
+def test_a_stored_draft_that_cannot_be_gives_way_to_ngrams(caplog: pytest.LogCaptureFixture) -> None:
+    """A level of a checkpoint is loaded with the configuration of the whole."""
+    model = PICO["llama"]()
+    model.config.speculate = "level=4"
+    with caplog.at_level(logging.WARNING):
+        text = model.generate(prompt(), max_new_tokens=6, eos_token_id=None, custom_generate=compress.speculate)
+    assert text.shape == (1, 15) and "'level=4' of config.json cannot be drafted (level: " in caplog.text
+    with pytest.raises(RecipeError, match="has no levels"):
+        model.generate(prompt(), max_new_tokens=6, custom_generate=compress.speculate, drafts="level=4")
 
 
 def test_times_and_acceptance_are_kept_for_later_calls() -> None:

@@ -1,7 +1,8 @@
-"""Drafts with the fewer bits that a nested checkpoint's weights contain (QuantSpec, arXiv 2502.10424; ML-SpecQD).
+"""Drafts with the fewer bits that a nested checkpoint's weights contain (arXiv 2502.10424, 2503.13565).
 
 The target's own file holds the draft: 4 bits within 8, or 2 within 4. The draft reads and extends the target's cache,
-as in QuantSpec, whose weights are a second set of 4 bits. It does not touch the cache's bits (part "cache").
+as in QuantSpec (the first), whose weights are a second set of 4 bits; ML-SpecQD (the second) casts a 16-bit target to
+4 bits and has a cache of its own for the draft. It does not touch the cache's bits (part "cache").
 """
 
 from __future__ import annotations
