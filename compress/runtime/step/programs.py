@@ -14,7 +14,7 @@ from compress.runtime.bypass import ATTENTION, KINDS, Sublayer
 from compress.runtime.step.assemble import Assembly, Steps
 from compress.runtime.step.caches import Held
 from compress.runtime.step.check import read_block
-from compress.runtime.step.memory import Memory
+from compress.runtime.step.memory import PassMemory
 from compress.runtime.step.reading import ModelReading, PassWatch, Turning
 from compress.runtime.step.requests import StepRequest
 from compress.runtime.step.structure import BlockParts, UnreadableBlockError
@@ -118,7 +118,7 @@ class SharedSpace:
 
     def __init__(self, reading: BodyReading, batch: int, new: int) -> None:
         self.reading = reading
-        self.memory = Memory(batch, new, reading.dtype, len(reading.blocks))
+        self.memory = PassMemory(batch, new, reading.dtype, len(reading.blocks))
         self.turns: list[tuple[Tensor, Tensor]] = []
         for turning in reading.turnings:
             cos, sin = (torch.zeros(batch * new, each.shape[-1], dtype=each.dtype) for each in turning.result)
