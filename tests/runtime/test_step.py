@@ -290,7 +290,7 @@ def packed(name: str = "llama", weight_of: Callable[[tuple[int, int]], PackedWei
     config.eos_token_id, config.pad_token_id = None, 0
     for path, linear in list(model.model.layers.named_modules()):
         if isinstance(linear, nn.Linear):
-            weight = weight_of(tuple(linear.weight.shape))
+            weight = weight_of((linear.out_features, linear.in_features))
             parent, _, child = path.rpartition(".")
             bias = linear.bias
             layer = PackedLinear.from_packed(weight, bias)

@@ -1,4 +1,4 @@
-"""Decode one new token a sequence without Python between the layers: blocks read, made one program, and checked."""
+"""Run passes of a few new tokens without Python between the layers: blocks read, made programs, and checked."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from compress.kernels.cpu.norm import Norm
 from compress.kernels.cpu.program import Program
 from compress.kernels.cpu.rotary import HeadKinds, SplitHeads
 from compress.runtime.step.linears import linear_calls
-from compress.runtime.step.memory import Memory
+from compress.runtime.step.memory import PassMemory
 from compress.runtime.step.structure import (
     AttentionParts,
     BlockParts,
@@ -35,7 +35,7 @@ Turns = tuple[Tensor, Tensor] | None  # cos and sin [1 or rows, turned]; None: t
 class Assembly:
     """Calls of blocks, in order, made for the memory that they work in."""
 
-    def __init__(self, memory: Memory, hidden: int) -> None:
+    def __init__(self, memory: PassMemory, hidden: int) -> None:
         self.memory, self.hidden = memory, hidden
         self.parts: list[CompiledCall | Callable[[], None]] = []
         self.compiled, self.linears = 0, 0  # linears: those that are compiled, and all

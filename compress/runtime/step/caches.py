@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from compress.kernels.cpu.attention_tables import CACHE
-from compress.runtime.step.memory import STARTS, TOKENS, Memory
+from compress.runtime.step.memory import STARTS, TOKENS, PassMemory
 
 LEAST_ROOM, ROOM = 64, 8  # tokens of room in a buffer: an eighth of what it holds
 # Who refers to the memory of a buffer that only a cache sees: the buffer, views of keys and values, and who asks.
@@ -123,7 +123,7 @@ class Held:
         self.shown = held
         return True
 
-    def prepare(self, memory: Memory, windows: list[int], pads: Tensor | None, seen: int) -> None:
+    def prepare(self, memory: PassMemory, windows: list[int], pads: Tensor | None, seen: int) -> None:
         """Make room for new tokens, and write to the tables where they lie. pads: padding at the left, [batch]."""
         for own in self.layers:
             own.make_room(memory.new)

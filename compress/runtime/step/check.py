@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from compress.runtime.step.assemble import Assembly, Turns
 from compress.runtime.step.caches import Held
-from compress.runtime.step.memory import Memory
+from compress.runtime.step.memory import PassMemory
 from compress.runtime.step.reading import BlockCall
 from compress.runtime.step.structure import BlockParts, UnreadableBlockError, read
 
@@ -80,7 +80,7 @@ def _agrees(call: BlockCall, parts: BlockParts, turns: Any, turned: int, like: T
     heads = (parts.attention.stored, parts.attention.width)
     caches = [_cache(call, heads, seed, dtype) for _ in range(2)]
     expected = _call(call, states, caches[0])
-    memory = Memory(rows, 1, dtype, 1)
+    memory = PassMemory(rows, 1, dtype, 1)
     assembly = Assembly(memory, like.shape[2])
     kept: Turns = None if turns is None else (turns[0].reshape(-1, turned or 1), turns[1].reshape(-1, turned or 1))
     assembly.add_attention(parts, 0, kept, turned)

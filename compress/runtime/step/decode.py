@@ -26,7 +26,7 @@ from compress.runtime import bypass
 from compress.runtime.bodies import blocks_of, bodies
 from compress.runtime.linear import PackedModule
 from compress.runtime.step.caches import Held
-from compress.runtime.step.programs import BodyReading, StepProgram, Workspace, read_body
+from compress.runtime.step.programs import BodyReading, SharedSpace, StepProgram, read_body
 from compress.runtime.step.requests import StepRequest, read_request
 from compress.runtime.step.structure import UnreadableBlockError
 from compress.runtime.step.unchanged import Unchanged
@@ -65,7 +65,7 @@ class StepState:
         self._without: set[ProgramKey] = set()  # passes that there cannot be a program for
         self.refused = ""  # why there is no program at all
         self._reading: BodyReading | None = None
-        self._spaces: dict[tuple[int, int], Workspace] = {}
+        self._spaces: dict[tuple[int, int], SharedSpace] = {}
         self._unchanged: Unchanged | None = None
         self._leveled: list[dict[str, Any]] = []  # attributes of the modules whose weights have levels
         self._held: WeakKeyDictionary[Any, Held] = WeakKeyDictionary()
@@ -149,7 +149,7 @@ class StepState:
         try:
             with llvm.without_collections():
                 if shape not in self._spaces:
-                    self._spaces[shape] = Workspace(reading, *shape)
+                    self._spaces[shape] = SharedSpace(reading, *shape)
                 program = StepProgram(self._spaces[shape], key.threads, key.passed, key.levels)
                 if self._unchanged is not None:
                     self._unchanged.note_kernels()

@@ -10,7 +10,7 @@ from compress.kernels.cpu.attention_tables import CACHE, STATE
 TOKENS, NEW, BATCH, STARTS = range(len(STATE))
 
 
-class Memory:
+class PassMemory:
     """Tensors and scratch memory at fixed addresses, for `new` tokens of each of `batch` sequences.
 
     All programs of passes of this shape may share it: one runs at a time.

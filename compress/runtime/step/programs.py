@@ -14,7 +14,7 @@ from compress.runtime.bypass import ATTENTION, KINDS, Sublayer
 from compress.runtime.step.assemble import Assembly, Steps
 from compress.runtime.step.caches import Held
 from compress.runtime.step.check import read_block
-from compress.runtime.step.memory import Memory
+from compress.runtime.step.memory import PassMemory
 from compress.runtime.step.reading import ModelReading, PassWatch, Turning
 from compress.runtime.step.requests import StepRequest
 from compress.runtime.step.structure import BlockParts, UnreadableBlockError
@@ -113,12 +113,12 @@ def _check_windows(config: Any, windows: list[int]) -> None:
             raise UnreadableBlockError(f"attention of the kind {kind} is told a window of {window} positions")
 
 
-class Workspace:
+class SharedSpace:
     """What all programs of passes of one shape share: memory, rotary factors of the new tokens, calls of sublayers."""
 
     def __init__(self, reading: BodyReading, batch: int, new: int) -> None:
         self.reading = reading
-        self.memory = Memory(batch, new, reading.dtype, len(reading.blocks))
+        self.memory = PassMemory(batch, new, reading.dtype, len(reading.blocks))
         self.turns: list[tuple[Tensor, Tensor]] = []
         for turning in reading.turnings:
             cos, sin = (torch.zeros(batch * new, each.shape[-1], dtype=each.dtype) for each in turning.result)
@@ -149,7 +149,7 @@ class Workspace:
 class StepProgram:
     """A program of passes of one shape, in which some sublayers may not run."""
 
-    def __init__(self, space: Workspace, threads: int, passed: frozenset[Sublayer], levels: Levels) -> None:
+    def __init__(self, space: SharedSpace, threads: int, passed: frozenset[Sublayer], levels: Levels) -> None:
         """passed: sublayers that are passed over; levels: those that the weights have now.
 
         UnreadableBlockError if too little is compiled.
