@@ -23,8 +23,10 @@ from compress.cli.options import (
     CacheCalib,
     CacheSet,
     Device,
+    Level,
     Model,
     Seed,
+    at_level,
     cache_recipes,
     check_model,
     check_paths,
@@ -80,6 +82,7 @@ def generate(
     draft: Draft = None,
     speculate: Speculate = False,
     drafts: Drafts = None,
+    level: Level = None,
     seed: Seed = 0,
     device: Device = "auto",
     kv: Cache = None,
@@ -98,6 +101,7 @@ def generate(
     if draft is not None and (speculate or drafts):
         raise typer.BadParameter("goes without --draft: one model writes ahead", param_hint="--speculate")
     with errors():
+        model = at_level(model, level)
         check_paths(model, calib)
         if draft is not None:
             check_model(draft)
@@ -149,6 +153,7 @@ def chat(
     min_p: MinP = 0.05,
     speculate: Speculate = False,
     drafts: Drafts = None,
+    level: Level = None,
     seed: Seed = 0,
     device: Device = "auto",
 ) -> None:
@@ -157,6 +162,7 @@ def chat(
     /stats: tokens, rate and memory of the cache; /reset: a new conversation; /quit.
     """
     with errors():
+        model = at_level(model, level)
         check_model(model)
         from compress.evaluate import generation
         from compress.run.source import resolve

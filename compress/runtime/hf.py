@@ -283,6 +283,7 @@ class CompressQuantizer(HfQuantizer):
                 plain = linears.dequantize_module(module, dtype)
                 model.set_submodule(name, plain if module.specs else plain.to(model.device))
         embedding.restore(model, dtype)
+        levels.offer(model)  # there are none any more
         return model
 
     def is_serializable(self) -> bool:

@@ -30,6 +30,7 @@ CASES: list[tuple[tuple[int, int], tuple[tuple[int, int, bool], ...]]] = [  # sh
     ((16, 640), ((4, 32, True), (3, 32, False))),
     ((20, 1130), ((4, 128, True), (2, 32, False))),  # other spans
     ((17, 300), ((2, -1, True), (8, -1, True))),
+    ((32, 576), ((4, 64, True), (2, 64, True))),  # integers lie in another way for 5 to 7 rows
 ]
 
 

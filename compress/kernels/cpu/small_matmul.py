@@ -251,16 +251,21 @@ def multiply(width: int, parts: Sequence[Product], x: Tensor) -> Tensor:
 def product_calls(parts: Sequence[Product], rows: ActivationRows, take: Take) -> Iterator[CompiledCall]:
     """Yield what multiplies rows with all parts, outputs behind each other; they read activations alike."""
     first, inputs, size = 0, parts[0].layout.inputs, rows.dtype.itemsize
-    together = 1 if rows.count == 1 else parts[0].together(rows.count)  # most calls have one
+    together = _together(parts, rows.count)
     base = take(max(part.steps(together, rows.dtype).nbytes for part in parts))
     while first < rows.count:
         left = rows.count - first
-        some = rows.part(first, first + (1 if left == 1 else parts[0].together(left)), inputs)
+        some = rows.part(first, first + _together(parts, left), inputs)
         yield from parts[0].quantize(some, base)
         for part in parts:
             yield from part.multiply(some, base)
             some = some._replace(target=some.target + part.layout.outputs * size)
         first += some.count
+
+
+def _together(parts: Sequence[Product], rows: int) -> int:
+    """Return how many of the rows all parts take at once: so few that integers lie alike for all of them."""
+    return 1 if rows == 1 else min(part.together(rows) for part in parts)  # most calls have one
 
 
 def in_rows(write: llvm.Function, values: Mapping[str, int], columns: int, space: int = 0) -> Decoder:
