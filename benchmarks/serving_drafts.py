@@ -113,7 +113,7 @@ class Engine:
 
 
 def gap(own: dict[str, Any], plain: dict[str, Any]) -> float:
-    """Return by how much the token where two answers first differ is less likely, without drafts; 0 if they are equal."""
+    """Return by how much the token where two answers first differ is less likely without drafts; 0: they are equal."""
     for one, other, likely in zip(own["ids"], plain["ids"], plain["likely"], strict=True):
         if one != other:
             return float(likely[str(other)] - likely.get(str(one), float("-inf")))
