@@ -6,9 +6,10 @@
 
 VIEW is made by `compress export DIR --level 4 --link --out VIEW`. Beside it n-grams of the text before are a draft.
 Each engine is a process of its own that waits for the others to finish. A figure is the median of `--repeats` turns;
-seconds are processor time: the machine may have other work, which the load average shows. Texts are continued greedily.
-An answer that differs from the one without drafts is told by the largest distance, in nats, between the token that was
-written and the likeliest one where the two first differ: kernels round otherwise for several rows.
+seconds are processor time without that of the first token: the machine may have other work, which the load average
+shows. Texts are continued greedily. An answer that differs from the one without drafts is told by the distance, in
+nats, between the token that was written and the likeliest one where the two first differ: kernels round otherwise for
+several rows.
 """
 
 from __future__ import annotations
@@ -71,12 +72,17 @@ def engine(model: str, draft: str, count: int) -> None:
         found = [each for each in llm.get_metrics() if each.name.startswith("vllm:spec_decode_num_")]
         return {each.name.removeprefix("vllm:spec_decode_num_"): each.value for each in found if hasattr(each, "value")}
 
-    def run(text: str) -> dict[str, Any]:
-        before, started = counts(), time.process_time()
-        sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
+    def generate(text: str, tokens: int) -> tuple[Any, float]:
+        started = time.process_time()
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2)
         (output,) = llm.generate([text], sampling, use_tqdm=False)
-        seconds = time.process_time() - started
-        answer = output.outputs[0]
+        return output.outputs[0], time.process_time() - started
+
+    def run(text: str) -> dict[str, Any]:
+        _, first = generate(text, 1)  # what is not cached of the prompt, and its first token
+        before = counts()
+        answer, seconds = generate(text, TOKENS + 1)
+        seconds -= first
         likely = [{str(key): value.logprob for key, value in each.items()} for each in answer.logprobs]
         rounds = {key: value - before.get(key, 0) for key, value in counts().items()}
         return {"seconds": seconds, "ids": list(answer.token_ids), "likely": likely, "rounds": rounds}
@@ -113,7 +119,7 @@ class Engine:
 
 
 def gap(own: dict[str, Any], plain: dict[str, Any]) -> float:
-    """Return by how much the token where two answers first differ is less likely, without drafts; 0 if they are equal."""
+    """Return by how much the token where two answers first differ is less likely without drafts; 0: they are equal."""
     for one, other, likely in zip(own["ids"], plain["ids"], plain["likely"], strict=True):
         if one != other:
             return float(likely[str(other)] - likely.get(str(one), float("-inf")))

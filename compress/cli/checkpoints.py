@@ -187,6 +187,9 @@ def export(
         str | None, Option(metavar="SIZE", help="OUT is a directory with files of at most that size (gguf only): 2GiB.")
     ] = None,
     level: Level = None,
+    link: Annotated[
+        bool, Option("--link", help="With --level alone: link to the files of DIR, for a draft model that shares them.")
+    ] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing export.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -200,10 +203,12 @@ def export(
         if value is None:
             raise typer.BadParameter("it is missing; give DIR, --to and --out, or --list", param_hint=name)
     assert directory is not None and out is not None
+    if link and (level is None or to is not None):
+        raise typer.BadParameter("it goes with --level, and without --to", param_hint="--link")
     with errors():
         paths.check_checkpoint(directory)
         if to is None and level is not None:
-            return _export_level(directory, level, out, overwrite, as_json)
+            return _export_level(directory, level, out, link, overwrite, as_json)
         assert to is not None
         directory = Path(at_level(str(directory), level))
         from compress.cli import tables
@@ -227,13 +232,17 @@ def export(
         print(f"{out}: {to}, {tables.size(result.nbytes)} ({source}: {tables.size(result.source_nbytes)})")
 
 
-def _export_level(directory: Path, level: int, out: Path, overwrite: bool, as_json: bool) -> None:
-    """Write a level as a checkpoint of ours, and print what it takes."""
+def _export_level(directory: Path, level: int, out: Path, link: bool, overwrite: bool, as_json: bool) -> None:
+    """Write a level as a checkpoint of ours, or as links to one, and print what it takes."""
     from compress.cli import tables
     from compress.export import level as levels
+    from compress.export import linked_level
 
-    with tables.progress_bar() as progress:
-        nbytes = levels.export(directory, level, out, overwrite, progress)
+    if link:
+        nbytes = linked_level.link(directory, level, out, overwrite)
+    else:
+        with tables.progress_bar() as progress:
+            nbytes = levels.export(directory, level, out, overwrite, progress)
     facts = {"out": str(out), "level": level, "nbytes": nbytes}
     print(json.dumps(facts) if as_json else f"{out}: level {level} of {directory}, {tables.size(nbytes)}")
 

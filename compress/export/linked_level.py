@@ -31,7 +31,9 @@ def link(directory: Path, level: int, out: Path, overwrite: bool = False) -> int
         for name in names:
             _link(directory / name, place.new / name)
         write_text(place.new / CONFIG, json.dumps(config, indent=2) + "\n")
-        write_text(place.new / MANIFEST, json.dumps({**_listed(directory, place.new), "level": level}, indent=1) + "\n")
+        write_text(
+            place.new / MANIFEST, json.dumps({**_manifest_of(directory, place.new), "level": level}, indent=1) + "\n"
+        )
         nbytes = sum((place.new / name).stat().st_size for name in (CONFIG, MANIFEST))
         place.publish()
     return nbytes
@@ -54,12 +56,12 @@ def _link(source: Path, target: Path) -> None:
         ) from error
 
 
-def _listed(directory: Path, linked: Path) -> dict[str, dict[str, object]]:
+def _manifest_of(directory: Path, linked: Path) -> dict[str, dict[str, object]]:
     """Return what the manifest says about the files: what that of the checkpoint says, which need not be read again."""
     known = manifest.Manifest.read(directory)
     if known is None:
         return manifest.entries(linked)
     config = linked / CONFIG
-    files = {name: hash for name, hash in known.files.items() if (linked / name).is_file()}
+    files = {name: digest for name, digest in known.files.items() if (linked / name).is_file()}
     sizes = {name: (linked / name).stat().st_size for name in files}
     return {"files": {**files, CONFIG: manifest.sha256(config)}, "sizes": {**sizes, CONFIG: config.stat().st_size}}
