@@ -5,7 +5,8 @@ is the whole weight. What is stored for a level is part of what is stored for th
 a level is read, multiplied and written without the rest. Transforms around the matrix, quantized inputs, unread inputs
 and a low-rank part are the same at all levels.
 
-A format says what levels it has by `levels(params)` and `at_level(params, level)`; a format without them has none.
+A format says what levels it has by `levels(params)` and `at_level(params, level)`; a format without the latter has
+none.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from compress.types import PackedWeight, Stored
 
 def levels(stored: Stored) -> tuple[int, ...]:
     """Return the levels of a weight, rising, the whole weight last; () where there is none but the whole."""
-    own: Any = getattr(formats.get(stored.format), "levels", None)
-    return () if own is None else cast("tuple[int, ...]", own(stored.params))
+    format: Any = formats.get(stored.format)
+    return cast("tuple[int, ...]", format.levels(stored.params)) if hasattr(format, "at_level") else ()
 
 
 def at_level(stored: Stored, level: int | None) -> Stored:

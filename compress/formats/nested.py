@@ -35,6 +35,9 @@ class Part:
     format: str  # of the part
     params: Any  # `Params` of that format
 
+    def __str__(self) -> str:
+        return f"{self.format} of {self.params.bits} bits" if hasattr(self.params, "bits") else self.format
+
 
 @dataclass(frozen=True)
 class Params:

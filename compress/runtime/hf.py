@@ -126,6 +126,13 @@ class CompressConfig(QuantizationConfigMixin):
         }
 
 
+def with_level(config: dict[str, Any], level: int) -> dict[str, Any]:
+    """Return a config.json of which a level of the weights is all that is loaded; CheckpointError if there is none."""
+    section = {**(config.get("quantization_config") or {}), "level": level}
+    CompressConfig.read(section)
+    return {**config, "quantization_config": section}
+
+
 def build_config(
     modules: Mapping[str, Stored],
     experts: Mapping[str, Pruning] | None = None,
@@ -276,6 +283,7 @@ class CompressQuantizer(HfQuantizer):
                 plain = linears.dequantize_module(module, dtype)
                 model.set_submodule(name, plain if module.specs else plain.to(model.device))
         embedding.restore(model, dtype)
+        levels.offer(model)  # there are none any more
         return model
 
     def is_serializable(self) -> bool:

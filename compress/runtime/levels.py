@@ -14,6 +14,7 @@ at whatever level it computes.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Iterator
@@ -29,6 +30,7 @@ from compress.errors import CheckpointError, shown
 from compress.formats import levels as stored_levels
 from compress.formats import stored
 from compress.runtime.linear import PackedModule
+from compress.storage.checkpoint import Checkpoint
 from compress.storage.paths import METHOD
 from compress.types import Stored
 
@@ -62,6 +64,7 @@ def choose(config: Any, level: int) -> None:
     check_level(level, levels_of(whole.values()), "this checkpoint")
     chosen = {name: stored_levels.at_level(each, level) for name, each in whole.items()}
     default = {**config.default, **_table(stored_levels.at_level(_read(config.default, {}, "default"), level))}
+    config.modules = dict(config.modules)  # it may be what was read from a file
     for name, each in chosen.items():
         table = _table(each)
         own = table if table["format"] != default["format"] else {"params": table["params"]}
@@ -94,6 +97,14 @@ def leave_out(model: Any, pattern: str) -> None:
 def levels_of(weights: Iterable[Stored]) -> tuple[int, ...]:
     """Return the levels that any of some stored weights has, rising."""
     return tuple(sorted({level for each in set(weights) for level in stored_levels.levels(each)}))
+
+
+def without_left_out(checkpoint: Checkpoint, pattern: str) -> Checkpoint:
+    """Return a checkpoint without the tensors whose names match a pattern; "": there are none."""
+    if not pattern:
+        return checkpoint
+    kept = {name: tensor for name, tensor in checkpoint.tensors.items() if not re.search(pattern, name)}
+    return dataclasses.replace(checkpoint, tensors=kept)
 
 
 def check_level(level: Any, known: tuple[int, ...], whose: str) -> None:

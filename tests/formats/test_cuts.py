@@ -59,6 +59,8 @@ def possible(weight: PackedWeight) -> list[Part]:
     return done
 
 
+INTEGERS = {"bits": 4, "group_size": 16, "symmetric": True, "tile_words": 16}
+PART = {"format": "int", "params": INTEGERS}
 SETTINGS: list[tuple[str, tuple[int, int], dict[str, Any]]] = [  # of layouts that no kernel reads
     ("dense", (40, 96), {}),
     ("zero", (40, 96), {}),
@@ -100,6 +102,9 @@ SETTINGS: list[tuple[str, tuple[int, int], dict[str, Any]]] = [  # of layouts th
     ("trellis", (192, 96), {"bits": 1.75, "state_bits": 12, "tile_rows": 64, "row_scales": True}),
     ("trellis", (160, 96), {"bits": 1.5, "state_bits": 12, "tile_rows": 32, "row_scales": True}),
     ("trellis", (160, 96), {"bits": 3, "state_bits": 12, "tile_rows": 16, "code": "3inst", "row_scales": True}),
+    ("sliced", (40, 96), {**INTEGERS, "bits": 8, "planes_of": (2, 2, 4), "kept": 8}),
+    ("sliced", (33, 100), {**INTEGERS, "symmetric": False, "planes_of": (2, 2), "kept": 2}),
+    ("nested", (40, 96), {"parts": [PART, PART], "levels": (4, 8)}),
 ]
 BOOKS: list[dict[str, Any]] = [  # beside those that kernels read
     {"bits": (4,), "vector_dim": 2, "group_columns": 32, "scale_columns": 16, "codebook_dtype": "float16"},

@@ -100,6 +100,17 @@ def test_linears_that_do_more_are_not_bare() -> None:
     assert not PackedLinear.from_packed(ALIKE[0], torch.zeros(64)).is_bare
 
 
+@pytest.mark.parametrize("rows", range(1, 13))
+def test_weights_whose_integers_lie_in_another_way(rows: int) -> None:
+    """4 bits in tiles of 16 words are tiled from five rows on, 2 bits in tiles of 64 from eight."""
+    x = problems.random(rows, 576).bfloat16()
+    weights = [int_weight((32, 576), bits, 64, True) for bits in (4, 2)]
+    for some in (weights, weights[::-1]):
+        product = FusedLinears(linears_of(some)).product(x)
+        alone = torch.cat([linear(x) for linear in linears_of(some)], -1)
+        assert product is not None and torch.equal(product, alone)
+
+
 def test_a_copy_of_what_has_run_has_tensors_of_its_own() -> None:
     beside, x = FusedLinears(linears_of(ALIKE)), problems.random(2, 256).bfloat16()
     expected = beside.product(x)
@@ -108,7 +119,7 @@ def test_a_copy_of_what_has_run_has_tensors_of_its_own() -> None:
         linear.scales.zero_()
     found = other.product(x)
     assert expected is not None and found is not None and torch.equal(found, expected)
-    assert [linear._weight for linear in other.linears] == other._weights.weights
+    assert [linear._weight for linear in other.linears] == other._weights[None].weights
 
 
 def test_replaced_tensors_are_freed() -> None:

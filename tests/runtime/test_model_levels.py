@@ -152,6 +152,7 @@ def test_a_level_is_what_is_decoded(saved: dict[str, Path]) -> None:
     assert not torch.equal(embedding.dequantize(torch.float32), table)
     expected = logits(model)
     torch.testing.assert_close(logits(model.dequantize()), expected, rtol=0, atol=1e-4)
+    assert model.levels == ()
 
 
 def test_unknown_levels_are_named(saved: dict[str, Path]) -> None:
