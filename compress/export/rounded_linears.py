@@ -100,8 +100,8 @@ def check(recipe: Recipe) -> None:
         if not isinstance(each.config, rtn.Config | grid_rtn.Config):
             raise RecipeError(f"recipe {recipe.name!r} has the method {each.method}, which needs data; {ADVICE}")
         if each.lowrank is not None or each.incoherence or is_static or each.nested:
-            wrong = "lowrank, incoherence, nested or static scales of inputs"
-            raise RecipeError(f"recipe {recipe.name!r} has {wrong}; {ADVICE}")
+            extras = "lowrank, incoherence, nested or static scales of inputs"
+            raise RecipeError(f"recipe {recipe.name!r} has {extras}; {ADVICE}")
 
 
 def choose(scheme: Scheme | None, shape: tuple[int, int], scale_dtype: str) -> tuple[Scheme, Stored] | str:

@@ -86,8 +86,8 @@ def _check_nested(made: Scheme, at: Node, where: str) -> None:
     if (format := plugins.load("quant", made.method).FORMAT) not in NESTED_FORMATS:
         raise error(f"{made.method} stores {format}; methods of {', '.join(NESTED_FORMATS)} can, or nested: false")
     levels, bits = made.levels, made.config.bits
-    if len(levels) < 2 or list(levels) != sorted(set(levels)) or levels[0] < 1 or levels[-1] != bits:
-        raise error(f"{list(levels)} are no two or more rising levels of which the last is bits, {bits}")
+    if len(levels) < 2 or list(levels) != sorted(set(levels)) or levels[0] < 1 or bits not in made.level_bits:
+        raise error(f"{list(made.level_bits)} are no two or more rising levels of which one is bits, {bits}")
     try:
         _ = made.part_configs
     except ValueError as problem:

@@ -30,6 +30,7 @@ SETUPS = {
     "rotated": ("llama", Setup("rsq3bit", SMALL)),
     "mixed": ("llama", Setup("mixed3bit", (*SMALL, "allocate.samples=3"))),
     "plain": ("llama", Setup("int8", ())),
+    "nested": ("llama", Setup("nested8", SMALL)),
     "tuned": ("llama", Setup("int3", (*SMALL, f"tune=[{BLOCKS}, {WHOLE}]"))),
 }
 

@@ -36,7 +36,7 @@ from helpers.runs import TEXT, cli, contents
 TESTS = Path(__file__).parents[1]
 MODELS = ("llama", "mixtral")
 NAMES = ["gptq", "paired", "experts", "mixed"]
-OTHERS = ["static", "lowrank", "rotated", "plain", "tuned"]
+OTHERS = ["static", "lowrank", "rotated", "plain", "nested", "tuned"]
 LIMIT = 600  # seconds
 
 
