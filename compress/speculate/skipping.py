@@ -1,6 +1,6 @@
 """What drafts that pass over sublayers share: the choice among inner blocks, how a set is written, how one is scored.
 
-A set of sublayers is written like `3:7-9:12a:15m`: blocks 3 and 7 to 9, the attention of 12, the MLP of 15.
+A set of sublayers is written like `3/7-9/12a/15m`: blocks 3 and 7 to 9, the attention of 12, the MLP of 15.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def write_set(sublayers: Iterable[Sublayer]) -> str:
     blocks: dict[int, str] = {}
     for block, kind in sorted(sublayers):
         blocks[block] = "" if block in blocks else kind[0]
-    return ":".join(f"{block}{kind}" for block, kind in blocks.items())
+    return "/".join(f"{block}{kind}" for block, kind in blocks.items())
 
 
 def read_set(text: str) -> frozenset[Sublayer]:
     """Return the set that a text means; ValueError for what means none."""
     chosen = set[Sublayer]()
-    for item in text.split(":") if text else []:
+    for item in text.split("/") if text else []:
         matched = _ITEM.fullmatch(item.strip())
         if matched is None:
             raise ValueError(f"{shown(item)} is no block like 7, 7-9, 7a (its attention) or 7m (its MLP)")

@@ -1,6 +1,6 @@
 """Drafts without a given set of attentions and MLPs, such as `compress draft` finds for a checkpoint.
 
-`sublayers=3:7-9:12a:15m` passes over blocks 3, 7, 8 and 9, the attention of block 12 and the MLP of block 15. An early
+`sublayers=3/7-9/12a/15m` passes over blocks 3, 7, 8 and 9, the attention of block 12 and the MLP of block 15. An early
 exit behind block 11 of 30 is `sublayers=12-29`.
 """
 
