@@ -20,6 +20,7 @@ The packages, each of which imports only those before it:
     importers   checkpoints of other tools, read as plain weights
     kv          the key-value cache: store, cache, attention; kv/codecs/: one file a codec
     runtime, serving    modules that hold packed weights; how transformers, vLLM and SGLang load them
+    speculate   generate with drafts of the model itself, checked by one pass; speculate/drafts/: one file a draft
     model       the skeleton of a model, running it block by block, tracing what feeds what
     recipe      YAML -> Recipe and back
     calib       calibration text, statistics of inputs, gradients, samples for cache codecs
@@ -42,7 +43,7 @@ from typing import Any
 from compress import autoload
 from compress.version import __version__
 
-__all__ = ["Job", "__version__", "evaluate", "load", "prepare", "quantize"]
+__all__ = ["Job", "__version__", "evaluate", "load", "prepare", "quantize", "speculate"]
 
 # Imported when asked for. `evaluate` is a package: a function of its name would be hidden once anything imports it.
 _HOMES = {
@@ -58,8 +59,8 @@ autoload.register()
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name == "evaluate":
-        return importlib.import_module("compress.evaluate")
+    if name in ("evaluate", "speculate"):
+        return importlib.import_module(f"compress.{name}")
     raise AttributeError(f"module 'compress' has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""Find weight methods, transforms, allocators, formats, cache codecs and tasks by file names; there is no registry.
+"""Find weight methods, transforms, allocators, formats, cache codecs, drafts and tasks by file names, no registry.
 
 A plugin is one file `compress/<package of its kind>/<name>.py`, or `<name>/__init__.py` in a folder with its own
 modules, that defines the names which `KINDS` lists for its kind.
@@ -23,6 +23,7 @@ same way, behind the others.
     evict      Config, score(config, seen), NEEDS, LAYER: compress/kv/evict/__init__.py
     read       Config, build(config, spec, static), NEEDS, LAYER, and calibrate, specs, WORK where it is calibrated:
                compress/kv/sparse/__init__.py
+    speculate  Config, build(config, session), PART: compress/speculate/drafting.py
     task       Config, items(config, material), WAY, SUITES, and correct where models write:
                compress/evaluate/tasks/__init__.py
 
@@ -64,9 +65,12 @@ KINDS = {
     "codes": ("serves", "Codes", "BYTES", "RATE"),
     "importers": ("describe", "tensors", "OPTIONS"),
     "export": ("refuses", "write", "SUFFIX"),
+    "speculate": ("Config", "build", "PART"),
     "task": ("Config", "items", "WAY", "SUITES"),
 }
-SETTABLE = tuple(kind for kind in KINDS if kind not in ("codes", "importers", "export", "task"))  # in recipes
+SETTABLE = tuple(
+    kind for kind in KINDS if kind not in ("codes", "importers", "export", "speculate", "task")
+)  # in recipes
 # (kind, former name) -> the present name of a plugin, for recipes and checkpoints of earlier versions
 ALIASES = {("quant", "cut"): "structured", ("formats", "cut"): "structured"}
 # (kind, name) -> the plugin that was split off from it, which has the keys that it had once (its REMOVED_KEYS)
@@ -78,6 +82,7 @@ _FOLDERS = {
     "read": "kv.sparse",
     "codes": "tune.codes",
     "export": "export.targets",
+    "speculate": "speculate.drafts",
     "task": "evaluate.tasks",
 }
 PACKAGES = {kind: _FOLDERS.get(kind, kind) for kind in KINDS}

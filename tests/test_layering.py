@@ -25,7 +25,8 @@ PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "she
 ORDER = [
     *("version", "errors", "types", "plugins", "progress", "process_memory"),  # what everything may use
     *("ranks", "pages"),
-    *("numerics", "formats", "kernels", "storage", "importers", "kv", "runtime", "serving"),  # what runs a checkpoint
+    *("numerics", "formats", "kernels", "storage", "importers", "kv", "runtime", "speculate"),  # what runs
+    "serving",  # a checkpoint
     *("model", "recipe", "calib", "lowrank", "quant", "tune", "transform"),  # what makes one
     *("run", "evaluate", "allocate", "export", "api", "study", "cli"),  # who uses all this
     *("recipes", "autoload", "__init__", "__main__"),

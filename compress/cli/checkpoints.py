@@ -16,6 +16,8 @@ from compress.cli.options import (
     Device,
     Directory,
     Dtype,
+    Level,
+    at_level,
     check_base,
     check_paths,
     device_named,
@@ -130,17 +132,21 @@ def _check_page_options(context: typer.Context, page: bool) -> None:
 def _show_report(directory: Path, all_layers: bool, as_json: bool) -> None:
     """Print the report of a checkpoint."""
     from compress.cli import tables
+    from compress.run.plan_summary import level_sizes
     from compress.run.report import PACKED, load, worst
 
     report = load(directory)
+    sizes_of_levels = level_sizes(report["layers"], report["nbytes"]["total"])
     if as_json:
-        print(json.dumps(report))
+        print(json.dumps({**report, "levels": [each._asdict() for each in sizes_of_levels]}))
         return
     sizes = dict(report["nbytes"])
     total = sizes.pop("total")
     kept = {name: nbytes for name, nbytes in sizes.items() if name not in PACKED}
     tables.out.print(tables.plan_table(report["plan"], kept, total, report["source_nbytes"], report["bpw"]))
     print(tables.bits(report["bpw"], report.get("whole")))
+    for each in sizes_of_levels:
+        print(f"level {each.level}: {tables.size(each.nbytes)}, {each.bpw:.3f} bits per packed weight")
     if "incomplete" in report:
         print(f"{directory}: {report['incomplete']}")
         return
@@ -180,18 +186,26 @@ def export(
     split_size: Annotated[
         str | None, Option(metavar="SIZE", help="OUT is a directory with files of at most that size (gguf only): 2GiB.")
     ] = None,
+    level: Level = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing export.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint in the format of another tool, without loss, or say why that cannot be."""
+    """Write a checkpoint in the format of another tool, without loss, or say why that cannot be.
+
+    With --level only a level of its weights; without --to as a checkpoint of ours.
+    """
     if list_formats:
         return _list_formats(as_json)
-    for value, name in ((directory, "DIR"), (to, "--to"), (out, "--out")):
+    for value, name in ((directory, "DIR"), (to or level, "--to"), (out, "--out")):
         if value is None:
             raise typer.BadParameter("it is missing; give DIR, --to and --out, or --list", param_hint=name)
-    assert directory is not None and to is not None and out is not None
+    assert directory is not None and out is not None
     with errors():
         paths.check_checkpoint(directory)
+        if to is None and level is not None:
+            return _export_level(directory, level, out, overwrite, as_json)
+        assert to is not None
+        directory = Path(at_level(str(directory), level))
         from compress.cli import tables
         from compress.export import convert
         from compress.process_memory import parse_size
@@ -211,6 +225,17 @@ def export(
             return
         source = "packed by compress" if result.is_packed else "not packed, as it was"
         print(f"{out}: {to}, {tables.size(result.nbytes)} ({source}: {tables.size(result.source_nbytes)})")
+
+
+def _export_level(directory: Path, level: int, out: Path, overwrite: bool, as_json: bool) -> None:
+    """Write a level as a checkpoint of ours, and print what it takes."""
+    from compress.cli import tables
+    from compress.export import level as levels
+
+    with tables.progress_bar() as progress:
+        nbytes = levels.export(directory, level, out, overwrite, progress)
+    facts = {"out": str(out), "level": level, "nbytes": nbytes}
+    print(json.dumps(facts) if as_json else f"{out}: level {level} of {directory}, {tables.size(nbytes)}")
 
 
 def _list_formats(as_json: bool) -> None:

@@ -23,7 +23,9 @@ from compress.cli.options import (
     CacheSet,
     Device,
     Dtype,
+    Level,
     Model,
+    at_level,
     cache_recipes,
     check_adapter,
     check_base,
@@ -133,6 +135,7 @@ def evaluate(
     overrides: CacheSet = None,
     calib: CacheCalib = None,
     adapter: Adapter = None,
+    level: Level = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a model on text: perplexity over disjoint windows; against a base also KL divergence and top-1 agreement.
@@ -143,9 +146,8 @@ def evaluate(
     With --suite, --task, --choices or --tasks both models answer tasks, too; a suite names what looks broken in MODEL.
     """
     with errors():
-        options = SuiteOptions(
-            suite, task or (), choices, texts or (), seq_len, max_tokens, percent=activation_sparsity
-        )
+        model, percent = at_level(model, level), activation_sparsity
+        options = SuiteOptions(suite, task or (), choices, texts or (), seq_len, max_tokens, percent=percent)
         if activation_sparsity is not None and (tasks is not None or options.is_any or kv or overrides):
             raise BadParameter("goes with --text alone", param_hint="--activation-sparsity")
         if tasks is not None:

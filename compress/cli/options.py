@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 Model = Annotated[str, Argument(metavar="MODEL", help="Checkpoint directory, GGUF file, or a hub id (owner/name).")]
 Adapter = Annotated[Path | None, Option(metavar="DIR", help="LoRA adapter as PEFT saves it, merged in first.")]
 Directory = Annotated[Path, Argument(metavar="DIR", help="A checkpoint that compress wrote.")]
+Level = Annotated[
+    int | None,
+    Option(metavar="BITS", help="Of a checkpoint with several in one: which of its levels. Default: all of it."),
+]
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16", "auto"], Option(help="Of the scores; auto: as stored.")]
 ComputeDtype = Annotated[
@@ -100,6 +104,16 @@ def errors(resume: str = "") -> Iterator[None]:
             note(f"{error.filename or 'cannot write the output'}: {error.strerror}")
             raise typer.Exit(1) from None
         raise
+
+
+def at_level(model: str, level: int | None) -> str:
+    """Return a model of which a level is all there is, None: of which all is; CheckpointError for one without it."""
+    if level is None:
+        return model
+    check_model(model)
+    from compress.run.source import resolve
+
+    return str(resolve(model, level=level))
 
 
 def parse_nbytes(text: str, option: str) -> int:

@@ -23,8 +23,10 @@ from compress.cli.options import (
     CacheCalib,
     CacheSet,
     Device,
+    Level,
     Model,
     Seed,
+    at_level,
     cache_recipes,
     check_model,
     check_paths,
@@ -37,6 +39,7 @@ from compress.storage import paths
 
 if TYPE_CHECKING:
     from compress.evaluate.generation import Continuation, Style, TextWriter
+    from compress.speculate.generation import Speculation
 
 NewTokens = Annotated[int, Option("--max-new-tokens", min=1, help="Tokens to write, at most.")]
 Temperature = Annotated[float, Option(min=0, help="Of sampling; 0: the most likely token each time.")]
@@ -46,6 +49,14 @@ MinP = Annotated[float, Option(min=0, max=1, help="Draw from tokens this likely,
 System = Annotated[str | None, Option(metavar="TEXT", help="What a chat begins with, as its template puts it.")]
 Draft = Annotated[
     str | None, Option(metavar="MODEL", help="A smaller model with the same tokens that writes ahead; checked.")
+]
+Speculate = Annotated[
+    bool,
+    Option("--speculate", help="Write faster by drafts of the model itself, which it checks; same law."),
+]
+Drafts = Annotated[
+    str | None,
+    Option(metavar="DRAFTS", help="What --speculate drafts, such as ngram+level=4. Default: what the checkpoint has."),
 ]
 ENGINES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("engines.yaml").read_text("utf-8"))
 HELP = "/stats tokens, rate and memory of the cache; /reset a new conversation; /quit"
@@ -69,6 +80,9 @@ def generate(
     top_p: TopP = 1.0,
     min_p: MinP = 0.0,
     draft: Draft = None,
+    speculate: Speculate = False,
+    drafts: Drafts = None,
+    level: Level = None,
     seed: Seed = 0,
     device: Device = "auto",
     kv: Cache = None,
@@ -84,7 +98,10 @@ def generate(
         raise typer.BadParameter("give --prompt or --prompts, one of them", param_hint="--prompt")
     if system is not None and not (chat or prompts):
         raise typer.BadParameter("goes with --chat; leave it out", param_hint="--system")
+    if draft is not None and (speculate or drafts):
+        raise typer.BadParameter("goes without --draft: one model writes ahead", param_hint="--speculate")
     with errors():
+        model = at_level(model, level)
         check_paths(model, calib)
         if draft is not None:
             check_model(draft)
@@ -97,6 +114,7 @@ def generate(
         ids = [_prompt_ids(directory, each, chat, system) for each in asked]
         helper = None if draft is None else resolve(draft)
         writer = generation.open_writer(directory, style, device_named(device), "auto", caches, calib, helper)
+        writer.speculation = _speculation(speculate, drafts)
         _write_all(writer, asked, ids, as_json or prompts is not None)
 
 
@@ -108,11 +126,21 @@ def _write_all(writer: TextWriter, asked: list[Any], ids: list[list[int]], as_js
         if as_json:
             key = "prompt" if isinstance(prompt, str) else "messages"
             cache = {} if written.cache is None else {"cache": dataclasses.asdict(written.cache)}
-            print(json.dumps({key: prompt, "text": written.text, **cache}), flush=True)
+            drafts = {} if written.drafts is None else {"drafts": written.drafts.plain()}
+            print(json.dumps({key: prompt, "text": written.text, **cache, **drafts}), flush=True)
     if not as_json:
         print()
     if written is not None and written.cache is not None and not as_json:
         note(f"cache: {written.cache.text}")
+    if written is not None and written.drafts is not None and not as_json:
+        note(f"drafts: {written.drafts.text()}")
+
+
+def _speculation(is_asked: bool, drafts: str | None) -> Speculation | None:
+    """Return how a model drafts for itself, None if it is not to."""
+    from compress.speculate.generation import Speculation
+
+    return Speculation(drafts) if is_asked or drafts else None
 
 
 def chat(
@@ -123,6 +151,9 @@ def chat(
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     min_p: MinP = 0.05,
+    speculate: Speculate = False,
+    drafts: Drafts = None,
+    level: Level = None,
     seed: Seed = 0,
     device: Device = "auto",
 ) -> None:
@@ -131,12 +162,14 @@ def chat(
     /stats: tokens, rate and memory of the cache; /reset: a new conversation; /quit.
     """
     with errors():
+        model = at_level(model, level)
         check_model(model)
         from compress.evaluate import generation
         from compress.run.source import resolve
 
         directory, style = resolve(model), _style(max_new_tokens, temperature, seed, (top_k, top_p, min_p))
         writer = generation.open_writer(directory, style, device_named(device))
+        writer.speculation = _speculation(speculate, drafts)
         begun = [{"role": "system", "content": system}] if system else []
         trial = [*begun, {"role": "user", "content": "?"}]
         generation.chat_ids(writer.tokenizer, trial, "this conversation")  # a template that takes it is there

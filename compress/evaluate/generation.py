@@ -31,6 +31,8 @@ from compress.model import load as lm
 from compress.model import writing
 from compress.model.architectures import max_positions
 from compress.progress import silent
+from compress.speculate.generation import Speculation
+from compress.speculate.statistics import Statistics
 from compress.storage.files import read_text
 
 MIN_ANSWER_TOKENS = 16  # a chat with less room for the next answer is full
@@ -43,6 +45,7 @@ class Continuation(NamedTuple):
 
     text: str
     cache: CacheReads | None  # how its compressed cache was read; None without one
+    drafts: Statistics | None = None  # what was drafted and accepted; None where nothing was to be
 
 
 def generate(
@@ -100,11 +103,13 @@ class TextWriter:
     style: Style
     name: str
     draft: Any = None  # a smaller model whose tokens the first one checks
+    speculation: Speculation | None = None  # the model drafts for itself
 
     def write(self, ids: list[int], tell: Callable[[str], None] | None = None) -> Continuation:
         """Return what follows the ids; tell: is given the text piece by piece."""
         whole = self.continue_ids(ids, tell)
-        return Continuation(self.text(whole, len(ids)), fused.reads_of_model(self.model))
+        drafts = None if self.speculation is None else self.speculation.statistics
+        return Continuation(self.text(whole, len(ids)), fused.reads_of_model(self.model), drafts)
 
     def continue_ids(self, ids: list[int], tell: Callable[[str], None] | None = None, cache: Any = None) -> list[int]:
         """Return the ids and those that follow; cache: of the first of them. Raises CompressError."""
@@ -115,7 +120,11 @@ class TextWriter:
             more["assistant_model"] = self.draft
         style = self.style
         generator = torch.Generator().manual_seed(style.seed)
-        draw = writing.Draw(self.name, style.temperature, generator, tokens=style.tokens)
+        kind = writing.Draw if self.speculation is None else writing.Law
+        draw = kind(self.name, style.temperature, generator, tokens=style.tokens)
+        if self.speculation is not None:
+            self.speculation.generator, self.speculation.streamer = generator, more.get("streamer")
+            more["custom_generate"] = self.speculation
         stop, start = writing.end_tokens(self.model), torch.tensor([ids])
         written: list[int] = writing.write(self.model, start, style.max_new_tokens, draw, stop, **more)[0].tolist()
         return written
@@ -233,6 +242,7 @@ class Conversation:
 
     def stats(self) -> dict[str, Any]:
         """Return tokens of the conversation and of the last answer, its rate, and the bytes of the cache."""
+        speculation = self.writer.speculation
         return {
             "tokens": self.cache.get_seq_length(),
             "read": self.read,
@@ -240,6 +250,7 @@ class Conversation:
             "tokens per second": round(self.written / self.seconds, 2) if self.seconds else None,
             "cache bytes": sum(map(_nbytes, self.cache.layers)),
             "compressed cache": hasattr(self.writer.model, "kv_cache"),
+            **({} if speculation is None else {"drafts": speculation.statistics.plain()}),
         }
 
     def _new_cache(self) -> Any:

@@ -171,6 +171,7 @@ def open_source(directory: Path) -> PackedSource:
     """Open a checkpoint that compress wrote, packed or plain; CheckpointError for any other quantized one."""
     checkpoint = open_checkpoint(directory)
     skeleton = Skeleton(checkpoint)
+    checkpoint = skeleton.checkpoint  # without what a level leaves out
     skeleton.check_tensors()
     modules = _packed_modules(skeleton.model)
     published = published_names(skeleton.model, modules)

@@ -11,7 +11,7 @@ from torch import Tensor
 from compress import formats
 from compress.errors import ExportError
 from compress.formats import int as int_format
-from compress.formats import transforms
+from compress.formats import levels, transforms
 from compress.storage.checkpoint import Readable
 from compress.types import Activations, PackedWeight, Stored
 
@@ -39,6 +39,10 @@ class ExportWeight:
         if stored.format == "dense" and self.is_expert:
             return "the recipe keeps it, as plain numbers among packed weights; quantize this expert, too (gptq, rtn)"
         if stored.format != "int":
+            known = levels.levels(stored)
+            if known and levels.at_level(stored, known[0]).format == "int":
+                listed = ", ".join(map(str, known))
+                return f"it has the levels {listed}, of which {known[0]} is plain integers; add --level {known[0]}"
             return (
                 f"it is stored in the format {stored.format!r}; choose a method that writes plain integers (gptq, rtn)"
             )

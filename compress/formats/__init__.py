@@ -10,8 +10,8 @@ A format file has
   an order of columns or a number of bits: ValueError, which begins with the tensor's name. Where every pattern of bits
   decodes to a weight, there is nothing to check;
 - `decode_rows(tensors, params, shape, rows, dtype) -> Tensor [n, in_features]` and, but for estimated parameters,
-  `join_rows(parts) -> tensors`, only where rows lie apart: a table of embeddings needs them. `has_rows(params) -> bool`
-  beside them says for which parameters they do, if not for all;
+  `join_rows(parts, params) -> tensors`, only where rows lie apart: a table of embeddings needs them.
+  `has_rows(params) -> bool` beside them says for which parameters they do, if not for all;
 - `ESTIMATED = True`, only where parameters count what a weight takes, so that those of a plan, and its bytes, are what
   is usual;
 - `is_unpacked(params) -> bool`, only where some parameters are those of storage alone: a model all of whose packed
@@ -19,6 +19,8 @@ A format file has
 - `ROW_FACTORS`, names of stored tensors, only where the weight is a product with them: of one number, or of one for
   each row, and one or more behind the last;
 - `fixed_tensors(params) -> names` of stored tensors that training leaves as they are, only where there are any;
+- `levels(params) -> numbers` and `at_level(params, level) -> (format, Params)`, only where some of the stored tensors
+  are a cheaper version of the weight (formats/levels.py);
 - `cut(tensors, params, shape, rows, columns) -> (Params, tensors)`, for tensor parallelism: exactly what decoding and
   slicing would give. rows and columns are ranges of a weight [out, in], of step 1 and not empty. What is returned may
   have other parameters than the whole. ValueError says why a cut is not possible: what is stored may be shared by
@@ -193,7 +195,7 @@ def join_rows(parts: Sequence[PackedWeight]) -> dict[str, Tensor]:
     Of several parts `has_rows` must hold, and nothing may be around the matrix.
     """
     format: Any = get(parts[0].format)
-    return parts[0].tensors if len(parts) == 1 else format.join_rows([part.tensors for part in parts])
+    return parts[0].tensors if len(parts) == 1 else format.join_rows([each.tensors for each in parts], parts[0].params)
 
 
 def decode_stored(weight: PackedWeight, dtype: torch.dtype) -> Tensor:

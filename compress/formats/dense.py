@@ -43,7 +43,7 @@ def decode_rows(
     return tensors["values"][rows].to(dtype)
 
 
-def join_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def join_rows(parts: Sequence[Mapping[str, Tensor]], params: Params) -> dict[str, Tensor]:
     """Return the tensors of a weight whose rows were stored in parts."""
     return {"values": torch.cat([part["values"] for part in parts])}
 

@@ -162,6 +162,16 @@ def cut(
     return params, pack(codes, tensors["scale"], row_scales, params, (len(rows), len(columns)))
 
 
+def levels(params: Params) -> tuple[int, ...]:
+    """Return the levels: with 3 and 4 bits the first code alone is one of 2 bits."""
+    return (2, params.bits) if params.bits in RESIDUAL else ()
+
+
+def at_level(params: Params, level: int) -> tuple[str, Params]:
+    """Return format and parameters of one of `levels`."""
+    return "e8p", Params(level, params.row_scales)
+
+
 def lookup(codes: Tensor, bits: int) -> Tensor:
     """Points [..., 8] float32 of codes [..., 1 or 2] int32, before the scales."""
     table = _on_device(points, codes.device)

@@ -219,7 +219,7 @@ def fixed_tensors(params: Params) -> tuple[str, ...]:
     return (TENSOR_SCALE,) if params.tensor_scale else ("scales",) if params.is_whole else ()
 
 
-def join_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def join_rows(parts: Sequence[Mapping[str, Tensor]], params: Params) -> dict[str, Tensor]:
     """Return the tensors of a weight from those of its rows; `has_rows` must hold, and tensor scales be equal."""
     shared = {name: tensor for name, tensor in parts[0].items() if name == TENSOR_SCALE}
     assert all(torch.equal(part[name], tensor) for part in parts for name, tensor in shared.items())

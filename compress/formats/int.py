@@ -21,21 +21,23 @@ contiguous).
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from compress import formats
 from compress.numerics.packing import (
     FIELDS,
     pack_planar,
-    pack_planes,
     pack_stream,
-    plane_fields,
+    planar_shape,
     plane_widths,
-    planes_shape,
     unpack_planar,
     unpack_stream,
 )
@@ -49,6 +51,8 @@ LEAST_GROUP = 16  # columns that share a scale in a weight that was cut within a
 DECODE_CHUNK = 1 << 22  # weights decoded at a time: bounds the float32 temporaries to a few tens of MB
 FP16_TINY = 2.0**-14  # smallest normal float16
 FP16_MAX = 65504.0
+
+Z = TypeVar("Z", float, Tensor)  # a zero point, or those of many groups
 
 
 @dataclass(frozen=True)
@@ -73,9 +77,32 @@ class Params:
             raise ValueError(f"group_size {self.group_size} with a narrow tail is not a multiple of {NARROW}")
 
     @property
+    def planes(self) -> dict[str, int]:
+        """Names and widths of the stored planes of codes, high bits first."""
+        return {f"words{width}": width for width in PLANES[self.bits]}
+
+    @property
+    def low_bits(self) -> int:
+        """Bits of a code below all that is stored of it (compress/formats/sliced.py)."""
+        return 0
+
+    @property
     def tile_columns(self) -> int:
         """Columns of a whole tile."""
-        return self.tile_words * plane_fields(self.bits)
+        return self.tile_words * max(FIELDS[width] for width in self.planes.values())
+
+    @property
+    def zero(self) -> float:
+        """What stands for 0 in stored codes where no zero points are stored."""
+        return self.prefix_zero(2 ** (self.bits - 1))
+
+    def prefix_zero(self, zero: Z) -> Z:
+        """Return what stands for 0 in the stored bits of codes that have this zero point, their cells' middle."""
+        return (zero - (2**self.low_bits - 1) / 2) / 2**self.low_bits if self.low_bits else zero
+
+    def tiled(self, group_size: int, in_features: int) -> Params:
+        """Return the parameters of such codes of rows of another length, with groups of another size."""
+        return params_for(self.bits, group_size, self.symmetric, in_features, self.scale_dtype)
 
     def split(self, in_features: int) -> tuple[int, int]:
         """Return the number of whole tiles of a row, and of tiles of 32 columns behind them."""
@@ -89,23 +116,34 @@ class Params:
         return in_features if self.group_size == -1 else self.group_size
 
 
+P = TypeVar("P", bound=Params)
+
+
 def params_for(bits: int, group_size: int, symmetric: bool, in_features: int, scale_dtype: str = "float16") -> Params:
-    """Return the parameters whose tile pads a row of `in_features` least.
+    """Return the parameters whose tile pads a row of `in_features` least; `least_padded` says more."""
+
+    def make(words: int, has_tail: bool) -> Params:
+        return Params(bits, group_size, symmetric, words, scale_dtype, has_tail)
+
+    return least_padded(make, group_size, in_features)
+
+
+def least_padded(make: Callable[[int, bool], P], group_size: int, in_features: int) -> P:
+    """Return the parameters, of those made of tile_words and narrow_tail, whose tile pads a row least.
 
     Of those one within a group, so that a field meets one scale; of those one of at most TILE_COLUMNS, whose fields a
     GPU kernel keeps in registers; of those the widest. Where all pad more than to a multiple of 32, the tail of the row
     is narrow, if groups allow it; then the tile that leaves the shortest tail.
     """
 
-    def cost(tiling: Params) -> tuple[int, int, bool, bool, int]:
+    def cost(tiling: P) -> tuple[int, int, bool, bool, int]:
         stored = padded_shape(tiling, (ROW_MULTIPLE, in_features))[1]
         split = group_size != -1 and group_size % tiling.tile_words != 0
         _, tail = tiling.split(in_features)
         return stored, tail, split, tiling.tile_columns > TILE_COLUMNS, -tiling.tile_words
 
     tails = (False, True) if group_size == -1 or group_size % NARROW == 0 else (False,)
-    tilings = [Params(bits, group_size, symmetric, words, scale_dtype, tail) for tail in tails for words in TILE_WORDS]
-    return min(tilings, key=cost)
+    return min((make(words, tail) for tail in tails for words in TILE_WORDS), key=cost)
 
 
 def scale_dtype(amax: Tensor, bits: int) -> str:
@@ -131,7 +169,7 @@ def padded_shape(params: Params, shape: tuple[int, int]) -> tuple[int, int]:
 def specs(params: Params, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     rows, columns = padded_shape(params, shape)
     stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        name: (size, torch.int16) for name, size in planes_shape(rows, columns, params.bits).items()
+        name: (planar_shape(rows, columns, width), torch.int16) for name, width in params.planes.items()
     }
     count = groups(params, shape)
     stored["scales"] = ((count, rows), getattr(torch, params.scale_dtype))
@@ -177,11 +215,11 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
     out_features, in_features = shape
     rows, columns = padded_shape(params, shape)
     group = params.group(columns)
-    scales = tensors["scales"].T.float()  # [N, G]
+    scales = tensors["scales"].T.float() * 2**params.low_bits  # [N, G]
     if params.symmetric:
-        zeros = torch.full_like(scales, 2 ** (params.bits - 1))
+        zeros = torch.full_like(scales, params.zero)
     else:
-        zeros = unpack_stream(tensors["zeros"], params.bits).T.float()
+        zeros = params.prefix_zero(unpack_stream(tensors["zeros"], params.bits).T.float())
     weight = torch.empty(out_features, in_features, dtype=dtype, device=scales.device)
     step, whole = max(1, DECODE_CHUNK // columns), in_features - in_features % group
     for start in range(0, out_features, step):
@@ -197,14 +235,16 @@ def decode(tensors: Mapping[str, Tensor], params: Params, shape: tuple[int, int]
 
 
 def _pack_codes(codes: Tensor, params: Params) -> dict[str, Tensor]:
-    """codes [padded rows, padded columns] -> the words of all planes."""
+    """codes [padded rows, padded columns], of the stored bits alone -> the words of all planes."""
     whole = params.split(codes.shape[1])[0] * params.tile_columns
-    tensors = pack_planes(codes[:, :whole], params.bits, params.tile_words)
-    low = params.bits
-    for width in PLANES[params.bits] if whole < codes.shape[1] else ():
+    tensors, low = {}, sum(params.planes.values())
+    for name, width in params.planes.items():
         low -= width
-        tail = pack_planar((codes[:, whole:] >> low) & ((1 << width) - 1), width, NARROW // FIELDS[width])
-        tensors[f"words{width}"] = torch.cat([tensors[f"words{width}"], tail], dim=-1)
+        plane = (codes >> low) & ((1 << width) - 1)
+        tensors[name] = pack_planar(plane[:, :whole], width, params.tile_words)
+        if whole < codes.shape[1]:
+            tail = pack_planar(plane[:, whole:], width, NARROW // FIELDS[width])
+            tensors[name] = torch.cat([tensors[name], tail], dim=-1)
     return tensors
 
 
@@ -216,13 +256,15 @@ def decode_rows(
     if not rows.numel():
         return torch.empty(0, columns, dtype=dtype, device=rows.device)
     codes = _codes(tensors, params, rows)[:, :columns].float()
-    scales = tensors["scales"].index_select(1, rows).T.float()  # [n, G]
-    zeros = torch.full_like(scales, 2 ** (params.bits - 1)) if params.symmetric else _zeros(tensors, params, rows)
+    scales = tensors["scales"].index_select(1, rows).T.float() * 2**params.low_bits  # [n, G]
+    zeros = torch.full_like(scales, params.zero)
+    if not params.symmetric:
+        zeros = params.prefix_zero(_zeros(tensors, params, rows))
     owner = torch.arange(columns, device=codes.device) // params.group(columns)
     return codes.sub_(zeros[:, owner]).mul_(scales[:, owner]).to(dtype)
 
 
-def join_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def join_rows(parts: Sequence[Mapping[str, Tensor]], params: Params) -> dict[str, Tensor]:
     """Return the tensors of a weight from those of its rows, in order; all parts but the last have 16 n rows."""
     return {
         name: torch.cat([part[name] for part in parts], dim=0 if name.startswith("words") else 1) for name in parts[0]
@@ -247,8 +289,19 @@ def cut(
     scales = tensors["scales"].T[part][:, owner]
     zeros = None if params.symmetric else unpack_stream(tensors["zeros"], params.bits).T[part][:, owner]
     codes = _codes(tensors, params, part)[:, columns.start : columns.stop]
-    chosen = params_for(params.bits, group, params.symmetric, len(columns), params.scale_dtype)
+    chosen = params.tiled(group, len(columns))
     return chosen, pack(codes, scales, zeros, chosen)
+
+
+def levels(params: Params) -> tuple[int, ...]:
+    """Return the levels: codes of 5, 6 and 7 bits lie in planes, of which the first is a code of 4 bits."""
+    return tuple(accumulate(params.planes.values())) if len(params.planes) > 1 else ()
+
+
+def at_level(params: Params, level: int) -> tuple[str, Any]:
+    """Return format and parameters of the first planes of the codes."""
+    values = dataclasses.asdict(params)
+    return "sliced", formats.get("sliced").Params(**values, planes_of=tuple(params.planes.values()), kept=level)
 
 
 def _zeros(tensors: Mapping[str, Tensor], params: Params, rows: Tensor) -> Tensor:
@@ -261,8 +314,8 @@ def _zeros(tensors: Mapping[str, Tensor], params: Params, rows: Tensor) -> Tenso
 def _codes(tensors: Mapping[str, Tensor], params: Params, rows: slice | Tensor) -> Tensor:
     """Return the codes [rows, padded columns], uint8, of all planes."""
     codes: Tensor | None = None
-    for width in PLANES[params.bits]:
-        plane = _plane(tensors[f"words{width}"][rows], width, params)
+    for name, width in params.planes.items():
+        plane = _plane(tensors[name][rows], width, params)
         codes = plane if codes is None else codes << width | plane
     assert codes is not None
     return codes

@@ -188,7 +188,7 @@ def decode_rows(
     return _values(codes, scale, minimum, params)[:, : shape[1]].to(dtype)
 
 
-def join_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def join_rows(parts: Sequence[Mapping[str, Tensor]], params: Params) -> dict[str, Tensor]:
     """Return the tensors of a weight from those of its rows; all parts but the last are of whole `ROW_MULTIPLE`s."""
     return {name: torch.cat([part[name] for part in parts], int(not name.startswith("words"))) for name in parts[0]}
 

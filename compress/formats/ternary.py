@@ -134,7 +134,7 @@ def decode_rows(
     return (trits * _widen(tensors["scales"][:, rows].T, params, shape[1])).to(dtype)
 
 
-def join_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def join_rows(parts: Sequence[Mapping[str, Tensor]], params: Params) -> dict[str, Tensor]:
     """Return the tensors of a weight from those of its rows, in order; all parts but the last have 16 n rows."""
     return {
         name: torch.cat([part[name] for part in parts], dim=0 if name == "codes" else 1) for name in ("codes", "scales")

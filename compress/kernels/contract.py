@@ -117,11 +117,15 @@ class Prepared(ABC):
 
 
 class PlanarCodes(NamedTuple):
-    """Codes of `bits` bits for `width` channels of a head; `group` tokens or channels share a scale."""
+    """Codes of `bits` bits for `width` channels of a head; `group` tokens or channels share a scale.
+
+    With a `lower` plane of as many bits, x = minimum + scale (upper + (lower - 2^(bits - 1)) / 2^bits).
+    """
 
     bits: int
     width: int
     group: int
+    lower: bool = False  # not of 3 bits
 
     @property
     def words(self) -> int:
@@ -130,7 +134,7 @@ class PlanarCodes(NamedTuple):
 
     @property
     def planes(self) -> int:
-        return 3 if self.bits == 3 else 1
+        return 3 if self.bits == 3 else 1 + self.lower
 
 
 class MixedCodes(NamedTuple):

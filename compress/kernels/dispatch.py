@@ -65,10 +65,7 @@ def experts(device: torch.device | str) -> Any:
 
 
 def supported(device: torch.device | str, format: str, params: Any, shape: Shape) -> Prepared | None:
-    """Return what a kernel would do with such a weight on a device, None if it has to be decoded there by its format.
-
-    It has no tensors: only its limits may be asked for.
-    """
+    """Return a kernel without tensors, whose limits may be asked for; None if such weights are decoded on a device."""
     return _supported(processor(device), format, params, shape)
 
 
@@ -95,6 +92,12 @@ def prepare(x: Tensor, tensors: Mapping[str, Tensor | None], format: str, params
     module = _module(processor(x.device), format)
     readable = {name: t for name, t in tensors.items() if t is not None and _readable(t, x)}
     return None if module is None or len(readable) < len(tensors) else module.prepare(readable, params, shape)
+
+
+def prepare_part(device: str, part: PackedWeight) -> Prepared | None:
+    """Return the kernel for a part of what a kernel of a type of device was given to prepare; None: there is none."""
+    module = _module(processor(device), part.format)
+    return None if module is None else module.prepare(part.tensors, part.params, part.shape)
 
 
 def _readable(stored: Tensor, x: Tensor) -> bool:
@@ -166,10 +169,7 @@ def decoded_product(kernel: Prepared, x: Tensor, into: Tensor | None = None) -> 
 
 
 def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Return a weight [out, in] with nothing around it, decoded by a kernel of its device, else by one of the CPU.
-
-    Where neither has one the format decodes.
-    """
+    """Return a weight [out, in] with nothing around it, decoded by a kernel: of its device, or the CPU; or without."""
     tensors, device = weight.tensors, next(iter(weight.tensors.values())).device
     for on in dict.fromkeys((device, torch.device("cpu"))):
         moved = {name: tensor.to(on) for name, tensor in tensors.items()}

@@ -65,6 +65,7 @@ class Codec:
     needs_queries = False  # `begin` is given the queries of the first tokens: "fused" only
     reconstructs = True  # False: no `decode`, only `scores` (or `mix`): "fused" only
     block = 512  # tokens that are read at a time; a multiple of granularity
+    upper: Codec | None = None  # reads a part of the same fields, as drafts do
 
     def __init__(self, spec: Spec, static: Mapping[str, Tensor] | None = None) -> None:
         self.spec, self.static = spec, dict(static or {})

@@ -51,10 +51,10 @@ def attend(
     if mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1):
         return None
     stores = layer.stores["keys"], layer.stores["values"]
-    keys, values = (layout(store.codec) for store in stores)
+    keys, values = (layout(store.reader) for store in stores)
     if keys is None or values is None or not min(store.coded for store in stores):
         return None
-    batch, heads = query.shape[0], stores[0].codec.spec.heads
+    batch, heads = query.shape[0], stores[0].reader.spec.heads
     groups = query.shape[1] // heads
     if not (kernel.supports(keys, values, groups) and kernel.has_room(batch * heads, keys, values, groups)):
         return None
@@ -70,7 +70,11 @@ def layout(codec: Codec) -> HeadLayout | None:
     """Return the layout of what a codec stores, as the kernel takes it; None if it cannot read that."""
     if isinstance(codec, kivi.PackedInts):
         base = kivi.ByToken if codec.by_token else kivi.ByChannel
-        if type(codec).decode is not base.decode or codec.codes.padded_channels != codec.spec.width:
+        if (
+            type(codec).decode is not base.decode
+            or codec.layout.lower
+            or codec.codes.padded_channels != codec.spec.width
+        ):
             return None
         return HeadLayout(codec.bits, codec.spec.width, "token" if codec.by_token else "channel", codec.group)
     if type(codec) is not lloyd.Lloyd or codec.rope == "pre" or codec.levels.norms.bits != 16:
@@ -90,10 +94,10 @@ def _attend(
     scaling: float,
 ) -> Tensor:
     """q [B, H, width]."""
-    unit = math.lcm(*(store.codec.granularity for store in stores))
+    unit = math.lcm(*(store.reader.granularity for store in stores))
     count = min(store.coded for store in stores) // unit * unit
     coded = [_coded_heads(*pair, count) for pair in zip(layouts, stores, strict=True)]
-    empty = [q.new_empty(q.shape[0], x.codec.spec.heads, 0, x.codec.spec.width) for x in stores]
+    empty = [q.new_empty(q.shape[0], x.reader.spec.heads, 0, x.reader.spec.width) for x in stores]
     sinks = [x.sink.view() if x.sink.length else none for x, none in zip(stores, empty, strict=True)]
     tails = [_tail(x, count, none) for x, none in zip(stores, empty, strict=True)]
     exact = [(sinks[0], sinks[1]), (tails[0], tails[1]), (empty[0], empty[1]) if new is None else new]
@@ -105,7 +109,7 @@ def _attend(
 
 def _coded_heads(layout: HeadLayout, store: Store, count: int) -> CodedHeads:
     """The first `count` coded tokens."""
-    codec = store.codec
+    codec = store.reader
     assert isinstance(codec, kivi.PackedInts | lloyd.Lloyd)
     rows = {name: store.fields[name].view(0, count // field.tokens) for name, field in codec.fields.items()}
     planes = [rows[name] for name in codec.codes.fields]
@@ -126,14 +130,14 @@ def _tail(store: Store, count: int, none: Tensor) -> Tensor:
         return tail
     rows = {
         name: store.fields[name].view(count // field.tokens, store.coded // field.tokens)
-        for name, field in store.codec.fields.items()
+        for name, field in store.reader.fields.items()
     }
-    return torch.cat((store.codec.dense({**store.state, **rows}).to(none.dtype), tail), 2)
+    return torch.cat((store.reader.dense({**store.state, **rows}).to(none.dtype), tail), 2)
 
 
 def _query(keys: Store, q: Tensor) -> Query:
     """With what the codes are multiplied with, where they are in a basis of their own."""
-    codec = keys.codec
+    codec = keys.reader
     if not isinstance(codec, lloyd.Lloyd):
         return Query(q)
     turned = codec.query(q.float().unflatten(1, (codec.spec.heads, -1)), keys.state).flatten(1, 2)
@@ -145,9 +149,9 @@ def _output(values: Store, attended: Attended, dtype: torch.dtype) -> Tensor:
     """[B, H, width]"""
     if attended.exact is None or attended.mass is None:
         return attended.out
-    by_head = (values.codec.spec.heads, -1)
+    by_head = (values.reader.spec.heads, -1)
     mass = attended.mass.unflatten(1, by_head)[..., None]
-    back = values.codec.output(attended.out.unflatten(1, by_head), mass, values.state)
+    back = values.reader.output(attended.out.unflatten(1, by_head), mass, values.state)
     return (back.flatten(1, 2) + attended.exact).to(dtype)
 
 

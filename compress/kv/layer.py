@@ -23,7 +23,8 @@ above, and what hooks and attention call:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -158,7 +159,13 @@ class CodedLayer(CacheLayerMixin):
 
     def _store(self, new: tuple[Tensor, Tensor], queries: Tensor | None = None) -> None:
         for kind, x in zip(KINDS, new, strict=True):
-            self.stores[kind].append(x, self.cache.pads, queries)
+            self.stores[kind].append(x, self.cache.pads, queries, self.cache.holds)
+
+    def settle(self) -> None:
+        """Code what was only held; see `KVCache.holds`."""
+        self.commit()
+        for store in self.stores.values():
+            store.settle()
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -268,6 +275,7 @@ class KVCache(Cache):
         self.queries = queries  # query heads of the model
         self.pads: Tensor | None = None  # int64 [B]: padding columns at the left of the first chunk
         self.rope = Rope()
+        self.holds = False  # new tokens stay exact until `settle`, so that what is cropped was never coded
         self.reading: Reading | None = None  # which of the stored tokens attention reads; None: all
         self.states: int | None = None  # bits of states that are no keys and values; None: as transformers has them
         self.codecs: dict[Spec, Codec] = {}  # caches of one model and one recipe may share it
@@ -295,9 +303,30 @@ class KVCache(Cache):
         super().crop(tokens_to_remove)
         self.rope.crop(-tokens_to_remove)
 
+    def settle(self) -> None:
+        """Code the tokens that were held, as far as newer ones do not have to be exact."""
+        for layer in self.layers:
+            if isinstance(layer, CodedLayer):
+                layer.settle()
+
+    @contextmanager
+    def read_upper(self) -> Iterator[None]:
+        """Let attention read the upper planes alone of codecs that have planes; CompressError where none has."""
+        stores = [store for layer in self.layers if isinstance(layer, CodedLayer) for store in layer.stores.values()]
+        uppers = [store.codec.upper for store in stores]
+        if not any(uppers):
+            raise CompressError("kv_cache: nothing here is stored in planes; set kv_cache.method: quantspec")
+        for store, upper in zip(stores, uppers, strict=True):
+            store.reader = upper or store.codec
+        try:
+            yield
+        finally:
+            for store in stores:
+                store.reader = store.codec
+
     def reset(self) -> None:
         super().reset()
-        self.pads = None
+        self.pads, self.holds = None, False
         self.rope.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -57,6 +57,7 @@ class Store:
 
     def __init__(self, codec: Codec, policy: Policy, rope: Rope | None = None) -> None:
         self.codec, self.policy, self.rope = codec, policy, rope
+        self.reader = codec  # reads what `codec` has stored: itself, or its `upper` for drafts
         self.flush = -(-policy.flush // codec.granularity) * codec.granularity
         self.sink, self.tail = Buffer(), Buffer()
         self.fields = {name: Buffer() for name in codec.fields}
@@ -81,8 +82,11 @@ class Store:
         query = torch.empty(1, 1, 1, self.codec.spec.width, device=self._sample().device)
         return self.codec.rope == "pre" and self.codec.at_once(query) > self.codec.block
 
-    def append(self, x: Tensor, pads: Tensor | None = None, queries: Tensor | None = None) -> None:
-        """x [B, h, n, width]; pads int [B], with each chunk: how many first columns of each row are padding."""
+    def append(self, x: Tensor, pads: Tensor | None = None, queries: Tensor | None = None, holds: bool = False) -> None:
+        """x [B, h, n, width]; pads int [B], with each chunk: how many first columns of each row are padding.
+
+        holds: nothing is coded before `settle`.
+        """
         if not x.shape[2]:
             return
         if pads is not None and (self.waits or not len(self)):
@@ -102,6 +106,18 @@ class Store:
             missing = self.policy.sink - self.sink.length
             self.sink.append(x[:, :, :missing])
             x = x[:, :, missing:]
+        if holds and (self.coded or not self.codec.needs_queries):
+            self.tail.append(x)
+        else:
+            self._add(x, queries)
+
+    def settle(self) -> None:
+        """Code what has stayed in the tail beyond the newest tokens."""
+        if self.tail.length and not self.waits:
+            self._add(self.tail.view(0, 0), None)
+
+    def _add(self, x: Tensor, queries: Tensor | None) -> None:
+        """Append to the tail, and code its oldest tokens."""
         over = max(0, self.tail.length + x.shape[2] - self.policy.residual_length)
         count = over // self.flush * self.flush
         if count <= self.tail.length:
@@ -135,8 +151,8 @@ class Store:
         if first:
             out[:, :, :first] = self.sink.view()
         coded = out[:, :, first : first + self.coded]
-        for tokens, block in self._read_blocks(self.codec.write_at_once(coded), False):
-            self.codec.write(block, coded[:, :, tokens])
+        for tokens, block in self._read_blocks(self.reader.write_at_once(coded), False):
+            self.reader.write(block, coded[:, :, tokens])
         if self.tail.length:
             out[:, :, last - self.tail.length : last] = self.tail.view()
         if new is not None:
@@ -146,16 +162,35 @@ class Store:
             out[:, :, : places.shape[1]] = _gather(out, places)
         return out
 
+    def read_span(self, start: int, stop: int) -> Tensor:
+        """Return tokens start..stop [B, h, stop - start, width]; CompressError where left padding was moved."""
+        if self.columns is not None:
+            raise CompressError("kv_cache: a part of a padded batch cannot be read; read all of it")
+        first, last, unit = self.sink.length, self.sink.length + self.coded, self.codec.granularity
+        parts = [self.sink.view(start, min(stop, first))] if start < first else []
+        if start < last and stop > first:
+            low, high = max(start - first, 0), min(stop, last) - first
+            begin, end = low // unit * unit, -(-high // unit) * unit
+            pieces = [
+                self.codec.dense(block)[:, :, max(begin - tokens.start, 0) : end - tokens.start]
+                for tokens, block in self.blocks(self.codec.block)
+                if tokens.start < end and tokens.stop > begin
+            ]
+            parts.append(torch.cat(pieces, 2)[:, :, low - begin : high - begin].to(self.codec.spec.dtype))
+        if stop > last:
+            parts.append(self.tail.view(max(start - last, 0), stop - last))
+        return torch.cat(parts, 2)
+
     def scores(self, q: Tensor, out: Tensor) -> None:
         """q [B, h, m, width] float32; out [B, h, m, tokens] gets its products with all keys, in storage order."""
         first, last = self.sink.length, len(self)
         if first:
             out[..., :first] = q @ self.sink.view().float().transpose(-1, -2)
         if self.coded:
-            query, coded = self.codec.query(q, self.state), out[..., first : first + self.coded]
-            step = self.codec.at_once(query)
+            query, coded = self.reader.query(q, self.state), out[..., first : first + self.coded]
+            step = self.reader.at_once(query)
             for tokens, block in self._read_blocks(step, True):
-                self.codec.write_scores(query, block, coded[..., tokens])
+                self.reader.write_scores(query, block, coded[..., tokens])
         if self.tail.length:
             out[..., last - self.tail.length :] = q @ self.tail.view().float().transpose(-1, -2)
 
@@ -167,11 +202,11 @@ class Store:
             total += p[..., :first] @ self.sink.view().float()
         if self.coded:
             coded, mixed = p[..., first : first + self.coded], None
-            for tokens, block in self.blocks(self.codec.at_once(p)):
-                piece = self.codec.mix(coded[..., tokens], block)
+            for tokens, block in self.blocks(self.reader.at_once(p)):
+                piece = self.reader.mix(coded[..., tokens], block)
                 mixed = piece if mixed is None else mixed + piece
             assert mixed is not None
-            total += self.codec.output(mixed, coded.sum(-1, keepdim=True), self.state)
+            total += self.reader.output(mixed, coded.sum(-1, keepdim=True), self.state)
         if self.tail.length:
             total += p[..., last - self.tail.length :] @ self.tail.view().float()
         return total

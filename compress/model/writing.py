@@ -45,6 +45,8 @@ class Draw(LogitsProcessor):
     tokens that each sequence has by then. tokens: which may be drawn, by default all.
     """
 
+    leaves_choice = False  # `generate` takes the likeliest of what is returned; True: draws by it
+
     def __init__(
         self,
         name: str,
@@ -57,10 +59,7 @@ class Draw(LogitsProcessor):
         self.tokens = tokens or Filter()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # [batch, seq] int64, [batch, vocab] float32
-        if not torch.isfinite(scores).all():
-            raise NumericalError(
-                f"{self.name} has non-finite logits at token {input_ids.shape[1]}; its weights are damaged, or overflow"
-            )
+        self._check(input_ids, scores)
         if self.step is not None:
             self.step(input_ids.shape[1] + 1)
         if self.temperature == 0:
@@ -70,10 +69,28 @@ class Draw(LogitsProcessor):
         token = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_(max=scores.shape[1] - 1)
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
 
+    def _check(self, input_ids: Tensor, scores: Tensor) -> None:
+        if not torch.isfinite(scores).all():
+            raise NumericalError(
+                f"{self.name} has non-finite logits at token {input_ids.shape[1]}; its weights are damaged, or overflow"
+            )
+
     def _uniform(self, count: int) -> Tensor:  # [count, 1] float64
         if isinstance(self.generator, torch.Generator):
             return torch.rand(count, 1, dtype=torch.float64, generator=self.generator)
         return torch.stack([torch.rand(1, dtype=torch.float64, generator=own) for own in self.generator])
+
+
+class Law(Draw):
+    """The law of each next token, for a `custom_generate` that draws by itself, more than once for some tokens."""
+
+    leaves_choice = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # [batch, seq] int64, [batch, vocab] float32
+        self._check(input_ids, scores)
+        if self.temperature == 0:
+            return scores
+        return self.tokens.apply((scores / self.temperature).softmax(-1)).log()
 
 
 def write(
@@ -90,8 +107,9 @@ def write(
     length, positions = start.shape[1] + new_tokens, max_positions(model.config.get_text_config())
     if positions is not None and length > positions:
         raise CalibrationError(f"{draw.name} has {positions} positions, {length} tokens are too many; ask for fewer")
+    draws = {"do_sample": True, "top_k": 0} if draw.leaves_choice and draw.temperature else {"do_sample": False}
     settings = GenerationConfig(
-        do_sample=False,
+        **draws,
         num_beams=1,
         use_cache=True,
         max_new_tokens=new_tokens,

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from compress import formats
 from compress.errors import CheckpointError, UnsupportedModelError
+from compress.formats import levels, transforms
 from compress.formats import lowrank as lowrank_format
-from compress.formats import transforms
+from compress.formats.stored import KEYS, from_dict
 from compress.model import draft_heads
 from compress.model.meta_pass import flow
 from compress.model.skeleton import MIN_FEATURES, Skeleton
@@ -99,11 +101,35 @@ def _packed_drafts(skeleton: Skeleton, kept: dict[str, int]) -> tuple[LayerPlan,
     return tuple(layers)
 
 
+class LevelSize(NamedTuple):
+    """What a level of a checkpoint takes, if it is all that is stored."""
+
+    level: int
+    nbytes: int  # of all tensors
+    bpw: float  # stored bits per packed weight
+
+
+def level_sizes(layers: Sequence[Mapping[str, Any]], nbytes: int) -> list[LevelSize]:
+    """Return the levels of a checkpoint, rising; layers: rows of its report, nbytes: of all of its tensors."""
+    weights = [
+        (from_dict({key: row[key] for key in KEYS if key in row}, row["name"]), (row["shape"][0], row["shape"][1]))
+        for row in layers
+    ]
+    nested = [(stored, shape) for stored, shape in weights if levels.levels(stored)]
+    packed, numel = sum(row["nbytes"] for row in layers), sum(rows * columns for _, (rows, columns) in weights)
+    sizes = []
+    for level in sorted({level for stored, _ in nested for level in levels.levels(stored)}):
+        at_level = ((levels.at_level(stored, level), stored, shape) for stored, shape in nested)
+        spared = sum(formats.nbytes(stored, shape) - formats.nbytes(own, shape) for own, stored, shape in at_level)
+        sizes.append(LevelSize(level, nbytes - spared, 8 * (packed - spared) / numel))
+    return sizes
+
+
 def describe(layer: LayerPlan) -> str:
     """Return the format and its main numbers in a few words, from the parameters that config.json stores."""
     stored = layer.stored
     shown = [
-        f"{key}={value}"
+        f"{key}={' + '.join(map(str, value)) if key == 'parts' else value}"
         for key, value in vars(stored.params).items()
         if key not in ("tile_words", "scale_dtype", "step_dtype", "narrow_tail") and value is not None
     ]

@@ -30,6 +30,7 @@ from compress.model import architectures, load
 from compress.model.skeleton import Skeleton
 from compress.progress import note
 from compress.run.job import Job
+from compress.runtime import hf
 from compress.storage import manifest, paths
 from compress.storage.checkpoint import INDEX, Checkpoint, StoredTensor, read_json, write_text
 
@@ -105,19 +106,20 @@ def open_model(job: Job) -> Skeleton:
     return skeleton
 
 
-def resolve(model: str, adapter: Path | None = None, dtype: str | None = None) -> Path:
+def resolve(model: str, adapter: Path | None = None, dtype: str | None = None, level: int | None = None) -> Path:
     """Return the directory of a model: the given one, the hub's snapshot of an id, or a temporary one.
 
-    `adapter`: of a LoRA that is merged into it. `dtype`: that its configuration is to name. Raises CheckpointError.
+    `adapter`: of a LoRA that is merged into it. `dtype`: that its configuration is to name. `level`: of the weights of
+    a packed checkpoint that is all there is of them. Raises CheckpointError.
     """
     path = paths.local_model(model) or _fetch(model)
     file = paths.gguf_file(path)
-    if file is None and adapter is None and dtype is None:
+    if file is None and adapter is None and dtype is None and level is None:
         return path
     # links are not followed: a file of a cache has its name on the link only
     files = gguf_header.split_files(file) if file is not None else sorted(path.iterdir())
     return _make_directory(
-        path.absolute(), file and file.absolute(), adapter and adapter.absolute(), dtype, _file_states(files)
+        path.absolute(), file and file.absolute(), adapter and adapter.absolute(), dtype, level, _file_states(files)
     )
 
 
@@ -132,7 +134,12 @@ _made_directories = set[Path]()  # of this process, whose links lead to the file
 
 @functools.cache
 def _make_directory(
-    path: Path, file: Path | None, adapter: Path | None, dtype: str | None, states: tuple[tuple[str, int, int], ...]
+    path: Path,
+    file: Path | None,
+    adapter: Path | None,
+    dtype: str | None,
+    level: int | None,
+    states: tuple[tuple[str, int, int], ...],
 ) -> Path:
     """Make the directory of a model that is no checkpoint directory by itself; anew where its files have changed."""
     folder = Path(tempfile.mkdtemp(prefix="compress-"))
@@ -156,8 +163,10 @@ def _make_directory(
         for part in gguf_header.split_files(file):
             (directory / part.name).symlink_to(part)
         gguf_names.write_directory(file, directory)
-    if dtype is not None:
-        config = _with_dtype(read_json(directory / paths.CONFIG), dtype)
+    if dtype is not None or level is not None:
+        config = read_json(directory / paths.CONFIG)
+        config = config if dtype is None else _with_dtype(config, dtype)
+        config = config if level is None else hf.with_level(config, level)
         (directory / paths.CONFIG).unlink()  # a link to the file of the checkpoint
         write_text(directory / paths.CONFIG, json.dumps(config, indent=2))
     if adapter is not None:

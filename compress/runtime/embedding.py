@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from compress import formats
 from compress.errors import CheckpointError
-from compress.formats import transforms
+from compress.formats import levels, transforms
 from compress.kernels import dispatch
 from compress.runtime.linear import PackedLinear, PackedModule, is_plain_linear
 from compress.types import PackedWeight, Stored
@@ -66,8 +66,6 @@ class PackedEmbedding(PackedModule):
         self.num_embeddings, self.embedding_dim = self.shape
         self.padding_idx = original.padding_idx
         self.constants = known
-        self._matrix = list(formats.get(stored.format).specs(stored.params, self.shape))  # tensors of the table alone
-        self._described = dispatch.described(stored.format, stored.params, self.shape)
         vars(self)["original"] = original  # not a child; its weight is on meta, or about to be freed
         table = dict(self._parameters)
         self._parameters.clear()
@@ -102,7 +100,7 @@ class PackedEmbedding(PackedModule):
         if formats.is_unpacked(self.stored):
             return super().dequantize(dtype)
         stored = dataclasses.replace(self.stored, ops=transforms.of_rows(self.stored.ops))
-        return formats.decode(PackedWeight(stored, self.tensors, self.shape), dtype)
+        return formats.decode(levels.view(PackedWeight(stored, self.tensors, self.shape), self.level), dtype)
 
     def to_embedding(self, dtype: torch.dtype) -> nn.Embedding:
         """Return the embedding that this one stands for, with the decoded table in `dtype`."""

@@ -47,7 +47,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from compress.errors import CheckpointError, first_line, shown
 from compress.formats import stored
-from compress.runtime import embedding, expert_layouts, linears, saving, step
+from compress.runtime import embedding, expert_layouts, levels, linears, saving, step
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.linear import PackedLinear, PackedModule, are_unpacked
 from compress.storage import manifest, paths
@@ -74,8 +74,8 @@ class CompressConfig(QuantizationConfigMixin):
         quant_method: str = METHOD,
         **others: Any,
     ) -> None:
-        """Read the section; `others` may have `draft_heads`. Raises CheckpointError for what it cannot mean."""
-        heads, unknown = others.get(saving.DRAFT_HEADS), others.keys() - {saving.DRAFT_HEADS}
+        """Read the section; `others` may have `draft_heads` and `level`. CheckpointError for what it cannot mean."""
+        heads, unknown = others.get(saving.DRAFT_HEADS), others.keys() - {saving.DRAFT_HEADS, "level"}
         if type(version) is not int or version != LAYOUT_VERSION:
             raise CheckpointError(
                 f"quantization_config has version {shown(version)}, this compress reads {LAYOUT_VERSION}; upgrade "
@@ -99,6 +99,9 @@ class CompressConfig(QuantizationConfigMixin):
         self.kv_cache = kv_cache
         self.draft_heads: dict[str, list[int]] = heads or {}
         self.gone: Set[str] = frozenset()  # listed names that are left out of the next file (saving.py)
+        self.left_out = ""  # pattern of the names of tensors that are stored and not loaded
+        if others.get("level") is not None:
+            levels.choose(self, others["level"])
 
     @property
     def names_of_model(self) -> list[str]:
@@ -117,10 +120,17 @@ class CompressConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """As config.json stores it; without parts that are empty and that older versions do not know."""
-        values = {k: value for k, value in super().to_dict().items() if k != "gone"}
+        values = {k: value for k, value in super().to_dict().items() if k not in ("gone", "left_out")}
         return {
             k: value for k, value in values.items() if value or k not in ("experts", "kv_cache", saving.DRAFT_HEADS)
         }
+
+
+def with_level(config: dict[str, Any], level: int) -> dict[str, Any]:
+    """Return a config.json of which a level of the weights is all that is loaded; CheckpointError if there is none."""
+    section = {**(config.get("quantization_config") or {}), "level": level}
+    CompressConfig.read(section)
+    return {**config, "quantization_config": section}
 
 
 def build_config(
@@ -239,6 +249,7 @@ class CompressQuantizer(HfQuantizer):
             _check_files(model, self._directory, {file.name for file in files})
         saving.offer_heads(model, self.quantization_config.draft_heads, place_packed)
         swap(model, self.quantization_config)
+        levels.leave_out(model, self.quantization_config.left_out)
         self.packed = _packed_tensors(model)
         for module in _packed_modules(model):
             if "weight" not in module.specs:  # of a cut matrix there is one, which is loaded
@@ -248,9 +259,10 @@ class CompressQuantizer(HfQuantizer):
         for module in _packed_modules(model):
             vars(module).pop("weight", None)
         linears.set_aside_weights(model)
+        levels.offer(model)
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
-                _check_loaded(name, module)
+                saving.check_loaded(name, module)
         if are_unpacked(_packed_modules(model)):
             self.dequantize(model)
         if any(isinstance(module, PackedModule) for module in model.modules()):
@@ -286,6 +298,7 @@ def register() -> None:
     AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = CompressConfig
     AUTO_QUANTIZER_MAPPING[METHOD] = CompressQuantizer
     saving.keep_notice()
+    levels.take_keyword()
 
 
 def _check_files(model: PreTrainedModel, directory: Path, weights: set[str]) -> None:
@@ -379,21 +392,6 @@ def _linear(model: nn.Module, name: str) -> tuple[nn.Module, tuple[int, int]]:
     if shape is None:
         raise CheckpointError(f"{name} is listed as packed, but is a {type(module).__name__}, not a linear")
     return module, shape
-
-
-def _check_loaded(name: str, module: PackedModule) -> None:
-    """Check that every tensor came from the checkpoint, and what it holds, and freeze it again.
-
-    Loading marks floating tensors as trainable. Raises CheckpointError.
-    """
-    for key, tensor in module.named_parameters(recurse=False):
-        if tensor.is_meta:  # offloaded, read when it is needed
-            continue
-        if not getattr(tensor, "_is_hf_initialized", False):
-            raise CheckpointError(f"{name}.{key} is not in the checkpoint; download or write it again")
-        if key in module.specs:
-            tensor.requires_grad_(False)
-    module.check(name)
 
 
 register()

@@ -20,16 +20,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
-from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Self, cast
-from weakref import ref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from compress import formats
+from compress.formats import levels
 from compress.formats import lowrank as lowrank_format
 from compress.formats import transforms as operations
 from compress.kernels import dispatch, sparse_inputs
@@ -37,27 +35,51 @@ from compress.kernels.fused import Weights
 from compress.runtime import activation_quant as inputs
 from compress.runtime import integer
 from compress.runtime.plain_linear import CompiledLinear
+from compress.runtime.weight_cache import CACHE, Derived
 from compress.types import IN_SCALE, IN_THRESHOLD, PackedWeight, Stored
-
-CACHE_LIMIT_NBYTES = 1 << 30
-Derived = tuple[Tensor, ...]
 
 
 class PackedModule(nn.Module):
     """Hold the stored tensors of a weight `shape` = [rows, columns] as parameters that keep their types and are frozen.
 
-    `to(dtype)`, `half()` and `float()` move them at most to another device.
+    `to(dtype)`, `half()` and `float()` move them at most to another device. Where the weight has levels
+    (compress/formats/levels.py), `format`, `params` and what else says how it is read are those of the level that
+    `set_level` has chosen; `stored`, `specs` and `tensors` are those of the whole.
     """
+
+    level: int | None = None  # None: the whole weight
+    _matrix: list[str]  # names of the tensors of the stored matrix alone
+    _described: str
 
     def __init__(self, stored: Stored, shape: tuple[int, int], device: torch.device | str | None = None) -> None:
         """Reserve uninitialized storage. Raises ValueError if operations of the weight cannot have this shape."""
         super().__init__()
         self.stored, self.format, self.params, self.shape = stored, stored.format, stored.params, shape
-        self.specs = formats.specs(stored, shape)
+        self.specs, self.levels = formats.specs(stored, shape), levels.levels(stored)
+        self._ways: dict[int | None, dict[str, Any]] = {}  # level -> what forward passes read
+        self.set_level(None)
         self._unchecked: str | None = None  # its name, while `check` waits for tensors that are offloaded
         for name, (size, kind) in self.specs.items():
             tensor = torch.empty(size, dtype=kind, device=device)
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+    def set_level(self, level: int | None) -> None:
+        """Compute at a level of the weight from now on, None: with all of it; see `levels.at_level` for others."""
+        if not self.levels and self._ways:
+            return
+        level = None if level is None or level >= self.levels[-1] else level
+        if level not in self._ways:
+            self._ways[level] = self._way(levels.at_level(self.stored, level)) | {"level": level}
+        vars(self).update(self._ways[level])
+
+    def _way(self, stored: Stored) -> dict[str, Any]:
+        """Return the attributes that differ between levels, for a weight that is stored so."""
+        return {
+            "format": stored.format,
+            "params": stored.params,
+            "_matrix": list(formats.get(stored.format).specs(stored.params, self.shape)),
+            "_described": dispatch.described(stored.format, stored.params, self.shape),
+        }
 
     def check(self, name: str) -> None:
         """Check stored tensors that have come from a file (`formats.check`), values that are offloaded when first used.
@@ -76,9 +98,13 @@ class PackedModule(nn.Module):
     def packed(self) -> PackedWeight:
         return PackedWeight(self.stored, self.tensors, self.shape)
 
+    def _view(self) -> PackedWeight:
+        """Return what is stored of the weight at the present level."""
+        return levels.view(self.packed(), self.level)
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight [rows, columns], decoded anew."""
-        weight = self.packed()
+        """The weight [rows, columns] at the present level, decoded anew."""
+        weight = self._view()
         return dispatch.decode(weight, dtype) if formats.is_unpacked(self.stored) else formats.decode(weight, dtype)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
@@ -108,82 +134,6 @@ def are_unpacked(packed: Sequence[PackedModule]) -> bool:
     return is_here and bool(ways) and all(map(formats.is_unpacked, ways))
 
 
-class _Entry(NamedTuple):
-    built_from: Hashable  # the state of the tensors of the module
-    derived: Derived
-    nbytes: int
-
-
-class WeightCache:
-    """Tensors derived from the stored tensors of modules, at most `limit` bytes together.
-
-    Admits until it is full and never evicts: every forward pass reads the weights in the same cycle, so that dropping
-    the oldest entry would drop the one needed next. An entry dies with its module and is rebuilt when the stored
-    tensors have moved or changed.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._entries: dict[ref[nn.Module], dict[Hashable, _Entry]] = {}
-        self._total = 0  # bytes of all entries, and of those in `_freed`
-        self._freed: deque[int] = deque()  # bytes that died with their module, which may be in the middle of anything
-        self._lock = threading.RLock()  # a server may run a model in several threads
-
-    @property
-    def nbytes(self) -> int:
-        with self._lock:
-            while self._freed:
-                self._total -= self._freed.popleft()
-            return self._total
-
-    def get(self, module: nn.Module, key: Hashable, build: Callable[[], Derived]) -> Derived:
-        """The entry `key` of the module, built if it is absent or stale, kept if it fits."""
-        own = module._parameters.values()  # module.parameters() costs more than a small product
-        state = tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in own if t is not None)
-        cached = self._entries.get(ref(module), {}).get(key)
-        if cached is not None and cached.built_from == state:
-            return cached.derived
-        with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode cannot be trained through
-            derived = build()
-        entry = _Entry(state, derived, sum(t.nbytes for t in derived))
-        with self._lock:
-            stale = self._entries.get(ref(module), {}).pop(key, None)
-            self._total -= 0 if stale is None else stale.nbytes
-            if self.nbytes + entry.nbytes <= self.limit:
-                self._entries.setdefault(ref(module, self._died), {})[key] = entry
-                self._total += entry.nbytes
-        return derived
-
-    def _died(self, module: ref[nn.Module]) -> None:
-        """Free the entries of a module; called when it dies, in any thread and between any two steps of another."""
-        if (entries := self._entries.pop(module, None)) is not None:
-            self._freed.append(sum(entry.nbytes for entry in entries.values()))
-
-    def _drop(self, module: ref[nn.Module]) -> None:
-        entries = self._entries.pop(module, {})
-        self._total -= sum(entry.nbytes for entry in entries.values())
-
-    def drop(self, module: nn.Module) -> None:
-        with self._lock:
-            self._drop(ref(module))
-
-    def clear(self) -> None:
-        with self._lock:
-            for module in list(self._entries):  # one by one: what dies meanwhile is taken off once
-                self._drop(module)
-
-
-CACHE = WeightCache(CACHE_LIMIT_NBYTES)
-
-
-def set_cache_limit(nbytes: int) -> None:
-    """Bytes that all packed layers of the process may keep decoded; 0 keeps nothing. Empties the cache."""
-    if nbytes < 0:
-        raise ValueError(f"cache limit {nbytes} is negative; give bytes, 0 to keep nothing")
-    CACHE.clear()
-    CACHE.limit = nbytes
-
-
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether the module computes just what `nn.Linear` does, so that a PackedLinear can take its place."""
     return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, CompiledLinear.forward)
@@ -210,6 +160,7 @@ class PackedLinear(PackedModule):
     """
 
     bias: nn.Parameter | None
+    _weight: dispatch.Weight
 
     def __init__(
         self,
@@ -224,18 +175,17 @@ class PackedLinear(PackedModule):
         Raises ValueError if the operations cannot have this shape.
         """
         super().__init__(stored, shape, device)
-        format, params = stored.format, stored.params
         self.ops, self.activations, self.lowrank = stored.ops, stored.activations, stored.lowrank
         self.sparsity, self.sparse_tokens = stored.sparsity, stored.sparsity and stored.sparsity.tokens
         self.out_features, self.in_features = shape
-        self._matrix = list(formats.get(format).specs(params, shape))  # names of the tensors of M alone
-        self._described = dispatch.described(format, params, shape)
         self._described_inputs = (
             "" if stored.activations is None else json.dumps(dataclasses.asdict(stored.activations))
         )
-        self._weight = dispatch.Weight(format, params, shape)
         empty = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device)) if bias else None
         self.register_parameter("bias", empty)
+
+    def _way(self, stored: Stored) -> dict[str, Any]:
+        return super()._way(stored) | {"_weight": dispatch.Weight(stored.format, stored.params, self.shape)}
 
     @classmethod
     def from_packed(
@@ -333,7 +283,7 @@ class PackedLinear(PackedModule):
             if integer.is_direct(product, x.device):
                 held = integer.operands(product, tensors)
             else:
-                held = CACHE.get(self, "codes", lambda: integer.operands(product, tensors))
+                held = CACHE.get(self, ("codes", self.level), lambda: integer.operands(product, tensors))
             return integer.multiply(product, x, held, in_scale)
         q, scale = inputs.split(x, product.activations, in_scale)
         return integer.multiply_by_scales(self._multiply(q, None), scale)
@@ -346,7 +296,7 @@ class PackedLinear(PackedModule):
         product = self._weight.product(x, self._parameters)
         if product is not None:
             return _plus(product, bias)
-        (weight,) = CACHE.get(self, x.dtype, lambda: (formats.decode_stored(self.packed(), x.dtype),))
+        (weight,) = CACHE.get(self, (x.dtype, self.level), lambda: (formats.decode_stored(self._view(), x.dtype),))
         return dispatch.plain_product(x, weight, bias)
 
     @property
@@ -374,7 +324,8 @@ class PackedLinear(PackedModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the stored tensors; what was derived from them is let go before."""
         CACHE.drop(self)
-        self._weight.forget()  # it holds the tensors that are replaced
+        for way in self._ways.values():
+            way["_weight"].forget()  # it holds the tensors that are replaced
         return super()._apply(fn, recurse)
 
 
@@ -383,10 +334,13 @@ class FusedLinears:
 
     def __init__(self, linears: Sequence[PackedLinear]) -> None:
         self.linears = tuple(linears)
-        self._weights = Weights([linear._weight for linear in linears])
+        self._weights: dict[int | None, Weights] = {}  # by the level of the linears, which all have the same
 
     def product(self, x: Tensor) -> Tensor | None:
         """Return what all linears give for x [..., in], behind each other; None: run them singly."""
         if _is_traced():
             return None
-        return self._weights.product(x, [linear._parameters for linear in self.linears])
+        level = self.linears[0].level
+        if level not in self._weights:
+            self._weights[level] = Weights([linear._weight for linear in self.linears])
+        return self._weights[level].product(x, [linear._parameters for linear in self.linears])

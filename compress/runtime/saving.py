@@ -167,3 +167,18 @@ def _has_all(model: nn.Module, names: Collection[str]) -> bool:
     """Return whether the model has modules of these names; of the linears of experts, that of the experts will do."""
     modules = {name for name, _ in model.named_modules()}
     return all(name in modules or name.rsplit(".", 2)[0] in modules for name in names)
+
+
+def check_loaded(name: str, module: PackedModule) -> None:
+    """Check that every tensor came from the checkpoint, and what it holds, and freeze it again.
+
+    Loading marks floating tensors as trainable. Raises CheckpointError.
+    """
+    for key, tensor in module.named_parameters(recurse=False):
+        if tensor.is_meta:  # offloaded, read when it is needed
+            continue
+        if not getattr(tensor, "_is_hf_initialized", False):
+            raise CheckpointError(f"{name}.{key} is not in the checkpoint; download or write it again")
+        if key in module.specs:
+            tensor.requires_grad_(False)
+    module.check(name)

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from compress import formats
 from compress.errors import CheckpointError
-from compress.runtime.linear import CACHE, FusedLinears, PackedLinear
+from compress.runtime.linear import FusedLinears, PackedLinear
+from compress.runtime.weight_cache import CACHE
 from compress.types import PackedWeight, Stored
 
 PLAIN_KEY = "weight"  # the tensor of a linear that is not packed

@@ -22,7 +22,7 @@ SHAPE = (9, 50)
 WHERE = "model.layers.3.mlp.up_proj"
 # Formats without `check` whose tensors hold integers, because no pattern of their bits says more than there is: codes
 # name one of 2^bits levels, points or states, zero points one of 2^bits codes.
-ANY_BITS = {"affine", "columns", "e8p", "int", "kquant", "lowrank", "nf", "pvq", "trellis"}
+ANY_BITS = {"affine", "columns", "e8p", "int", "kquant", "lowrank", "nf", "pvq", "sliced", "trellis"}
 
 # Lossless formats: NaN and infinities are numbers like others there, and what codes are damaged is seen when they are
 # decoded: looking for it in `check` would take as long.

@@ -23,6 +23,8 @@ TRELLIS = {"bits": 2, "state_bits": 12, "tile_rows": 256}
 TERNARY = {"packing": "base3", "group_size": 64}
 KEPT = {"keep": 4, "of": 8, "inner": "int"}
 SIDES = {"rows": 4, "columns": 4}
+PLANES = {**INT, "bits": 8, "planes_of": (2, 2, 4), "kept": 8}
+PARTS = ({"format": "int", "params": INT},) * 2
 
 # format, other parameters, key, what it takes, what it refuses
 LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] = [
@@ -80,6 +82,9 @@ LIMITS: list[tuple[str, dict[str, Any], str, tuple[Any, ...], tuple[Any, ...]]] 
     ("structured", SIDES, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
     ("salient", {}, "salient", (0, 100), (-1,)),
     ("zero", {}, "", (), ()),  # nothing to set
+    ("sliced", PLANES, "kept", (2, 4, 8), (0, 6)),
+    ("sliced", PLANES, "planes_of", ((2, 2, 4), (2, 1, 1, 4)), ((8, 8), (2, 6))),
+    ("nested", {"parts": PARTS}, "levels", ((4, 8), (1, 2)), ((8, 4), (4,), (4, 4, 8), (0, 4))),
     ("columns", {}, "bits", (2, 4, 8, 16), (3, 5, 32)),
     ("columns", {"bits": 4}, "group_size", (-1, 1, 100), (0, -2)),
     ("columns", {}, "dtype", ("bfloat16", "float16", "float32"), ("int8",)),
@@ -126,5 +131,7 @@ def test_formats_that_give_single_rows() -> None:
         "grid",
         "int",
         "kquant",
+        "nested",
+        "sliced",
         "ternary",
     ]

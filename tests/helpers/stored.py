@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from compress import formats, plugins
-from compress.formats import codebook, columns, dense, exponents, sparse, ternary
+from compress.formats import codebook, columns, dense, exponents, nested, sliced, sparse, ternary
+from compress.formats import int as int_format
 from compress.numerics.packing import pack_stream
 from compress.types import PackedWeight, Stored
 from helpers import problems
@@ -169,8 +171,24 @@ def samples(name: str, shape: tuple[int, int]) -> list[PackedWeight]:
         return [method.quantize(weight, stats, method.Config(**settings)).weight for method, settings in asked] + former
     if name == "columns":  # what methods wrote row by row
         return columnar(weight, ({}, {"bits": 3, "group_size": 16, "symmetric": False}, {"bits": 8, "group_size": 32}))
+    if name in ("nested", "sliced"):
+        return of_levels(name, shape)
     module = plugins.load("formats", name)
     return [PackedWeight(Stored(name, module.Params()), module.pack(weight, module.Params()), shape)]
+
+
+def of_levels(name: str, shape: tuple[int, int]) -> list[PackedWeight]:
+    """Random weights of formats with levels: sums of parts of several formats, and planes below one scale."""
+    if name == "sliced":
+        settings: list[tuple[tuple[int, ...], int, bool]] = [((2, 2), 16, True), ((2, 2, 4), 32, False)]
+        made = [sliced.params_for(*each, shape[1]) for each in settings]
+        return [random_weight(name, params, shape) for params in (*made, dataclasses.replace(made[1], kept=4))]
+    integers = [
+        random_weight("int", int_format.params_for(bits, 32, symmetric, shape[1]), shape, bits)
+        for bits, symmetric in ((4, True), (3, False), (2, True))
+    ]
+    trits = random_weight("ternary", ternary.Params("base3", 64), shape)
+    return [nested.join(integers[:2], (4, 7)), nested.join([trits, *integers[1:]], (2, 5, 7))]
 
 
 def columnar(weight: Tensor, settings: Sequence[dict[str, Any]]) -> list[PackedWeight]:

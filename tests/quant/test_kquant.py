@@ -225,6 +225,6 @@ def test_rows_are_looked_up_and_joined(type: str) -> None:
         format.cut(packed.tensors, packed.params, packed.shape, part, range(COLUMNS))[1]
         for part in (range(0, 16), range(16, 32), range(32, 40))
     ]
-    joined = format.join_rows(parts)
+    joined = format.join_rows(parts, packed.params)
     assert joined.keys() == packed.tensors.keys()
     assert all(torch.equal(joined[name], tensor) for name, tensor in packed.tensors.items())

@@ -70,7 +70,7 @@ def test_a_tile_of_gptq_is_a_weight_of_its_rows(config: gptq.Config) -> None:
     parts = [gptq.quantize(weight[rows], stats, config).weight.tensors for rows in row_tiles(gptq, config)]
     whole = in_tiles(gptq, config, [[0, 1, 2]])
     assert whole.tensors.keys() == parts[0].keys()
-    joined = int_format.join_rows(parts)
+    joined = int_format.join_rows(parts, whole.params)
     assert all(torch.equal(tensor, joined[key]) for key, tensor in whole.tensors.items())
 
 

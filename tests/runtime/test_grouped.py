@@ -264,11 +264,11 @@ def test_a_module_runs_its_experts_together_while_they_are_what_they_were() -> N
     wanted = exact(linears_of(made), x, ids, weights)
     for _ in range(2):
         assert apart(made(x, ids, weights), wanted) < 2e-3
-    runner = made.__dict__["_runner"]
+    runner = made.__dict__["_runners"][None]
     assert runner.together is not None
     other = copy.deepcopy(made)
-    assert other.__dict__["_runner"] is None and torch.equal(other(x, ids, weights), made(x, ids, weights))
-    assert made(x, ids, weights) is not None and made.__dict__["_runner"] is runner
+    assert other.__dict__["_runners"][None] is None and torch.equal(other(x, ids, weights), made(x, ids, weights))
+    assert made(x, ids, weights) is not None and made.__dict__["_runners"][None] is runner
     made.set_submodule("0.up_proj", weight(99, SHAPES["up_proj"], "int4", False))
     assert apart(made(x, ids, weights), exact(linears_of(made), x, ids, weights)) < 2e-3
     linear = made.get_submodule("1.down_proj")
@@ -280,7 +280,7 @@ def test_a_module_runs_its_experts_together_while_they_are_what_they_were() -> N
     hook.remove()
     made(x, torch.ones_like(ids), weights)
     assert seen == ["seen"], "a linear that is watched is called"
-    assert made.__dict__["_runner"].together is not None, made.__dict__["_runner"].reason
+    assert made.__dict__["_runners"][None].together is not None, made.__dict__["_runners"][None].reason
 
 
 def test_gradients_pass() -> None:

@@ -19,7 +19,8 @@ from compress.kernels.cpu import emitter
 from compress.runtime import activation_quant as inputs
 from compress.runtime import integer
 from compress.runtime.activation_quant import quantize
-from compress.runtime.linear import CACHE, CACHE_LIMIT_NBYTES, PackedLinear, set_cache_limit
+from compress.runtime.linear import PackedLinear
+from compress.runtime.weight_cache import CACHE, CACHE_LIMIT_NBYTES, set_cache_limit
 from compress.types import Activations, PackedWeight, Stored
 from helpers.cpu_weights import is_real
 from helpers.pico import round_to_nearest

@@ -15,7 +15,8 @@ from compress import formats
 from compress.formats import dense, lowrank
 from compress.formats import int as int_format
 from compress.runtime import linear
-from compress.runtime.linear import CACHE, CACHE_LIMIT_NBYTES, PackedLinear, set_cache_limit
+from compress.runtime.linear import PackedLinear
+from compress.runtime.weight_cache import CACHE, CACHE_LIMIT_NBYTES, set_cache_limit
 from compress.types import Activations, LowRank, PackedWeight, Stored
 from helpers.pico import round_to_nearest
 

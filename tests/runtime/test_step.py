@@ -56,7 +56,7 @@ def test_families_decode_by_a_program(name: str, rows: int) -> None:
     expected = generated(model, ids, mask)
     decode.install(model)
     got = generated(model, ids, mask)
-    assert list(step_of(model).running) == [(rows, 1)]
+    assert list(step_of(model).running) == [decode.ProgramKey(rows, 1, 1)]
     assert torch.equal(got[0], expected[0])
     assert_close(got[1], expected[1])
 

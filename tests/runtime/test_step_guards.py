@@ -165,13 +165,13 @@ def test_buffers_die_with_their_cache() -> None:
 def test_positions_that_change_frequencies_make_no_new_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rotary module that replaces its own buffers with each token is called, not read."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    results, made, make = [], list[Any](), decode._make
+    results, made, make = [], list[Any](), decode.StepProgram
 
     def count(*args: Any) -> Any:
         made.append(make(*args))
         return made[-1]
 
-    monkeypatch.setattr(decode, "_make", count)
+    monkeypatch.setattr(decode, "StepProgram", count)
     for is_installed in (False, True):
         model = build("llama", {"rope_parameters": rope, "max_position_embeddings": 16})
         if is_installed:

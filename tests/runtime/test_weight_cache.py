@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from compress.runtime.linear import WeightCache
+from compress.runtime.weight_cache import WeightCache
 
 
 class Sized:

@@ -65,24 +65,29 @@ class Quantize(Emitter):
 
 class Finish(Writer):
     """Writes sums float32 [rows, stored rows] as [rows, outputs] of a type, in rows of `width`, times scale / divisor
-    and the scales of the outputs where there are any."""
+    and the scales of the outputs where there are any.
 
-    def __init__(self, dtype: torch.dtype, divisor: float, scaled: bool, by_row: bool) -> None:
-        super().__init__("finish", "sums scale row_scales out", "rows stored_rows outputs width", dtype)
-        sums, scale, row_scales, out = self.pointers
+    kinds: divisor, whether there is a scale, and whether there are scales of outputs; several, where the sums of as
+    many weights are added.
+    """
+
+    def __init__(self, dtype: torch.dtype, *kinds: tuple[float, bool, bool]) -> None:
+        pointers = " ".join(f"sums{k} scale{k} row_scales{k}" for k in range(len(kinds)))
+        super().__init__("finish", f"{pointers} out", "rows stored_rows outputs width", dtype)
+        *given, out = self.pointers
         count, stored, outputs, width = self.integers
-        b = self.b
-        factor = None
-        if scaled:
-            factor = b.fmul(self.load(scale, self.i64(0), self.float), self.float(1 / divisor))
-            factor = self.splat(factor, LANES)
+        b, factors = self.b, []
+        for k, (divisor, scaled, _) in enumerate(kinds):
+            scale = self.load(given[3 * k + 1], self.i64(0), self.float) if scaled else None
+            factors.append(None if scale is None else self.splat(b.fmul(scale, self.float(1 / divisor)), LANES))
         with self.loop(count) as row, self.loop(b.udiv(stored, self.i64(LANES))) as i:
-            column = b.mul(i, self.i64(LANES))
-            values = self.load(sums, b.add(b.mul(row, stored), column), self.float, LANES)
-            if factor is not None:
-                values = b.fmul(values, factor)
-            if by_row:
-                values = b.fmul(values, self.load_floats(row_scales, column, torch.float16, LANES))
+            column, values = b.mul(i, self.i64(LANES)), None
+            for k, (_, _, by_row) in enumerate(kinds):
+                part = self.load(given[3 * k], b.add(b.mul(row, stored), column), self.float, LANES)
+                part = part if factors[k] is None else b.fmul(part, factors[k])
+                if by_row:
+                    part = b.fmul(part, self.load_floats(given[3 * k + 2], column, torch.float16, LANES))
+                values = part if values is None else b.fadd(values, part)
             left, place = b.sub(outputs, column), b.add(b.mul(row, width), column)
             rounded = self.rounded(values)
             with b.if_else(b.icmp_signed(">=", left, self.i64(LANES))) as (whole, some):

@@ -6,6 +6,9 @@ Keys have a scale and a minimum for each channel and group of tokens, values for
     scores[m, t] = sum_c (q[m, c] s[g(t), c]) code[t, c] + sum_c q[m, c] min[g(t), c]
     mixed[m, c] = sum_t (p[m, t] s[t, g(c)]) code[t, c] + sum_t p[m, t] min[t, g(c)]
 
+A `lower` plane of codes has bits that follow those of the upper one: code = 2^bits upper + lower, with the scale
+s / 2^bits and the minimum min - s / 2, so that it is read in the same pass.
+
 The factors in brackets are rounded to int16 with a scale of their own for each row m and group (keys) or BLOCK tokens
 (values), so that their error, 2^-16 of the largest, is below that of bfloat16; sums are exact in int32, then float32.
 """
@@ -142,7 +145,19 @@ class PackedEmitter(emitter.Emitter):
 
     def field(self, words: Sequence[Any], field: int) -> Any:
         """Return the codes of a field, from vectors of words of each plane."""
-        return field_codes(self, self.sizes.bits, field, words.__getitem__)
+        bits = self.sizes.bits
+        if not self.sizes.lower:
+            return field_codes(self, bits, field, words.__getitem__)
+        upper, lower = (field_codes(self, bits, field, lambda _, plane=plane: plane) for plane in words)
+        return self.b.or_(self.b.shl(upper, self.constant(self.short, upper.type.count, bits)), lower)
+
+    def line(self, scale: Any, minimum: Any) -> tuple[Any, Any]:
+        """Return the scale and the minimum of whole codes, from those that are stored, float vectors."""
+        if not self.sizes.lower:
+            return scale, minimum
+        b, lanes = self.b, scale.type.count
+        half = b.fmul(scale, self.splat(self.float(0.5), lanes))
+        return b.fmul(scale, self.splat(self.float(2.0**-self.sizes.bits), lanes)), b.fsub(minimum, half)
 
     def largest(self, vectors: Sequence[Any]) -> Any:
         """Return the largest element of float vectors, a scalar."""
@@ -197,8 +212,10 @@ class _AffineScores(PackedEmitter):
         for c in range(0, width, LANES):
             place = b.add(b.mul(group, self.i64(width)), self.i64(c))
             q = self.load(self.q, self.i64(m * width + c), self.float, LANES)
-            products.append(b.fmul(q, self.load_floats(self.scales, place, torch.float16, LANES)))
-            bias = self.multiply_add(q, self.load_floats(self.minima, place, torch.float16, LANES), bias)
+            stored = (self.load_floats(pointer, place, torch.float16, LANES) for pointer in (self.scales, self.minima))
+            scale, minimum = self.line(*stored)
+            products.append(b.fmul(q, scale))
+            bias = self.multiply_add(q, minimum, bias)
         sizes = [self.intrinsic(f"llvm.fabs.v{LANES}f32", x.type, x) for x in products]
         factor, scale = self.factors(self.largest(sizes))
         shorts = [b.trunc(self.nearest(x, factor), self.vector(self.short, LANES)) for x in products]
@@ -271,8 +288,10 @@ class _AffineMix(PackedEmitter):
             at = b.add(b.add(b.mul(self.stride, self.i64(m)), token), self.i64(i * per))
             p = self.load(self.p, at, self.float, per)
             p = self.shuffled(p, p, [lane // groups for lane in range(LANES)])
-            products.append(b.fmul(p, self.load_floats(self.scales, place, torch.float16, LANES)))
-            held = self.multiply_add(p, self.load_floats(self.minima, place, torch.float16, LANES), held)
+            stored = (self.load_floats(pointer, place, torch.float16, LANES) for pointer in (self.scales, self.minima))
+            scale, minimum = self.line(*stored)
+            products.append(b.fmul(p, scale))
+            held = self.multiply_add(p, minimum, held)
         self.store(held, self.sums, self.i64(m * LANES))
         factor, scale = self.factors(self.largest(products))
         whole = [self.nearest(x, factor) for x in products]

@@ -67,7 +67,7 @@ class _AffineDecode(Writer, PackedEmitter):
         """The channels of a field from the word `start` on, for the tokens of a group."""
         b, (start, field) = self.b, place
         channel = field * self.sizes.words + start
-        scale, low = (self._factor(pointer, group, channel) for pointer in (self.scales, self.minima))
+        scale, low = self.line(*(self._factor(pointer, group, channel) for pointer in (self.scales, self.minima)))
         with self.loop(self.i64(tokens)) as token:
             row = b.add(first, token)
             words = b.add(b.mul(row, self.i64(self.sizes.words)), self.i64(start))

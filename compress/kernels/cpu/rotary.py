@@ -1,4 +1,4 @@
-"""Make queries, keys and values of one new token a sequence, on a CPU: norms of heads, rotary embedding, cache.
+"""Make queries, keys and values of new tokens of sequences, on a CPU: norms of heads, rotary embedding, cache.
 
 Queries are written to memory of their own, keys and values behind those of the cache, where its tables (see
 compress/kernels/cpu/attention_tables.py) say that they lie. Everything is float32 until it is rounded once.
@@ -28,7 +28,9 @@ class HeadKinds(NamedTuple):
 
 
 class SplitHeads(Rms):
-    """Turns rows of `stride` numbers; cos and sin have `step` numbers from one row to the next."""
+    """Turns rows of `stride` numbers, the new tokens of a sequence behind each other; cos and sin have `step` numbers
+    from one row to the next.
+    """
 
     def __init__(self, kinds: HeadKinds, dtype: torch.dtype) -> None:
         super().__init__("heads", "state cache x cos sin query_weight key_weight q", "rows stride step", dtype)
@@ -36,11 +38,12 @@ class SplitHeads(Rms):
         rows, self.stride, self.step = self.integers
         self.kinds, width = kinds, kinds.width
         b = self.b
-        tokens = self.load(state, self.i64(STATE.index("tokens")), self.index)
+        tokens, new = (self.load(state, self.i64(STATE.index(name)), self.index) for name in ("tokens", "new"))
         held = {name: self.load(cache, self.i64(i), self.index) for i, name in enumerate(CACHE)}
         keys, values = (b.inttoptr(held[name], self.pointer) for name in ("keys", "values"))
-        last = b.sub(tokens, self.i64(1))
+        old = b.sub(tokens, new)
         with self.loop(rows) as row:
+            place = b.udiv(row, new), b.add(old, b.urem(row, new))
             start, turn = b.mul(row, self.stride), b.mul(row, self.step)
             with self.loop(self.i64(kinds.queries)) as head:
                 target = b.mul(b.add(b.mul(row, self.i64(kinds.queries)), head), self.i64(width))
@@ -48,16 +51,16 @@ class SplitHeads(Rms):
                 self._head(source, turn, (self.q, target), kinds.query_norm, query_weight)
             with self.loop(self.i64(kinds.stored)) as head:
                 source = b.add(start, b.mul(b.add(head, self.i64(kinds.queries)), self.i64(width)))
-                target = self._place("key", held, row, head, last)
+                target = self._place("key", held, head, *place)
                 self._head(source, turn, (keys, target), kinds.key_norm, key_weight)
                 source = b.add(source, self.i64(kinds.stored * width))
-                target = self._place("value", held, row, head, last)
+                target = self._place("value", held, head, *place)
                 copy = partial(self._copy, source, (values, target), self.floats(1.0), None, None)
                 self.in_chunks(self.i64(width), LANES, copy)
         b.ret_void()
 
-    def _place(self, name: str, held: dict[str, Any], row: Any, head: Any, token: Any) -> Any:
-        b, places = self.b, ((row, "batch"), (head, "head"), (token, "token"))
+    def _place(self, name: str, held: dict[str, Any], head: Any, sequence: Any, token: Any) -> Any:
+        b, places = self.b, ((sequence, "batch"), (head, "head"), (token, "token"))
         products = [b.mul(index, held[f"{name}_{axis}"]) for index, axis in places]
         return b.add(b.add(products[0], products[1]), products[2])
 

@@ -25,6 +25,7 @@ from compress.kernels.cpu.activations import Finish, Quantize
 from compress.kernels.cpu.emitter import LANES, PRODUCT, TOKENS
 
 ALIGNED = 64  # bytes
+OUT = 3  # place of the outputs among the offsets of `_Steps`
 CALLED = (*PRODUCT.split(), "first", "last")  # arguments that every call of a kernel gives
 WRITTEN = ("out", "first", "last", "start", "stop")  # and those of a decoder
 WEIGHTS_PER_THREAD = 1 << 20  # to decode fewer is not worth waking it
@@ -54,6 +55,11 @@ class Factors:
     scale: int = 0  # address of one float32, over `divisor`; 0: there is none
     rows: int = 0  # address of a float16 for each output
     divisor: float = 1.0
+
+    @property
+    def kind(self) -> tuple[float, bool, bool]:
+        """Return what a function has to know that multiplies with them: divisor, whether there is each factor."""
+        return self.divisor, bool(self.scale), bool(self.rows)
 
     @property
     def by_name(self) -> dict[str, int]:
@@ -184,13 +190,19 @@ class Product(Prepared):
     def multiply(self, rows: ActivationRows, base: int) -> Iterator[CompiledCall]:
         """Yield what writes the products with activations whose integers are at `base`."""
         layout, factors, tokens, steps = self.layout, self.factors, rows.count, self.steps(rows.count, rows.dtype)
-        x16, scales, sums, out, space, _ = [base + offset for offset in steps.offsets]
-        blocks, at = layout.rows // LANES, len(steps.stored)
-        arguments = (*steps.stored, x16, scales, sums, out, space, 0, blocks, *steps.sizes)
-        yield CompiledCall(steps.kernel, arguments, blocks, steps.least, at + 5, at + 4, 4 * layout.space * tokens)
-        yield from self.add(rows, out)
+        out = base + steps.offsets[OUT]
+        yield from self.sum(rows, base, out)
         finish = out, factors.scale, factors.rows, rows.target, tokens, layout.rows, layout.outputs, rows.width
         yield CompiledCall(steps.finish, finish)
+
+    def sum(self, rows: ActivationRows, base: int, out: int) -> Iterator[CompiledCall]:
+        """Yield what writes sums, float32 [rows, rows of the weight], of activations whose integers are at `base`."""
+        steps, blocks = self.steps(rows.count, rows.dtype), self.layout.rows // LANES
+        x16, scales, sums, _, space, _ = [base + offset for offset in steps.offsets]
+        arguments, at = (*steps.stored, x16, scales, sums, out, space, 0, blocks, *steps.sizes), len(steps.stored)
+        nbytes = 4 * self.layout.space * rows.count
+        yield CompiledCall(steps.kernel, arguments, blocks, steps.least, at + 5, at + 4, nbytes)
+        yield from self.add(rows, out)
 
     def steps(self, tokens: int, dtype: torch.dtype) -> _Steps:
         """Return what runs for a number of rows of activations and their type, prepared once."""
@@ -212,7 +224,7 @@ class Product(Prepared):
             llvm.function(Quantize, dtype),
             kernel,
             *kernel.signature.around(CALLED, {**self.stored, **self.sizes, "tokens": tokens}),
-            llvm.function(Finish, dtype, factors.divisor, bool(factors.scale), bool(factors.rows)),
+            llvm.function(Finish, dtype, factors.kind),
             [0, *ends[:-1]],
             ends[-1],
             -(-rows.THREAD // (LANES * layout.columns * tokens)),

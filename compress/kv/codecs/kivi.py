@@ -94,6 +94,10 @@ class PackedInts(Codec):
         """Return the planes of words, the scales and the minima, as kernels take them."""
         return [block[name] for name in self.codes.fields], block["scales"], block["minima"]
 
+    def numbers(self, block: Block) -> Tensor:
+        """Return what scales are multiplied with, [B, h, n, width] float32: the codes."""
+        return self.codes.unpack(block).float()
+
     def reader(self, rows: Tensor, block: Block | None = None) -> Any:
         """Return the kernel that reads the codes (of a block) for queries or probabilities [B, h, m, ...], or None."""
         codes = None if block is None else block["scales"].numel() * self.group
@@ -152,7 +156,7 @@ class ByChannel(PackedInts):
 
     def _group_codes(self, block: Block) -> Tensor:
         """Codes [B, h, group, token, channel] float32."""
-        return self.codes.unpack(block).float().unflatten(2, (-1, self.granularity))
+        return self.numbers(block).unflatten(2, (-1, self.granularity))
 
 
 class ByToken(PackedInts):
@@ -182,7 +186,7 @@ class ByToken(PackedInts):
         return {**self.codes.pack(codes.flatten(-2)), "scales": scales[..., 0], "minima": minima[..., 0]}
 
     def decode(self, block: Block) -> Tensor:
-        codes = self.codes.unpack(block).float().unflatten(-1, (-1, self.group))
+        codes = self.numbers(block).unflatten(-1, (-1, self.group))
         return codes.mul_(block["scales"].float()[..., None]).add_(block["minima"].float()[..., None]).flatten(-2)
 
 

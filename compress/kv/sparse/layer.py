@@ -176,7 +176,7 @@ def picker(codec: Codec) -> Codec | None:
         return codec
     single = copy.copy(codec)
     single.granularity = single.group = 1
-    single.layout = contract.PlanarCodes(codec.bits, codec.codes.padded_channels, 1)
+    single.layout = codec.layout._replace(group=1)
     return single
 
 
@@ -260,7 +260,7 @@ def _key_scores(store: Store, picked: Codec | None, q: Tensor, choice: TokenChoi
         out = q.new_empty(*q.shape[:3], places.shape[-1])
         picked.write_scores(picked.query(q, store.state), block, out)
         return out
-    return q @ _decode(picked, block, places).mT
+    return q @ decode_gathered(picked, block, places).mT
 
 
 def _seen_tokens(piece: QueryPiece, choice: TokenChoice | None, mask: Tensor | None, sizes: list[int]) -> Tensor | None:
@@ -301,7 +301,7 @@ def _mix_values(
     block = gather(store, places)
     if isinstance(picked, kivi.ByToken | lloyd.Lloyd):
         return picked.output(picked.mix(p, block), p.sum(-1, keepdim=True), store.state)
-    return p @ _decode(picked, block, places)
+    return p @ decode_gathered(picked, block, places)
 
 
 def _narrow(p: Tensor, is_read: Tensor) -> tuple[Tensor, TokenChoice]:
@@ -314,7 +314,7 @@ def _narrow(p: Tensor, is_read: Tensor) -> tuple[Tensor, TokenChoice]:
     return chosen * valid[:, :, None], TokenChoice(places[:, :, None], valid[:, :, None])
 
 
-def _decode(picked: Codec, block: Block, places: Tensor) -> Tensor:
+def decode_gathered(picked: Codec, block: Block, places: Tensor) -> Tensor:
     """Decode gathered rows to [B, h, k, width] float32, by compiled code where there is some."""
     if isinstance(picked, kivi.PackedInts):
         out = torch.empty(*places.shape, picked.spec.width, device=places.device)

@@ -35,24 +35,36 @@ Turns = tuple[Tensor, Tensor] | None  # cos and sin [1 or rows, turned]; None: t
 class Assembly:
     """Calls of blocks, in order, made for the memory that they work in."""
 
-    def __init__(self, memory: Memory, hidden: int, threads: int) -> None:
-        self.memory, self.hidden, self.threads = memory, hidden, threads
+    def __init__(self, memory: Memory, hidden: int) -> None:
+        self.memory, self.hidden = memory, hidden
         self.parts: list[CompiledCall | Callable[[], None]] = []
         self.compiled, self.linears = 0, 0  # linears: those that are compiled, and all
-        self._heads: list[HeadSizes] = []
-        self._spaces: list[tuple[int, int]] = []  # of calls of attention: number in `parts`, argument
+        self.heads: list[HeadSizes] = []
+        self.spaces: list[tuple[int, int]] = []  # of calls of attention: number in `parts`, argument
         self.states = memory.tensor("states", hidden)
 
-    def add_block(self, parts: BlockParts, layer: int, turns: Turns, turned: int) -> None:
-        """Add a block. layer: the row of its cache in the tables; turned: channels of a head that are turned.
+    def extend(self, other: Assembly) -> None:
+        """Add what another assembly of the same memory holds."""
+        self.spaces += [(len(self.parts) + number, argument) for number, argument in other.spaces]
+        self.parts += other.parts
+        self.heads += other.heads
+        self.compiled += other.compiled
+        self.linears += other.linears
 
-        Attention or an MLP that was dropped is left out where it adds nothing; of its keys and values the cache shows
-        zeros.
+    def add_attention(self, parts: BlockParts, layer: int, turns: Turns, turned: int) -> None:
+        """Add the attention of a block, with its norms.
+
+        layer: the row of its cache in the tables; turned: channels of a head that are turned. Attention that was
+        dropped is left out where it adds nothing; of its keys and values the cache shows zeros.
         """
-        if not adds_nothing(parts.attention.output, parts.after):
-            source = self._norm(parts.before, self.states, "normed")
-            self._attention(parts.attention, source, layer, turns, turned)
-            self._add(self._norm(parts.after, self.memory.tensor("out", self.hidden), "normed"))
+        if adds_nothing(parts.attention.output, parts.after):
+            return
+        source = self._norm(parts.before, self.states, "normed")
+        self._attention(parts.attention, source, layer, turns, turned)
+        self._add(self._norm(parts.after, self.memory.tensor("out", self.hidden), "normed"))
+
+    def add_mlp(self, parts: BlockParts) -> None:
+        """Add the MLP of a block, with its norms; one that was dropped is left out where it adds nothing."""
         if isinstance(parts.mlp, GatedParts) and adds_nothing(parts.mlp.down, parts.after_mlp):
             return
         source = self._norm(parts.before_mlp, self.states, "normed")
@@ -66,9 +78,9 @@ class Assembly:
         """Add the norm behind the blocks, and return where its result lies."""
         return self._norm(norm, self.states, "normed")
 
-    def finish(self) -> Steps:
-        """Return all that was added, to be run."""
-        return Steps(self)
+    def finish(self, threads: int) -> Steps:
+        """Return all that was added, to be run by so many threads."""
+        return Steps(self, threads)
 
     def _norm(self, norm: nn.Module | None, source: Tensor, name: str) -> Tensor:
         if norm is None:
@@ -87,7 +99,7 @@ class Assembly:
         memory, width = self.memory, sum(each.out_features for each in linears)
         target = memory.tensor(name, width)
         rows = ActivationRows(memory.rows, memory.dtype, source.data_ptr(), target.data_ptr(), width)
-        calls = linear_calls(linears, rows, memory.take)
+        calls = linear_calls(linears, rows, memory.take, memory.new == 1)
         memory.release()
         self.linears += len(linears)
         if calls is not None:
@@ -96,16 +108,16 @@ class Assembly:
             return target
 
         def call() -> None:
-            x, first = source.unsqueeze(1), 0
+            x, first = memory.by_sequence(source), 0
             for each in linears:
-                target[:, first : first + each.out_features] = each(x).squeeze(1)
+                target[:, first : first + each.out_features] = each(x).flatten(0, 1)
                 first += each.out_features
 
         self.parts.append(call)
         return target
 
     def _attention(self, parts: AttentionParts, source: Tensor, layer: int, turns: Turns, turned: int) -> None:
-        memory, dtype, rows = self.memory, self.memory.dtype, self.memory.rows
+        memory, dtype = self.memory, self.memory.dtype
         mixed = self._linear(parts.inputs, source, "heads")
         size = parts.queries * parts.width
         q, out = memory.tensor("queries", size), memory.tensor("attended", size)
@@ -117,18 +129,20 @@ class Assembly:
         if turns is not None and turned:
             turning, step = (turns[0].data_ptr(), turns[1].data_ptr()), turned if turns[0].shape[0] > 1 else 0
         places = (*tables, mixed.data_ptr(), *turning, *weights, q.data_ptr())
-        self.parts.append(CompiledCall(llvm.function(SplitHeads, kinds, dtype), (*places, rows, mixed.shape[1], step)))
+        self.parts.append(
+            CompiledCall(llvm.function(SplitHeads, kinds, dtype), (*places, memory.rows, mixed.shape[1], step))
+        )
         heads = HeadSizes(parts.queries, parts.stored, parts.width, parts.width, parts.scale, parts.softcap)
         if not attention.supports(heads, dtype, dtype):
             raise UnreadableBlockError(f"heads of {parts.width} channels are not attended to here")
         attend, combine = attention.functions(heads, dtype, dtype, dtype)
-        read = 2 * rows * parts.stored * parts.width * USUAL_TOKENS
+        read = 2 * memory.batch * parts.stored * parts.width * USUAL_TOKENS
         least = max(1, SHARES * attention.THREAD // read)
-        self._spaces += [(len(self.parts), 3), (len(self.parts) + 1, 2)]
-        strides = size, parts.width, size
+        self.spaces += [(len(self.parts), 3), (len(self.parts) + 1, 2)]
+        strides = memory.new * size, parts.width, size
         self.parts.append(CompiledCall(attend, (*tables, q.data_ptr(), 0, 0, SHARES, *strides), SHARES, least, 4))
         self.parts.append(CompiledCall(combine, (*tables, 0, out.data_ptr(), 0, SHARES)))
-        self._heads.append(heads)
+        self.heads.append(heads)
         self._linear((parts.output,), out, "out")
 
     def _gate(self, parts: GatedParts, source: Tensor) -> None:
@@ -145,7 +159,7 @@ class Assembly:
         target = self.memory.tensor("out", self.hidden)
 
         def call() -> None:
-            result = module(source.unsqueeze(1))
+            result = module(self.memory.by_sequence(source))
             target.copy_((result[0] if isinstance(result, tuple) else result).view_as(target))
 
         self.parts.append(call)
@@ -160,16 +174,17 @@ class Assembly:
 class Steps:
     """Programs and modules that run one after the other."""
 
-    def __init__(self, assembly: Assembly) -> None:
-        self.memory, self._heads = assembly.memory, assembly._heads
+    def __init__(self, assembly: Assembly, threads: int) -> None:
+        self.memory, self._heads = assembly.memory, set(assembly.heads)
         self.parts: list[Callable[[], None]] = []
         self._spaces: list[tuple[Program, int, int]] = []
-        spaces, calls = dict(assembly._spaces), list[CompiledCall]()
+        self._space = 0  # the address that they are told
+        spaces, calls = dict(assembly.spaces), list[CompiledCall]()
         wanted: list[tuple[int, int]] = []
 
         def close() -> None:
             if calls:
-                program = Program(calls, assembly.threads)
+                program = Program(calls, threads)
                 self.parts.append(program.run)
                 self._spaces.extend((program, *each) for each in wanted)
                 calls.clear()
@@ -188,11 +203,13 @@ class Steps:
     def reserve(self, tokens: int) -> None:
         """Make room for attention to so many tokens of each sequence."""
         memory = self.memory
-        size = max((attention.space_size(heads, memory.rows, 1, tokens) for heads in self._heads), default=0)
+        size = max((attention.space_size(heads, memory.batch, memory.new, tokens) for heads in self._heads), default=0)
         if memory.space.numel() < size:
             memory.space = torch.empty(size, dtype=torch.float32, device="cpu")
+        if self._space != memory.space.data_ptr():  # another program of this memory may have made it
+            self._space = memory.space.data_ptr()
             for program, record, argument in self._spaces:
-                program.set_argument(record, argument, memory.space.data_ptr())
+                program.set_argument(record, argument, self._space)
 
     def run(self) -> None:
         for part in self.parts:

@@ -1,4 +1,4 @@
-"""Make the program of a model that was read, after each block has given what its own module gives."""
+"""Read blocks, and check that a program of each gives what its own module gives."""
 
 from __future__ import annotations
 
@@ -80,17 +80,18 @@ def _agrees(call: BlockCall, parts: BlockParts, turns: Any, turned: int, like: T
     heads = (parts.attention.stored, parts.attention.width)
     caches = [_cache(call, heads, seed, dtype) for _ in range(2)]
     expected = _call(call, states, caches[0])
-    memory = Memory(rows, dtype, 1)
-    assembly = Assembly(memory, like.shape[2], 1)
+    memory = Memory(rows, 1, dtype, 1)
+    assembly = Assembly(memory, like.shape[2])
     kept: Turns = None if turns is None else (turns[0].reshape(-1, turned or 1), turns[1].reshape(-1, turned or 1))
-    assembly.add_block(parts, 0, kept, turned)
-    steps, layers = assembly.finish(), [_layer(caches[1], call)]
+    assembly.add_attention(parts, 0, kept, turned)
+    assembly.add_mlp(parts)
+    steps, layers = assembly.finish(1), [_layer(caches[1], call)]
     held = Held(layers)
-    held.prepare(memory, [parts.attention.window], None, CACHED, True)
+    held.prepare(memory, [parts.attention.window], None, CACHED)
     steps.reserve(held.longest)
     assembly.states.copy_(states.view(rows, -1))
     steps.run()
-    held.append(layers)
+    held.append(layers, 1)
     of_change, of_all = BOUNDS[dtype]
     got, wanted, before = (each.double().view(rows, -1) for each in (assembly.states, expected, states))
     bound = of_change * (wanted - before).norm() + of_all * wanted.norm()

@@ -18,8 +18,13 @@ from compress.runtime.linear import PackedLinear, is_plain_linear
 from compress.types import IN_THRESHOLD
 
 
-def linear_calls(linears: Sequence[nn.Module], rows: ActivationRows, take: Take) -> list[CompiledCall] | None:
-    """Return what writes what all linears give for rows, behind each other; None if one has to be called itself."""
+def linear_calls(
+    linears: Sequence[nn.Module], rows: ActivationRows, take: Take, is_single: bool
+) -> list[CompiledCall] | None:
+    """Return what writes what all linears give for rows, behind each other; None if one has to be called itself.
+
+    is_single: each row is the only new token of its sequence.
+    """
     plain = [each for each in linears if is_plain_linear(each)]
     if len(plain) == len(linears):
         return _plain_calls(plain, rows, take)
@@ -35,7 +40,7 @@ def linear_calls(linears: Sequence[nn.Module], rows: ActivationRows, take: Take)
                 return list(calls)
     calls, size = list[CompiledCall](), rows.dtype.itemsize
     for each in packed:
-        own = _packed_calls(each, rows, take)
+        own = _packed_calls(each, rows, take, is_single)
         if own is None:
             return None
         calls += own
@@ -67,7 +72,7 @@ def _kernel(linear: PackedLinear, rows: ActivationRows) -> Any:
     return linear._weight.prepared(like, linear._parameters)
 
 
-def _packed_calls(linear: PackedLinear, rows: ActivationRows, take: Take) -> list[CompiledCall] | None:
+def _packed_calls(linear: PackedLinear, rows: ActivationRows, take: Take, is_single: bool) -> list[CompiledCall] | None:
     """Return the calls of one packed linear, None where there are none."""
     kernel, calls, size = _kernel(linear, rows), list[CompiledCall](), rows.dtype.itemsize
     if kernel is None:
@@ -82,7 +87,8 @@ def _packed_calls(linear: PackedLinear, rows: ActivationRows, take: Take) -> lis
         given = given._replace(source=turned)
     if after is not None:
         given = given._replace(target=take(rows.count * outputs * size), width=outputs)
-    products = kernel.calls(given, take) if linear.sparse_tokens is None else _sparse_calls(linear, kernel, given, take)
+    reads_all = linear.sparse_tokens is None or not (is_single or linear.sparse_tokens == "all")
+    products = kernel.calls(given, take) if reads_all else _sparse_calls(linear, kernel, given, take)
     if products is None:
         return None
     calls += products

@@ -11,25 +11,34 @@ TOKENS, NEW, BATCH, STARTS = range(len(STATE))
 
 
 class Memory:
-    """Tensors and scratch memory at fixed addresses, for `rows` new tokens, one of each sequence."""
+    """Tensors and scratch memory at fixed addresses, for `new` tokens of each of `batch` sequences.
 
-    def __init__(self, rows: int, dtype: torch.dtype, layers: int) -> None:
-        self.rows, self.dtype = rows, dtype
+    All programs of passes of this shape may share it: one runs at a time.
+    """
+
+    def __init__(self, batch: int, new: int, dtype: torch.dtype, layers: int) -> None:
+        self.batch, self.new, self.dtype = batch, new, dtype
+        self.rows = batch * new
+        self.places: list[tuple[int, int]] = []  # that the tables say (caches.py)
         self._tensors: dict[tuple[str, int], Tensor] = {}
         self._slots: list[Tensor] = []  # scratch memory of calls that follow each other
         self._old: list[Tensor] = []  # what was too small for later ones
         self._slot = 0
         self.states = torch.zeros(layers, len(STATE), dtype=torch.int64, device="cpu")
-        self.states[:, NEW], self.states[:, BATCH] = 1, rows
+        self.states[:, NEW], self.states[:, BATCH] = new, batch
         self.caches = torch.zeros(layers, len(CACHE), dtype=torch.int64, device="cpu")
-        self.starts = torch.zeros(layers, rows, dtype=torch.int64, device="cpu")
+        self.starts = torch.zeros(layers, batch, dtype=torch.int64, device="cpu")
         self.space = torch.empty(0, dtype=torch.float32, device="cpu")  # of attention
 
-    def tensor(self, name: str, width: int, rows: int = 0) -> Tensor:
-        """Return the tensor [rows, width] of a name, which blocks share; rows 0: one for each sequence."""
+    def tensor(self, name: str, width: int) -> Tensor:
+        """Return the tensor [rows, width] of a name, which blocks share; a row is a new token."""
         if (name, width) not in self._tensors:
-            self._tensors[name, width] = torch.zeros(rows or self.rows, width, dtype=self.dtype, device="cpu")
+            self._tensors[name, width] = torch.zeros(self.rows, width, dtype=self.dtype, device="cpu")
         return self._tensors[name, width]
+
+    def by_sequence(self, rows: Tensor) -> Tensor:
+        """Return rows [rows, width] as modules read them, [batch, new, width]."""
+        return rows.view(self.batch, self.new, -1)
 
     def take(self, nbytes: int) -> int:
         """Return the address of scratch memory that is used until `release`."""

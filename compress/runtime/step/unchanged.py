@@ -35,21 +35,28 @@ class Unchanged:
         self._sized: list[dict[Any, Any]] = [*self._own, *self._hooks]  # what is added to them shows in their lengths
         self._sizes, self._has_idle = list(map(len, self._sized)), any(self._hooks)
         self._ids, self._is_tensor, self._addresses = self._look(None)
-        kernels = [each._weight._kernel for each in known if isinstance(each, PackedLinear)]
-        self._kernels = [ref(kernel) for kernel in kernels if kernel is not None]
-        sparse = [each for each in known if isinstance(each, PackedLinear) and each.sparsity is not None]
-        self._sparse = [vars(each) for each in sparse]
+        self._packed = [each for each in known if isinstance(each, PackedLinear)]
+        self._kernels: dict[int, Any] = {}
+        self.note_kernels()
+        self._sparse = [vars(each) for each in self._packed if each.sparsity is not None]
         self._reads_all = self._look_at_sparse()
         self.is_plain = self._has_no_hooks() and all(tensor.is_cpu for tensor in self._tensors())
 
     def holds(self) -> bool:
         """Return whether nothing has changed."""
-        is_sized = list(map(len, self._sized)) == self._sizes and not self._has_idle
-        if not is_sized and not self._has_no_hooks():
+        sizes = list(map(len, self._sized))
+        if (sizes != self._sizes or self._has_idle) and not self._has_no_hooks():
             return False
+        self._sizes = sizes  # of attributes that others have marked modules with
         ids, _, addresses = self._look(self._is_tensor)
         is_same = ids == self._ids and addresses == self._addresses and self._reads_all == self._look_at_sparse()
-        return is_same and None not in [kernel() for kernel in self._kernels]
+        return is_same and None not in [kernel() for kernel in self._kernels.values()]
+
+    def note_kernels(self) -> None:
+        """Add the kernels of packed linears at their present levels to what must not go."""
+        for each in self._packed:
+            if (kernel := each._weight._kernel) is not None:
+                self._kernels[id(kernel)] = ref(kernel)
 
     def _look(self, is_tensor: list[bool] | None) -> tuple[list[int], list[bool], list[int]]:
         values: list[Any] = list(chain.from_iterable(map(_values, self._parts)))
