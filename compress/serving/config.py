@@ -9,22 +9,32 @@ from typing import Any
 import torch
 
 from compress.formats import stored
-from compress.runtime import hf
+from compress.runtime import hf, levels
 from compress.runtime.expert_layouts import PROJECTIONS
 from compress.serving.parts import Totals
 from compress.types import Pruning, Stored
+
+LEVEL = "level"  # a key of `quantization_config`: a directory is then that level of the weights in its files
 
 
 class PackedModules:
     """The linears, experts and tables of a checkpoint, and what an engine's process holds of them."""
 
-    def __init__(self, config: hf.CompressConfig) -> None:
-        """Read the lists of `quantization_config`; CheckpointError if they cannot be meant."""
+    def __init__(self, packed: Mapping[str, Any]) -> None:
+        """Read the lists of `quantization_config`; CheckpointError if they cannot be meant.
+
+        What is stored beyond a `level` is listed, too: an engine's loader must know where its tensors belong.
+        """
+        config = hf.CompressConfig.read({key: value for key, value in packed.items() if key != LEVEL})
         self.stored: dict[str, Stored] = {name: hf.scheme(config, name) for name in config.modules}
         self.pruning: dict[str, Pruning] = {
             name: stored.from_table(Pruning, values, f"quantization_config: experts: {name}")
             for name, values in config.experts.items()
         }
+        self.level: int | None = packed.get(LEVEL)  # that is computed with; None: whole weights
+        if self.level is not None:
+            levels.check_level(self.level, levels.levels_of(self.stored.values()), "this checkpoint")
+        self.kv_cache = config.kv_cache
         self.drafts: dict[str, Any] = dict(config.draft_heads)  # those that are in draft heads, a model of their own
         self.renamed: dict[str, str] = {}  # expressions of names in the checkpoint -> what the engine looks for
         self.totals = Totals()
@@ -108,10 +118,11 @@ def names_of_tables(listed: Collection[str]) -> list[str]:
 class PackedConfig:
     """`quantization_config` of config.json, with the names that an engine's modules have; the base of its own class."""
 
-    def __init__(self, config: hf.CompressConfig) -> None:
+    def __init__(self, packed: Mapping[str, Any]) -> None:
         """Read the lists; the engine's own class does what it can with `kv_cache`."""
         super().__init__()
-        self.listed, self.kv_cache = PackedModules(config), config.kv_cache
+        self.listed = PackedModules(packed)
+        self.kv_cache = self.listed.kv_cache
 
     def get_name(self) -> str:
         """Return the name of the method in config.json."""

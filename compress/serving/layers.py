@@ -36,9 +36,9 @@ class PackedLinears(ABC):
     engine: str  # its name in messages
     qkv: type  # the engine's class of layers of queries, keys and values
 
-    def __init__(self, linears: Mapping[str, Stored | None], totals: Totals) -> None:
+    def __init__(self, linears: Mapping[str, Stored | None], listed: PackedModules) -> None:
         """linears: name -> how it is stored, None where it is not packed, in the order of the layer's outputs."""
-        self.linears, self.totals = linears, totals
+        self.linears, self.totals, self.level = linears, listed.totals, listed.level
 
     def create_weights(
         self,
@@ -82,7 +82,7 @@ class PackedLinears(ABC):
                 "serve with transformers"
             )
         shards = [
-            LinearShard(name, stored, region, dtype)
+            LinearShard(name, stored, region, dtype, self.level)
             for (name, stored), region in zip(self.linears.items(), regions, strict=True)
         ]
         setattr(layer, SHARDS_CHILD, FusedShards(shards))
@@ -173,7 +173,7 @@ class PackedExpertLayer:
     def __init__(self, module: str, listed: PackedModules) -> None:
         """module: the experts' name in the checkpoint."""
         self.module, self.listed, self.pruning = module, listed.below(module), listed.pruning.get(module)
-        self.totals = listed.totals
+        self.totals, self.level = listed.totals, listed.level
 
     def build(self, layer: Any, numbers: Iterable[int], share: Share, dtype: torch.dtype, local: LocalNumber) -> None:
         """Give the layer the shards of the experts `numbers`, in their local order, and placeholders."""
@@ -189,7 +189,7 @@ class PackedExpertLayer:
         name = f"{self.module}.{number}.{PROJECTION_OF_SHARD[shard]}"
         if name not in self.listed:
             raise CheckpointError(f"{name} is not listed as packed, but other experts beside it are")
-        return LinearShard(name, self.listed[name], region, dtype)
+        return LinearShard(name, self.listed[name], region, dtype, self.level)
 
     def finish(self, layer: Any, count: int, local: LocalNumber, say: Callable[[str], object]) -> None:
         """Build the experts, whose tensors have all come; arguments and errors as those of `run` and `finish_layer`."""

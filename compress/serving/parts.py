@@ -9,6 +9,9 @@ Ranks of tensor parallelism take rows or columns of a linear, cut exactly (compr
 cut stays whole on every rank, which computes all of it and uses its share of the inputs or outputs: right, but nothing
 is saved. `Totals` tells how much that is. Where inputs are rounded with the scale of a token and ranks have different
 columns of it, each rank rounds with the scale of its own columns, so that numbers differ within the rounding.
+
+At a level of a checkpoint (compress/formats/levels.py) tensors beyond it are passed over. What a model that was loaded
+before holds, as the target of a draft model does, is not held twice (sharing.py).
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from torch import Tensor, nn
 
 from compress import formats
 from compress.errors import CheckpointError
+from compress.formats import levels
 from compress.runtime.linear import FusedLinears, PackedLinear
 from compress.runtime.weight_cache import CACHE
+from compress.serving.sharing import share
 from compress.types import PackedWeight, Stored
 
 PLAIN_KEY = "weight"  # the tensor of a linear that is not packed
@@ -71,43 +76,61 @@ class LinearShard(nn.Module):
     Its tensors come one by one. With the last of them it is cut and built.
     """
 
-    def __init__(self, name: str, stored: Stored | None, region: Region, dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, stored: Stored | None, region: Region, dtype: torch.dtype, level: int | None = None
+    ) -> None:
         """Wait for the tensors of a linear; stored: None where it is not packed, and gets the type `dtype`.
 
+        level: of its levels, the one that is computed with; None: the whole weight.
         Raises CheckpointError if transforms of the linear cannot have this shape.
         """
         super().__init__()
-        self.name, self.stored, self.region, self.dtype = name, stored, region, dtype
+        self.name, self.region, self.dtype = name, region, dtype
+        self.shared_nbytes = 0  # of tensors that another model in this process holds
         self.whole_because: str | None = None  # why it could not be cut
         self.linears = nn.ModuleList()  # one for each range of rows, once all tensors are here
         self._arrived: dict[str, Tensor] = {}
         try:
-            self.specs = {PLAIN_KEY: (region.shape, dtype)} if stored is None else formats.specs(stored, region.shape)
+            self.specs = self._needed = self._specs_of(stored)
+            if stored is not None and level is not None:
+                stored = levels.at_level(stored, level)
+                self._needed = self._specs_of(stored)
         except ValueError as error:
             raise CheckpointError(f"quantization_config: {name}: {error}") from error
-        if not self.specs:  # zeros, of which nothing comes
+        self.stored = stored
+        if not self._needed:  # zeros, of which nothing comes
             self._build({})
+
+    def _specs_of(self, stored: Stored | None) -> dict[str, formats.Spec]:
+        shape = self.region.shape
+        return {PLAIN_KEY: (shape, self.dtype)} if stored is None else formats.specs(stored, shape)
 
     def load(self, key: str, tensor: Tensor, device: torch.device | str) -> None:
         """Take a copy of the stored tensor `key` to a device; CheckpointError if it does not belong here."""
         if key not in self.specs:
             raise CheckpointError(f"{self.name}.{key} is no tensor of this linear; it has {', '.join(self.specs)}")
+        if key not in self._needed:
+            return
         self._arrived[key] = tensor.to(device, copy=True)
-        if len(self._arrived) == len(self.specs):
+        if len(self._arrived) == len(self._needed):
             self._build(self._arrived)
             self._arrived = {}
 
     def check(self) -> None:
         """Raise CheckpointError with the name of the first tensor that did not come."""
         if not self.linears:
-            missing = next(key for key in self.specs if key not in self._arrived)
+            missing = next(key for key in self._needed if key not in self._arrived)
             raise CheckpointError(f"{self.name}.{missing} is not in the checkpoint; download or write it again")
 
     def _build(self, tensors: dict[str, Tensor]) -> None:
+        self.linears = nn.ModuleList(self._linears_of(tensors))
+        for number, linear in enumerate(self.linears):
+            self.shared_nbytes += share((self.name, self.region, number), linear)
+
+    def _linears_of(self, tensors: dict[str, Tensor]) -> list[nn.Module]:
         region = self.region
         if self.stored is None:
-            self.linears = nn.ModuleList(self._plain(tensors[PLAIN_KEY], rows) for rows in region.rows)
-            return
+            return [self._plain(tensors[PLAIN_KEY], rows) for rows in region.rows]
         weight = PackedWeight(self.stored, tensors, region.shape)
         formats.check(weight, self.name)
         weight = formats.read_all(weight)  # an engine has tokens of several requests in one call
@@ -115,7 +138,7 @@ class LinearShard(nn.Module):
             weights = [formats.cut(weight, rows, region.columns) for rows in region.rows]
         except ValueError as error:
             self.whole_because, weights = str(error), [weight]
-        self.linears = nn.ModuleList(PackedLinear.from_packed(each) for each in weights)
+        return [PackedLinear.from_packed(each) for each in weights]
 
     def _plain(self, weight: Tensor, rows: range) -> nn.Linear:
         if tuple(weight.shape) != self.region.shape:
@@ -205,6 +228,7 @@ class Totals:
     def __init__(self) -> None:
         self.waiting = 0  # layers that are not finished
         self.count, self.nbytes = 0, 0  # packed linears, and their stored bytes on this rank
+        self.shared = 0  # bytes of them that another model in this process holds
         self.sparse = 0  # linears that leave inputs unread in transformers
         self.whole: dict[str, int] = {}  # why linears could not be cut -> their bytes
 
@@ -216,22 +240,24 @@ class Totals:
         for shard in shards:
             if shard.stored is not None:
                 self.sparse += shard.stored.sparsity is not None
-                self.add(sum(tensor.nbytes for tensor in shard.parameters()), shard.whole_because)
+                self.add(sum(tensor.nbytes for tensor in shard.parameters()), shard.whole_because, shard.shared_nbytes)
         self.waiting -= 1
         if self.waiting:
             return []
         CACHE.limit = CACHE.nbytes
         return self.lines()
 
-    def add(self, nbytes: int, whole_because: str | None) -> None:
-        """Add the stored bytes of a linear or a table."""
-        self.count, self.nbytes = self.count + 1, self.nbytes + nbytes
+    def add(self, nbytes: int, whole_because: str | None, shared: int = 0) -> None:
+        """Add the stored bytes of a linear or a table; shared: those of them that another model holds."""
+        self.count, self.nbytes, self.shared = self.count + 1, self.nbytes + nbytes, self.shared + shared
         if whole_because is not None:
             self.whole[whole_because] = self.whole.get(whole_because, 0) + nbytes
 
     def lines(self) -> list[str]:
-        """Return log lines: bytes on this rank, linears that could not be split, weights kept decoded."""
+        """Return log lines: bytes on this rank, shared ones, linears that could not be split, weights kept decoded."""
         lines = [f"{self.count} packed weights, {self.nbytes / MIB:.1f} MiB on this rank"]
+        if self.shared:
+            lines.append(f"{self.shared / MIB:.1f} MiB of them are tensors of the model that was loaded before")
         if self.whole:
             reasons = "; ".join(sorted(self.whole))
             lines.append(f"{sum(self.whole.values()) / MIB:.1f} MiB of them are whole on every rank: {reasons}")

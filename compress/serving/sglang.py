@@ -63,9 +63,8 @@ class SglangConfig(PackedConfig, QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SglangConfig:
-        read = hf.CompressConfig.read({key: value for key, value in config.items() if key not in ADDED})
-        packed_config = cls(read)
-        if read.kv_cache is not None:
+        packed_config = cls({key: value for key, value in config.items() if key not in ADDED})
+        if packed_config.kv_cache is not None:
             logger.warning(CACHE_NOTE)
         packed_config.packed_modules_mapping = {**FUSED_BY_EVERY_MODEL, **(config.get("packed_modules_mapping") or {})}
         return packed_config
@@ -81,11 +80,11 @@ class SglangConfig(PackedConfig, QuantizationConfig):
         """Return what builds and runs a layer; None or SGLang's own for what is not packed."""
         if isinstance(layer, LinearBase):
             linears = self.listed.linears(prefix, self.packed_modules_mapping)
-            return UnquantizedLinearMethod() if linears is None else SglangLinears(linears, self.listed.totals)
+            return UnquantizedLinearMethod() if linears is None else SglangLinears(linears, self.listed)
         if isinstance(layer, FusedMoE):
             return self._experts(prefix)
         if isinstance(layer, VocabParallelEmbedding) and prefix in self.listed.stored:
-            return SglangTable({prefix: self.listed.stored[prefix]}, prefix, self.listed.totals)
+            return SglangTable({prefix: self.listed.stored[prefix]}, prefix, self.listed)
         return None
 
     def _experts(self, prefix: str) -> SglangExperts | None:
@@ -242,14 +241,14 @@ def _complete_tables(model: Any, listed: PackedModules) -> None:
     layers = {name: each for name, each in model.named_modules() if isinstance(each, VocabParallelEmbedding)}
     for name, layer in layers.items():
         if name in tables and not isinstance(layer.quant_method, SglangTable):
-            _build(layer, SglangTable({name: listed.stored[name]}, name, listed.totals))
+            _build(layer, SglangTable({name: listed.stored[name]}, name, listed))
     is_tied = getattr(model.config, "tie_word_embeddings", False)
     packed = {name: layer for name, layer in layers.items() if name in tables and not isinstance(layer, ParallelLMHead)}
     for name, layer in layers.items():
         is_head = isinstance(layer, ParallelLMHead)
         embedding = _embedding_of(name, layer, packed) if is_head and is_tied and name not in tables else None
         if embedding is not None:
-            _build(layer, SglangTable({}, name, listed.totals))
+            _build(layer, SglangTable({}, name, listed))
             layer.quant_method.tie_weights(layer, embedding)
         if isinstance(layer.quant_method, SglangTable):
             layer.quant_method.is_head = is_head or is_tied  # SGLang may have no layer but the embedding for both

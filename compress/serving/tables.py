@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 from compress import formats
 from compress.errors import CheckpointError
+from compress.formats import levels
 from compress.runtime.embedding import LIKE, PackedEmbedding
 from compress.runtime.linear import PackedLinear
 from compress.serving import parts
-from compress.serving.parts import PLAIN_KEY, Totals
+from compress.serving.config import PackedModules
+from compress.serving.parts import PLAIN_KEY
+from compress.serving.sharing import share
 from compress.types import PackedWeight, Stored
 
 TABLE_CHILD = "table"  # the name of a layer's table among its children
@@ -27,11 +30,21 @@ class TableShard(nn.Module):
     """
 
     def __init__(
-        self, name: str, candidates: Mapping[str, Stored], shape: tuple[int, int], rows: range, dtype: torch.dtype
+        self,
+        name: str,
+        candidates: Mapping[str, Stored],
+        shape: tuple[int, int],
+        rows: range,
+        dtype: torch.dtype,
+        level: int | None = None,
     ) -> None:
-        """candidates: name in the checkpoint -> how it is stored; rows: those of this rank, of `shape`."""
+        """candidates: name in the checkpoint -> how it is stored; rows: those of this rank, of `shape`.
+
+        level: of its levels, the one that is computed with; None: the whole table.
+        """
         super().__init__()
-        self.name, self.shape, self.rows, self.dtype = name, shape, rows, dtype
+        self.name, self.shape, self.rows, self.dtype, self.level = name, shape, rows, dtype, level
+        self.shared_nbytes = 0  # of tensors that another model in this process holds
         self.candidates = {key: stored for key, stored in candidates.items() if _is_possible(stored, shape)}
         self.whole_because: str | None = None  # why it could not be cut
         self.embedding: PackedEmbedding | None = None
@@ -60,15 +73,20 @@ class TableShard(nn.Module):
         if PLAIN_KEY in tensors:
             rows = tensors[PLAIN_KEY][self.rows.start : self.rows.stop].to(self.dtype, copy=True)
             self.plain = nn.Parameter(rows, requires_grad=False)
+            self._share(self)
             return
-        packed = self._weight_of(tensors)
+        packed = levels.view(self._weight_of(tensors), self.level)
         try:
             weight = formats.cut(packed, self.rows, range(self.shape[1]))
         except ValueError as error:
             self.whole_because, weight = str(error), packed
         self.head = PackedLinear.from_packed(weight)
+        self._share(self.head)
         if formats.has_rows(weight.stored):
-            self.embedding = _embedding(weight, self.dtype)
+            self.embedding = _embedding(self.head.packed(), self.dtype)
+
+    def _share(self, module: nn.Module) -> None:
+        self.shared_nbytes = share((self.name, self.shape, self.rows, type(module)), module)
 
     def _weight_of(self, tensors: dict[str, Tensor]) -> PackedWeight:
         """Return the weight in the form that these tensors have."""
@@ -119,9 +137,9 @@ def _embedding(weight: PackedWeight, dtype: torch.dtype) -> PackedEmbedding:
 class PackedTable:
     """Run an embedding, a head, or a head that is tied to an embedding; the base of an engine's own class."""
 
-    def __init__(self, candidates: Mapping[str, Stored], name: str, totals: Totals) -> None:
+    def __init__(self, candidates: Mapping[str, Stored], name: str, listed: PackedModules) -> None:
         """candidates: the tables of the checkpoint that the layer may hold, by name; none: it is not packed."""
-        self.candidates, self.name, self.totals = candidates, name, totals
+        self.candidates, self.name, self.totals, self.level = candidates, name, listed.totals, listed.level
         self.is_tied = False
 
     def create_weights(
@@ -137,7 +155,8 @@ class PackedTable:
         """Give the layer a table [tokens, hidden], of which this rank has some rows, and placeholders."""
         indices = layer.shard_indices
         rows = range(indices.org_vocab_start_index, indices.org_vocab_end_index)
-        table = TableShard(self.name, self.candidates, (layer.org_vocab_size, input_size), rows, params_dtype)
+        shape = (layer.org_vocab_size, input_size)
+        table = TableShard(self.name, self.candidates, shape, rows, params_dtype, self.level)
         setattr(layer, TABLE_CHILD, table)
         self.totals.waiting += 1
 
@@ -164,7 +183,8 @@ class PackedTable:
             if is_head:
                 parts.warm([table.head], table.dtype)
             if not self.is_tied:
-                self.totals.add(sum(tensor.nbytes for tensor in table.head.parameters()), table.whole_because)
+                nbytes = sum(tensor.nbytes for tensor in table.head.parameters())
+                self.totals.add(nbytes, table.whole_because, table.shared_nbytes)
         return table
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:

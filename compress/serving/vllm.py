@@ -33,6 +33,7 @@ from compress.runtime import hf
 from compress.serving import config
 from compress.serving.config import PackedConfig, PackedModules
 from compress.serving.layers import ACTIVATIONS, PackedExpertLayer, PackedLinears, Share
+from compress.serving.sharing import share
 from compress.serving.tables import PackedTable, plain_rows
 from compress.serving.vllm_cache import VllmCache
 from compress.serving.vllm_cache_settings import CheckpointCache
@@ -49,7 +50,7 @@ class VllmConfig(PackedConfig, QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> VllmConfig:
-        return cls(hf.CompressConfig.read(config))
+        return cls(config)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Take the cache of the checkpoint, of which vLLM says here where it lies."""
@@ -75,7 +76,7 @@ class VllmConfig(PackedConfig, QuantizationConfig):
         prefix = prefix.removeprefix(DRAFT)
         if isinstance(layer, LinearBase):
             linears = self.listed.linears(prefix, self.packed_modules_mapping)
-            return UnquantizedLinearMethod() if linears is None else VllmLinears(linears, self.listed.totals)
+            return UnquantizedLinearMethod() if linears is None else VllmLinears(linears, self.listed)
         if isinstance(layer, RoutedExperts):
             return self._experts(layer, prefix)
         if isinstance(layer, VocabParallelEmbedding):
@@ -89,19 +90,18 @@ class VllmConfig(PackedConfig, QuantizationConfig):
         module = self.listed.experts(prefix, projections)
         return None if module is None else VllmExperts(layer.moe_config, module, self.listed)
 
-    def _table(self, layer: VocabParallelEmbedding, prefix: str) -> VllmTable | None:
-        """Return the method of an embedding or a head where the checkpoint packs any of them.
+    def _table(self, layer: VocabParallelEmbedding, prefix: str) -> VllmTable | VllmPlainTable:
+        """Return the method of an embedding or a head.
 
         Some of vLLM's models do not tell an embedding its name: what it holds is then seen by the tensors that come.
         """
         tables = config.names_of_tables(self.listed.stored)
         if not tables:
-            return None
+            return VllmPlainTable(prefix)
         named = bool(prefix) or isinstance(layer, ParallelLMHead)
         names = [prefix] if named and prefix in self.listed.stored else [] if named else tables
-        return VllmTable(
-            {name: self.listed.stored[name] for name in names}, prefix or "the token embeddings", self.listed.totals
-        )
+        candidates = {name: self.listed.stored[name] for name in names}
+        return VllmTable(candidates, prefix or "the token embeddings", self.listed)
 
 
 class VllmLinears(PackedLinears, LinearMethodBase):
@@ -184,13 +184,28 @@ class VllmTable(PackedTable, QuantizeMethodBase):
             logger.info(line)
 
 
+class VllmPlainTable(UnquantizedEmbeddingMethod):
+    """Run an embedding or a head of a checkpoint that packs none; a draft model shares its target's."""
+
+    def __init__(self, prefix: str) -> None:
+        """prefix: the layer's name, which may be empty."""
+        super().__init__()
+        self.prefix = prefix
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Go on as vLLM does, with the weight of an equal layer of the target."""
+        share((self.prefix, type(layer), layer.org_vocab_size, layer.embedding_dim), layer)
+        layer.quant_method = UnquantizedEmbeddingMethod()
+        layer.quant_method.process_weights_after_loading(layer)
+
+
 class _FindsQuantConfig:
     """A layer that learns of our method where the model that builds it does not tell."""
 
     def __init__(self, *sizes: Any, quant_config: Any = None, **options: Any) -> None:
         current = getattr(get_current_vllm_config_or_none(), "quant_config", None)
         if quant_config is None and current is not None and current.get_name() == hf.METHOD and len(sizes) <= 2:
-            quant_config = current if config.names_of_tables(current.listed.stored) else None
+            quant_config = current
         super().__init__(*sizes, quant_config=quant_config, **options)  # type: ignore[call-arg]  # a layer's
 
 
@@ -216,3 +231,4 @@ def register() -> None:
     """Make vLLM know the quantization method "compress"; again does no harm."""
     register_quantization_config(hf.METHOD)(VllmConfig)
     _register_tables()
+    getattr(torch.cpu, "_init_amx", bool)()  # vLLM's attention does not ask Linux for AMX, only its products do

@@ -43,7 +43,8 @@ def answer(asked: dict[str, Any]) -> Any:
     llm = LLM(asked["model"], **options)
     if "rounds" in asked:
         rounds = [generate(llm, each) for each in asked["rounds"]]
-        return {"cache": facts_of_cache(llm), "rounds": rounds, "drafts": counts_of_drafts(llm)}
+        facts = {"cache": facts_of_cache(llm), "drafts": counts_of_drafts(llm), "weights": facts_of_draft_weights(llm)}
+        return {"rounds": rounds, **facts}
     return generate(llm, asked)
 
 
@@ -93,6 +94,17 @@ def counts_of_drafts(llm: Any) -> dict[str, int]:
         return {}
     sums = [each for each in llm.get_metrics() if each.name.startswith("vllm:spec_decode_num_")]
     return {each.name.removeprefix("vllm:spec_decode_num_"): each.value for each in sums if hasattr(each, "value")}
+
+
+def facts_of_draft_weights(llm: Any) -> dict[str, int]:
+    """Bytes of the draft model's linears and tables in this process, and those of them that are the target's."""
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    draft = getattr(getattr(runner, "drafter", None), "model", None)
+    if draft is None:
+        return {}
+    target = {each.untyped_storage().data_ptr() for each in runner.model.parameters() if each.numel()}
+    matrices = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in draft.parameters() if t.dim() > 1}
+    return {"all": sum(matrices.values()), "shared": sum(n for place, n in matrices.items() if place in target)}
 
 
 def serve(words: list[str]) -> None:

@@ -14,6 +14,7 @@ from compress.errors import CheckpointError
 from compress.formats import int as int_format
 from compress.formats import trellis
 from compress.runtime import linear as runtime_linear
+from compress.runtime import weight_cache
 from compress.serving import parts
 from compress.serving.parts import FusedShards, LinearShard, Region, Totals
 from compress.serving.tables import TableShard
@@ -26,9 +27,9 @@ SHAPE = (48, 64)
 
 @pytest.fixture(autouse=True)
 def cache_as_before() -> Iterator[None]:
-    limit = runtime_linear.CACHE.limit
+    limit = weight_cache.CACHE.limit
     yield
-    runtime_linear.set_cache_limit(limit)
+    weight_cache.set_cache_limit(limit)
 
 
 def packed(shape: tuple[int, int] = SHAPE) -> PackedWeight:
@@ -143,13 +144,13 @@ def test_totals_are_said_with_the_last_layer_and_the_cache_grows_no_more() -> No
     totals, weight = Totals(), packed()
     part = part_of(weight, Region.of_rows(SHAPE, range(48)))
     totals.waiting = 2
-    runtime_linear.set_cache_limit(0)
+    weight_cache.set_cache_limit(0)
     parts.warm(parts.linears_of([part]), torch.float32)  # no kernel multiplies float32: it is decoded now
-    assert runtime_linear.CACHE.nbytes == 48 * 64 * 4
+    assert weight_cache.CACHE.nbytes == 48 * 64 * 4
     assert totals.finish([part]) == []
     said = totals.finish([])
     assert said[0].startswith("1 packed weights, 0.0 MiB") and "kept decoded" in said[-1]
-    assert runtime_linear.CACHE.limit == runtime_linear.CACHE.nbytes
+    assert weight_cache.CACHE.limit == weight_cache.CACHE.nbytes
     totals.add(3 << 20, "hadamard mixes all channels")
     assert "3.0 MiB of them are whole on every rank: hadamard mixes all channels" in totals.lines()
 

@@ -17,7 +17,7 @@ import sglang_stand_in as stand_in
 from compress import api, serving
 from compress.errors import CheckpointError, UnsupportedModelError
 from compress.model.load import load_model
-from compress.runtime import linear as runtime_linear
+from compress.runtime import weight_cache
 from compress.serving import parts
 from compress.storage.checkpoint import read_json
 from helpers import pico, runs
@@ -33,13 +33,13 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What SGLang lists, with the plugin registered."""
     forget()
     found = stand_in.install(monkeypatch)
-    limit = runtime_linear.CACHE.limit
+    limit = weight_cache.CACHE.limit
     from compress.serving import sglang
 
     sglang.register()
     sglang.register()  # again does no harm
     yield found
-    runtime_linear.CACHE.limit = limit
+    weight_cache.CACHE.limit = limit
     forget()
 
 
