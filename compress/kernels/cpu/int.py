@@ -83,7 +83,7 @@ class Int(Product):
         if int_bytes.reads(params.bits, span):
             own = int_bytes.count_floats(params.bits, params.tile_words, span, spans * span, tiles, tail)
             space = max(space, own)
-        self._has_tiles, byte_rows = span % SHORTS == 0, int_byte_tiles.least_rows(params.bits, span)
+        self._has_tiles, byte_rows = span % SHORTS == 0, int_byte_tiles.find_least_rows(params.bits, span)
         self._has_bytes = byte_rows > 0
         if self._has_bytes:
             space = max(space, int_byte_tiles.count_floats(spans * span))

@@ -31,7 +31,7 @@ CHAINS = 16  # sums of products that are not waited for, where products are adde
 UNROLLED = 8  # quads of a step of the loop where products of bytes are sums of 16 bits first
 
 
-def least_rows(bits: int, span: int) -> int:
+def find_least_rows(bits: int, span: int) -> int:
     """Return the rows of activations from which this kernel is the fastest; 0 where there is none of it.
 
     Measured with one thread of a Xeon with VNNI and as if it had AVX2 alone, 4096 x 4096 out of memory. Products of
@@ -39,12 +39,12 @@ def least_rows(bits: int, span: int) -> int:
     """
     if span % SHORTS or bits not in (2, 4, BYTE):
         return 0
-    if adds_up():
+    if has_byte_sums():
         return 3
     return {2: 3, 4: 5}.get(bits, 0) if "avx2" in llvm.features() else 0
 
 
-def adds_up() -> bool:
+def has_byte_sums() -> bool:
     """Return whether one instruction adds products of bytes to sums of 32 bits."""
     return {"avx512vnni", "avx512vl", "avx512bw"} <= llvm.features()
 
@@ -152,7 +152,7 @@ class IntByteTiles(IntTiles):
     def _sum_register(self, weights: Any, inputs: Any, quads: int, tokens: int, size: int) -> list[list[Any]]:
         """Return [rows of activations][low, high] int32 sums of the rows of the weight in a register."""
         b, int32, cells = self.b, self.vector(self.word, size // QUAD), PLANES_OF_INPUTS * tokens
-        is_one = adds_up()
+        is_one = has_byte_sums()
         chains = max(1, min(CHAINS // cells, quads)) if is_one else 1
         unrolled = min(quads, max(2, chains) if is_one else UNROLLED)
         totals = [[self.variable(int32) for _ in range(chains)] for _ in range(cells)]
