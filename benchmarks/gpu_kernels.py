@@ -44,6 +44,7 @@ def kernels(device: str) -> list[Case]:
     for bits, state_bits, code in searches if device == "cuda" else [(2, 8, "mul1")]:
         name = f"search {bits} bits, {state_bits} of a state, {code}"
         cases.append(Case(name, functools.partial(search, device, bits, state_bits, code)))
+    cases += [Case(f"sum of two int of {bits} bits", functools.partial(two_planes, device, bits)) for bits in (2, 4)]
     cases.append(Case("columns", functools.partial(step_through, device)))
     for method, bits in [("kivi", 2), ("kivi", 4), ("kivi", 8), ("lloyd", 2), ("lloyd", 3), ("lloyd", 4)]:
         cases.append(Case(f"attention {method} {bits}", functools.partial(attend, device, method, bits)))
@@ -105,6 +106,18 @@ def product(device: str, format: str, params: Any, shape: tuple[int, int]) -> Ro
             worst[f"{rows} rows {kind}"] = apart(poisoned(kernel, x), x.double() @ exact.T)
     assert max(worst.values()) < TOLERANCE[device], f"wrong: {worst}"
     return {"worst": max(worst.values()), "compared": len(worst)}
+
+
+def two_planes(device: str, bits: int) -> Row:
+    """Compare products with a sum of two `int` weights of so many bits, in one launch."""
+    from compress.formats import int as int_format
+    from compress.formats import nested
+    from compress.types import Stored
+
+    shape = SHAPES[device][0]
+    params = int_format.params_for(bits, 32, bits == 4, shape[1])
+    both = nested.params_for([Stored("int", params)] * 2, (bits, 2 * bits))
+    return product(device, "nested", both, shape)
 
 
 def scaled_product(device: str, dtype: str) -> Row:

@@ -26,6 +26,8 @@ pytestmark = [
         ((16, 1024), 2, 256, False),
         ((20, 608), 3, 64, False),
         ((40, 576), 2, 32, False),
+        ((20, 1088), 2, 64, False),
+        ((33, 608), 8, 128, True),
         ((33, 576), 4, 64, True),
         ((20, 1130), 6, 128, True),
     ],
@@ -40,7 +42,7 @@ def test_tiles_give_the_bits_of_single_rows(
     alone = torch.cat([kernel(row[None]) for row in x])
     expected = stored.product(x, weight)
     assert (alone - expected).norm() < 1e-4 * expected.norm()
-    for count in (4, 5, 7, 8, 11, 12, 13, 18, 33):
+    for count in (2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 18, 33):
         assert torch.equal(kernel(x[:count]), alone[:count])
     monkeypatch.setattr(int_tiles, "MOST_TILED", 15)
     assert torch.equal(kernel(x), alone)

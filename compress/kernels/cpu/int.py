@@ -24,8 +24,9 @@ from compress.formats import int as int_format
 from compress.formats.int import NARROW, PLANES, Params
 from compress.kernels import llvm
 from compress.kernels.contract import Decoder, Shape
-from compress.kernels.cpu import emitter, int_bytes, int_tiles, small_matmul
+from compress.kernels.cpu import emitter, int_byte_tiles, int_bytes, int_tiles, small_matmul
 from compress.kernels.cpu.emitter import LANES, PRODUCT
+from compress.kernels.cpu.int_byte_tiles import IntByteTiles
 from compress.kernels.cpu.int_bytes import IntBytes
 from compress.kernels.cpu.int_tiles import SHORT, IntTiles
 from compress.kernels.cpu.integer_totals import integer_totals
@@ -82,6 +83,12 @@ class Int(Product):
         if int_bytes.reads(params.bits, span):
             own = int_bytes.count_floats(params.bits, params.tile_words, span, spans * span, tiles, tail)
             space = max(space, own)
+        self._has_tiles, byte_rows = span % SHORTS == 0, int_byte_tiles.find_least_rows(params.bits, span)
+        self._has_bytes = byte_rows > 0
+        if self._has_bytes:
+            space = max(space, int_byte_tiles.count_floats(spans * span))
+        tiled_rows = int_tiles.least_tiled(params.tile_words, span) if self._has_tiles else emitter.EVERY
+        self._least_tiled = byte_rows or tiled_rows  # rows of activations
         layout = ProductSizes(shape[1], shape[0], spans * span, rows, span, vector, space)
         group = columns if params.group_size == -1 else params.group_size
         stored = {name: tensors[name].data_ptr() for name in (*words(params.bits).split(), "scales")}
@@ -89,7 +96,9 @@ class Int(Product):
         super().__init__(tensors, params, shape, layout, stored | {"zeros": zeros.data_ptr()}, sizes)
         self._settings = (params.bits, params.tile_words, span, params.symmetric, params.scale_dtype, tail > 0)
 
-        self._has_tiles = span % SHORTS == 0
+    @property
+    def _activations(self) -> tuple[Any, ...]:
+        return *super()._activations, self._least_tiled
 
     def most_rows(self, dtype: torch.dtype) -> int:
         if not emitter.widens(dtype):
@@ -104,13 +113,13 @@ class Int(Product):
 
     def kernel(self, tokens: int) -> llvm.Function:
         if self._is_tiled(tokens):
-            return llvm.function(IntTiles, *self._settings)
+            return llvm.function(IntByteTiles if self._has_bytes else IntTiles, *self._settings)
         bits, tile_words = self.params.bits, self.params.tile_words
         reads = int_bytes.reads(bits, self.layout.span) and int_bytes.is_faster(tile_words, tokens)
         return llvm.function(IntBytes if reads else IntSums, *self._settings, tokens)
 
     def _is_tiled(self, tokens: int) -> bool:
-        return self._has_tiles and tokens >= int_tiles.least_tiled(self.params.tile_words, self.layout.span)
+        return tokens >= self._least_tiled
 
     def decoder(self, dtype: torch.dtype) -> Decoder:
         function = llvm.function(_IntRows, *self._settings, dtype)

@@ -9,6 +9,7 @@ bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from itertools import chain
 from typing import Any
@@ -27,6 +28,7 @@ ALIGNED = 64  # bytes
 TOKENS, TOKENS_OF_SMALL = (8, 4, 2, 1), (4, 2, 1)
 SUMS = 16  # registers of sums where there are 32: a product is added to one of them only after the one before is there
 SHORT = 64  # columns of a span, up to which most of the time goes to what is done once for a span
+Put = Callable[[Any, int, Any], None]  # (first, j, turned): pair number first + j of sixteen rows
 MOST_TILED = 128  # rows of activations that are taken at once, for which a weight is decoded once
 
 
@@ -64,12 +66,8 @@ class IntTiles(Writer):
         self.narrow = NarrowTiles(self, planes, PLANES[bits], NARROW, in_row, self.whole)
         self.size = BLOCK_ROWS if "avx512f" in llvm.features() else BLOCK_ROWS // 2  # of the squares that are turned
         with b.goto_block(self._entry):
-            # [pairs of words, rows] of the words of a tile that belong together, for each plane
-            self.turned_words = [
-                [self._memory(self._plane_words(w) // 2) for _ in range(WORDS[w])] for w in PLANES[bits]
-            ]
-            self.turned = self._memory(self.columns // 2)  # [pairs of columns, rows], codes
-            self.by_row = self._memory(NARROW // 2)  # [rows, pairs of columns], of a tile of the tail
+            self._allocate()
+        self._begin()
         with self.loop(last, first) as block:
             self._start(b.mul(block, self.i64(BLOCK_ROWS)))
             self._add_tiles()
@@ -77,6 +75,19 @@ class IntTiles(Writer):
                 self._add_tail()
             self._finish()
         b.ret_void()
+
+    def _allocate(self) -> None:
+        """Take the memory that tiles are decoded to."""
+        # [pairs of words, rows] of the words of a tile that belong together, for each plane
+        self.turned_words = [
+            [self._memory(self._plane_words(w) // 2) for _ in range(WORDS[w])] for w in self.planar.widths
+        ]
+        self.turned = self._memory(self.columns // 2)  # [pairs of columns, rows], codes
+        self.by_row = self._memory(NARROW // 2)  # [rows, pairs of columns], of a tile of the tail
+
+    def _begin(self) -> None:
+        """Write what is done once for all rows of the weight."""
+        return
 
     def _memory(self, pairs: int) -> Any:
         """Take memory for pairs of int16 of sixteen rows."""
@@ -126,14 +137,19 @@ class IntTiles(Writer):
     def _add_tiles(self) -> None:
         b, spans = self.b, self.columns // self.span
         with self.loop(self.tiles) as tile:
-            self._turn_words(tile)
-            with self.loop(self.i64(self.planar.tile_words // 2)) as pair:
-                for block in range(self.planar.fields):
-                    place = b.add(pair, self.i64(block * self.planar.tile_words // 2))
-                    self.store(self._codes(pair, block), self.turned, b.mul(place, self.i64(2 * BLOCK_ROWS)))
+            self._decode_tile(tile)
             with self.loop(self.i64(spans)) as part:
                 u, column = b.add(b.mul(tile, self.i64(spans)), part), b.mul(part, self.i64(self.span))
                 self._add_columns(u, column, self.i64(0), self.span)
+
+    def _decode_tile(self, tile: Any) -> None:
+        """Write the codes of a tile of sixteen rows to `turned`."""
+        b = self.b
+        self._turn_words(tile)
+        with self.loop(self.i64(self.planar.tile_words // 2)) as pair:
+            for block in range(self.planar.fields):
+                place = b.add(pair, self.i64(block * self.planar.tile_words // 2))
+                self.store(self._codes(pair, block), self.turned, b.mul(place, self.i64(2 * BLOCK_ROWS)))
 
     def _turn_words(self, tile: Any) -> None:
         """Write the words of a tile of sixteen rows in the order of `turned_words`."""
@@ -141,7 +157,7 @@ class IntTiles(Writer):
             starts = [self.planar.word_places(tile, self._row(r), plane) for r in range(BLOCK_ROWS)]
             for i, memory in enumerate(self.turned_words[plane]):
                 lines = [of_row[i] for of_row in starts]
-                self._turn(self.planar.planes[plane], lines, self._plane_words(width) // 2, memory)
+                self._turn(self.planar.planes[plane], lines, self._plane_words(width) // 2, self._put(memory))
 
     def _row(self, r: int) -> Any:
         return self.b.add(self.first_row, self.i64(r))
@@ -165,26 +181,45 @@ class IntTiles(Writer):
     def _add_tail(self) -> None:
         b = self.b
         with self.loop(self.tail) as tile:
-            with self.loop(self.i64(BLOCK_ROWS)) as row:
-                codes = self.narrow.codes(tile, b.add(self.first_row, row), 0, NARROW)
-                self.store(codes, self.by_row, b.mul(row, self.i64(NARROW)))
-            self._turn(self.by_row, [self.i64(r * NARROW) for r in range(BLOCK_ROWS)], NARROW // 2, self.turned)
+            self._decode_narrow(tile)
             column = b.add(self.whole, b.mul(tile, self.i64(NARROW)))
             u, inside = (operation(column, self.i64(self.span)) for operation in (b.udiv, b.urem))
             self._add_columns(u, self.i64(0), inside, NARROW)
 
-    def _turn(self, given: Any, lines: list[Any], pairs: int, memory: Any) -> None:
-        """Write [pairs, rows] to memory of sixteen rows of pairs of int16, which begin at `lines` of what is given."""
+    def _decode_narrow(self, tile: Any) -> None:
+        """Write the codes of a tile of the tail of sixteen rows to `turned`."""
+        b = self.b
+        with self.loop(self.i64(BLOCK_ROWS)) as row:
+            codes = self.narrow.codes(tile, b.add(self.first_row, row), 0, NARROW)
+            self.store(codes, self.by_row, b.mul(row, self.i64(NARROW)))
+        lines = [self.i64(r * NARROW) for r in range(BLOCK_ROWS)]
+        self._turn(self.by_row, lines, NARROW // 2, self._put(self.turned))
+
+    def _put(self, memory: Any) -> Put:
+        """Return what writes turned pairs to [pairs, rows]."""
+
+        def put(first: Any, j: int, turned: Any) -> None:
+            self.store(turned, memory, self.b.mul(self.b.add(first, self.i64(j)), self.i64(BLOCK_ROWS)))
+
+        return put
+
+    def _turn(
+        self, given: Any, lines: list[Any], pairs: int, put: Put, arranged: Callable[[Any], Any] = lambda row: row
+    ) -> None:
+        """Turn sixteen rows of pairs of int16, which begin at `lines` of what is given, and `put` them pair by pair.
+
+        arranged: what is done to the vectors of a row before.
+        """
         b, size = self.b, min(self.size, pairs)
         kind = self.vector(self.word, size)
         with self.loop(self.i64(pairs // size)) as i:
             first = b.mul(i, self.i64(size))
             read = [self.at(given, b.add(line, b.mul(first, self.i64(2))), self.short) for line in lines]
-            rows = [b.load(place, typ=kind, align=2) for place in read]
+            rows = [arranged(b.load(place, typ=kind, align=2)) for place in read]
             turned = [transpose(self, rows[row : row + size]) for row in range(0, BLOCK_ROWS, size)]
             for j, parts in enumerate(zip(*turned, strict=True)):
                 whole = parts[0] if len(parts) == 1 else self.shuffled(parts[0], parts[1], range(BLOCK_ROWS))
-                self.store(whole, memory, b.mul(b.add(first, self.i64(j)), self.i64(BLOCK_ROWS)))
+                put(first, j, whole)
 
     def _add_columns(self, u: Any, column: Any, inside: Any, count: int) -> None:
         """Add the products of `count` columns, from a decoded column on, which has the number `inside` in its span."""
@@ -193,15 +228,16 @@ class IntTiles(Writer):
             tiled = b.udiv(b.sub(self.tokens, token), self.i64(tokens))
             with self.loop(tiled) as i:
                 m = b.add(token, b.mul(i, self.i64(tokens)))
-                inputs = b.add(b.mul(b.add(b.mul(u, self.tokens), m), self.i64(self.span)), inside)
-                for t, total in enumerate(self._sum(b.mul(column, self.i64(BLOCK_ROWS)), inputs, count, tokens)):
+                for t, total in enumerate(self._sum(u, m, column, inside, count, tokens)):
                     row = b.add(m, self.i64(t))
                     self._add(row, self._with_inputs(scale, u, row), b.sitofp(total, scale.type))
             token = b.add(token, b.mul(tiled, self.i64(tokens)))
 
-    def _sum(self, weights: Any, inputs: Any, count: int, tokens: int) -> list[Any]:
-        """Return the int32 sums of sixteen rows over `count` columns, for each row of activations."""
+    def _sum(self, u: Any, m: Any, column: Any, inside: Any, count: int, tokens: int) -> list[Any]:
+        """Return the int32 sums of sixteen rows over `count` columns, for each row of activations from `m` on."""
         b, int32 = self.b, self.vector(self.word, LANES)
+        weights = b.mul(column, self.i64(BLOCK_ROWS))
+        inputs = b.add(b.mul(b.add(b.mul(u, self.tokens), m), self.i64(self.span)), inside)
         unrolled = max(2, min(SUMS // tokens, 8))  # pairs of columns in a step of the loop
         parts = unrolled if "avx512f" in llvm.features() else 1  # that are summed apart
         totals = [[self.variable(int32) for _ in range(parts)] for _ in range(tokens)]
@@ -213,8 +249,8 @@ class IntTiles(Writer):
                 w = self.load(
                     self.turned, b.add(weights, b.mul(column, self.i64(BLOCK_ROWS))), self.short, 2 * BLOCK_ROWS
                 )
-                for m, variables in enumerate(totals):
-                    x = self.at(self.x16, b.add(b.add(inputs, column), self.i64(self.span * m)), self.short)
+                for t, variables in enumerate(totals):
+                    x = self.at(self.x16, b.add(b.add(inputs, column), self.i64(self.span * t)), self.short)
                     pair = self.splat(b.load(x, typ=self.word, align=2), LANES)
                     products = self.pair_sums(w, b.bitcast(pair, w.type))
                     b.store(b.add(b.load(variables[part % parts]), products), variables[part % parts])
