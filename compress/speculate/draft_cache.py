@@ -107,9 +107,11 @@ class DraftCache:
         """Return a layer with the tokens of one of the target's that are to be held, chosen ones among them."""
         if layer.is_sliding or not layer.is_initialized:
             return copied(layer)
-        parts = [read_span(layer, 0, SINKS), read_span(layer, self.start, self.length)]
+        parts = [read_span(layer, 0, SINKS)]
         if chosen is not None:
-            parts.insert(1, chosen)
+            parts.append(chosen)
+        if self.length > self.start:  # the text may be shorter than the first tokens
+            parts.append(read_span(layer, self.start, self.length))
         made = DynamicLayer()
         made.update(*(torch.cat(each, 2) for each in zip(*parts, strict=True)))
         return made

@@ -199,6 +199,20 @@ def test_generations_are_those_of_the_target_alone(drafts: str, recipe: Any) -> 
     assert (logits.amax(1) - chosen).max() < (1e-3 if recipe is None else 0.02)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("recipe", [None, PLANES])
+@pytest.mark.parametrize("plugin", [window, retrieved])
+def test_texts_of_few_tokens(plugin: Any, recipe: Any) -> None:
+    model = ready(pico.build("llama", LONG))
+    session = session_of(model, None if recipe is None else make_cache(model.config, recipe, path="fused"), 3)
+    part = plugin.build(plugin.Config(100), session)
+    for token in (5, 6, 7, 8):
+        with part.reduced(session):
+            drafted = session.forward([token])
+            session.crop(1)
+        torch.testing.assert_close(drafted, session.forward([token]), atol=1e-4, rtol=0)
+
+
 def test_a_cache_without_planes_is_refused() -> None:
     session = session_of(pico.build("llama", LONG))
     with pytest.raises(RecipeError, match="upper needs a cache in two planes"):
