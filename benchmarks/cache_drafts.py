@@ -39,12 +39,13 @@ Row = dict[str, Any]
 
 def loaded(path: Path, dtype: str) -> tuple[Any, Any]:
     """Return a model that runs passes by programs, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from compress.kv import generation, hooks
+    from compress.model.load import load_model
     from compress.runtime.step import speed_up
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+    model = load_model(path, dtype=getattr(torch, dtype)).eval()
     speed_up(model)
     hooks.attach(model)
     generation.switch(model)
