@@ -43,7 +43,8 @@ class DraftCache:
             if not isinstance(layer, DynamicLayer | CodedLayer):
                 kind = type(layer).__name__
                 raise RecipeError(f"cache: layer {index} of the cache is a {kind}; draft without a part cache")
-        self.cache, self.is_plain = DynamicCache(), True
+        self.cache: Any = DynamicCache()
+        self.is_plain = True
         self.start = 0  # of the newest tokens that are held
         self.length = 0  # tokens of the text up to the last one that is held
 

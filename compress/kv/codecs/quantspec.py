@@ -49,6 +49,8 @@ class Config:
 class _Planes(kivi.PackedInts):
     """Two planes of codes; the grouping is that of the other base class."""
 
+    upper: Codec
+
     def __init__(self, spec: Spec, config: kivi.Config, upper: Codec) -> None:
         super().__init__(spec, config)
         self.upper = upper
