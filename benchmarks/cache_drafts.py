@@ -39,16 +39,15 @@ Row = dict[str, Any]
 
 def loaded(path: Path, dtype: str) -> tuple[Any, Any]:
     """Return a model that runs passes by programs, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from compress.kv import generation, hooks
+    from compress.model.load import load_model, load_tokenizer
     from compress.runtime.step import speed_up
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+    model = load_model(path, dtype=getattr(torch, dtype)).eval()
     speed_up(model)
     hooks.attach(model)
     generation.switch(model)
-    return model, AutoTokenizer.from_pretrained(path)
+    return model, load_tokenizer(path)
 
 
 def session_of(model: Any, ids: Tensor, kv: str) -> Any:

@@ -24,9 +24,8 @@ PROMPT = 128
 @torch.no_grad()
 def main() -> None:
     """Print a row for each threshold."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from compress import speculate
+    from compress.model.load import load_model, load_tokenizer
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -35,8 +34,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=96)
     args = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    text = AutoTokenizer.from_pretrained(args.model)(args.text.read_text(), return_tensors="pt").input_ids
+    model = load_model(args.model, dtype=torch.float32).eval()
+    text = load_tokenizer(args.model)(args.text.read_text(), return_tensors="pt").input_ids
     how = {"max_new_tokens": args.tokens, "do_sample": True, "top_k": 0, "eos_token_id": None}
     how |= {"return_dict_in_generate": True, "output_logits": True}
     print("| threshold | low | KL | nll | tokens |\n|---|---|---|---|---|")

@@ -25,8 +25,8 @@ from compress.kv.layer import CodedLayer
 from compress.kv.settings import KINDS
 from compress.speculate.session import Session
 
-SINKS = 4  # tokens at the beginning, which are always read
-SLACK = 64  # tokens that the newest ones may grow by, before the oldest of them are left out
+SINK_TOKENS = 4  # always read
+SLACK_TOKENS = 64  # what the newest ones may grow by, before the oldest of them are left out
 
 
 class DraftCache:
@@ -43,7 +43,8 @@ class DraftCache:
             if not isinstance(layer, DynamicLayer | CodedLayer):
                 kind = type(layer).__name__
                 raise RecipeError(f"cache: layer {index} of the cache is a {kind}; draft without a part cache")
-        self.cache, self.is_plain = DynamicCache(), True
+        self.cache: Any = DynamicCache()
+        self.is_plain = True
         self.start = 0  # of the newest tokens that are held
         self.length = 0  # tokens of the text up to the last one that is held
 
@@ -63,8 +64,8 @@ class DraftCache:
     def catch_up(self) -> None:
         """Take over the tokens that the target has verified."""
         length = self.target.get_seq_length()
-        if not self.length or length - self.start > self.recent + SLACK:
-            self.fill(max(SINKS, length - self.recent), length)
+        if not self.length or length - self.start > self.recent + SLACK_TOKENS:
+            self.fill(max(SINK_TOKENS, length - self.recent), length)
         elif length > self.length:
             self.extend(length)
 
@@ -72,13 +73,13 @@ class DraftCache:
         """Hold the first of the target's tokens, and those from `start` up to a length."""
         self.start, self.length = start, length
         self.cache = DynamicCache()
-        self.cache.layers = [self.filled(layer) for layer in self.target.layers]
+        self.cache.layers = [self.fill_layer(layer) for layer in self.target.layers]
 
     def extend(self, length: int) -> None:
         """Add the target's tokens up to a length."""
         for index, (own, layer) in enumerate(zip(self.cache.layers, self.target.layers, strict=True)):
             if isinstance(own, DynamicSlidingWindowLayer):
-                self.cache.layers[index] = copied(layer)
+                self.cache.layers[index] = copy_layer(layer)
             elif own.is_initialized:
                 own.update(*read_span(layer, self.length, length))
         self.length = length
@@ -103,19 +104,21 @@ class DraftCache:
                 layer.crop(-count)
         self.length -= count
 
-    def filled(self, layer: Any, chosen: tuple[Tensor, Tensor] | None = None) -> Any:
+    def fill_layer(self, layer: Any, chosen: tuple[Tensor, Tensor] | None = None) -> Any:
         """Return a layer with the tokens of one of the target's that are to be held, chosen ones among them."""
         if layer.is_sliding or not layer.is_initialized:
-            return copied(layer)
-        parts = [read_span(layer, 0, SINKS), read_span(layer, self.start, self.length)]
+            return copy_layer(layer)
+        parts = [read_span(layer, 0, SINK_TOKENS)]
         if chosen is not None:
-            parts.insert(1, chosen)
+            parts.append(chosen)
+        if self.length > self.start:  # the text may be shorter than the first tokens
+            parts.append(read_span(layer, self.start, self.length))
         made = DynamicLayer()
         made.update(*(torch.cat(each, 2) for each in zip(*parts, strict=True)))
         return made
 
 
-def copied(layer: Any) -> Any:
+def copy_layer(layer: Any) -> Any:
     """Return a layer with the same tensors, to which new tokens are added without the other's knowledge."""
     again = copy.copy(layer)
     if again.is_sliding:

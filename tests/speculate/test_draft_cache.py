@@ -13,7 +13,7 @@ from compress import speculate
 from compress.errors import RecipeError
 from compress.kv import generation
 from compress.kv.cache import make_cache
-from compress.speculate.draft_cache import SINKS, DraftCache, read_span
+from compress.speculate.draft_cache import SINK_TOKENS, DraftCache, read_span
 from compress.speculate.drafts import retrieved, upper, window
 from compress.speculate.passes import Passes
 from compress.speculate.session import Session
@@ -71,7 +71,7 @@ def test_a_window_is_what_a_mask_of_the_whole_text_leaves(recipe: Any) -> None:
     before = [x.clone() for x in tensors(session)]
     part = window.build(window.Config(40), session)
     visible = torch.zeros(1, PROMPT, dtype=torch.bool)
-    visible[:, :SINKS] = visible[:, -37:] = True  # 36 of the cache, and itself
+    visible[:, :SINK_TOKENS] = visible[:, -37:] = True  # 36 of the cache, and itself
     with part.reduce(session):
         logits = session.forward([session.tokens[-1]])[0]
         session.crop(1)
@@ -85,15 +85,15 @@ def test_a_window_is_what_a_mask_of_the_whole_text_leaves(recipe: Any) -> None:
 def test_chosen_chunks_are_what_a_mask_of_each_head_leaves(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ready(pico.build("llama", LONG))
     session = session_of(model, None if recipe is None else make_cache(model.config, recipe, path="fused"))
-    part = retrieved.build(retrieved.Config(SINKS + 64 + 8 + 16), session)
+    part = retrieved.build(retrieved.Config(SINK_TOKENS + 64 + 8 + 16), session)
     chosen = torch.tensor([[[0, 5], [3, 7]]])  # of each KV head; two query heads share one
     monkeypatch.setattr(retrieved.RetrievedCache, "choose", lambda self, index, query: chosen)
     visible = torch.zeros(4, PROMPT, dtype=torch.bool)
-    chunks = (PROMPT - 1 - 64 - SINKS) // 8
-    visible[:, :SINKS] = visible[:, SINKS + 8 * chunks :] = True
+    chunks = (PROMPT - 1 - 64 - SINK_TOKENS) // 8
+    visible[:, :SINK_TOKENS] = visible[:, SINK_TOKENS + 8 * chunks :] = True
     for head in range(4):
         for chunk in chosen[0, head // 2].tolist():
-            visible[head, SINKS + 8 * chunk : SINKS + 8 * chunk + 8] = True
+            visible[head, SINK_TOKENS + 8 * chunk : SINK_TOKENS + 8 * chunk + 8] = True
     with part.reduce(session):
         logits = session.forward([session.tokens[-1]])[0]
         again = session.forward([17])[0]
@@ -121,13 +121,15 @@ def test_chunks_are_those_of_the_largest_mean_softmax() -> None:
 def test_means_are_those_of_all_whole_chunks_before_the_newest() -> None:
     model = pico.build("llama", LONG)
     session = session_of(model)
-    part = retrieved.RetrievedCache(session, retrieved.Config(SINKS + 64 + 8 + 16))
+    part = retrieved.RetrievedCache(session, retrieved.Config(SINK_TOKENS + 64 + 8 + 16))
     for count in (PROMPT - 1, PROMPT + 20):
         model(input_ids=tokens(count - session.cache.get_seq_length() or 1), past_key_values=session.cache)
         part.catch_up()
-        chunks = (session.cache.get_seq_length() - 64 - SINKS) // 8
+        chunks = (session.cache.get_seq_length() - 64 - SINK_TOKENS) // 8
         for means, layer in zip(part.means, session.cache.layers, strict=True):
-            expected = [layer.keys[:, :, SINKS + 8 * i : SINKS + 8 * i + 8].double().mean(2) for i in range(chunks)]
+            expected = [
+                layer.keys[:, :, SINK_TOKENS + 8 * i : SINK_TOKENS + 8 * i + 8].double().mean(2) for i in range(chunks)
+            ]
             torch.testing.assert_close(means.view().double(), torch.stack(expected, 2), atol=1e-6, rtol=0)
 
 
@@ -148,7 +150,7 @@ def test_what_was_verified_takes_the_place_of_what_was_drafted() -> None:
         assert 32 <= length - part.start <= 32 + 64
         for own, layer in zip(part.cache.layers, session.cache.layers, strict=True):
             for mine, all_ in ((own.keys, layer.keys), (own.values, layer.values)):
-                assert torch.equal(mine, torch.cat((all_[:, :, :SINKS], all_[:, :, part.start :]), 2))
+                assert torch.equal(mine, torch.cat((all_[:, :, :SINK_TOKENS], all_[:, :, part.start :]), 2))
 
 
 @torch.no_grad()
@@ -197,6 +199,20 @@ def test_generations_are_those_of_the_target_alone(drafts: str, recipe: Any) -> 
         logits = model(input_ids=found).logits[0, PROMPT - 1 : -1]
     chosen = logits.gather(1, found[0, PROMPT:, None])[:, 0]
     assert (logits.amax(1) - chosen).max() < (1e-3 if recipe is None else 0.02)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("recipe", [None, PLANES])
+@pytest.mark.parametrize("plugin", [window, retrieved])
+def test_texts_of_few_tokens(plugin: Any, recipe: Any) -> None:
+    model = ready(pico.build("llama", LONG))
+    session = session_of(model, None if recipe is None else make_cache(model.config, recipe, path="fused"), 3)
+    part = plugin.build(plugin.Config(100), session)
+    for token in (5, 6, 7, 8):
+        with part.reduce(session):
+            drafted = session.forward([token])
+            session.crop(1)
+        torch.testing.assert_close(drafted, session.forward([token]), atol=1e-4, rtol=0)
 
 
 def test_a_cache_without_planes_is_refused() -> None:

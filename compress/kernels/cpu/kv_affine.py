@@ -148,7 +148,7 @@ class PackedEmitter(emitter.Emitter):
         bits = self.sizes.bits
         if not self.sizes.lower:
             return field_codes(self, bits, field, words.__getitem__)
-        upper, lower = (field_codes(self, bits, field, lambda _, plane=plane: plane) for plane in words)
+        upper, lower = (field_codes(self, bits, field, [plane].__getitem__) for plane in words)
         return self.b.or_(self.b.shl(upper, self.constant(self.short, upper.type.count, bits)), lower)
 
     def line(self, scale: Any, minimum: Any) -> tuple[Any, Any]:

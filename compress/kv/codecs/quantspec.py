@@ -32,8 +32,8 @@ from compress.kv.codecs import kivi
 from compress.kv.codecs.packed import PackedCodes
 
 NEEDS: frozenset[str] = frozenset()
-BITS = 4  # of a plane
-STEPS = 1 << BITS  # of the lower plane, in one of the upper
+PLANE_BITS = 4
+STEPS = 1 << PLANE_BITS  # a step of the upper plane is so many steps of the lower one
 AUTO_GROUP_SIZE = 128
 
 
@@ -49,10 +49,12 @@ class Config:
 class _Planes(kivi.PackedInts):
     """Two planes of codes; the grouping is that of the other base class."""
 
+    upper: Codec
+
     def __init__(self, spec: Spec, config: kivi.Config, upper: Codec) -> None:
         super().__init__(spec, config)
         self.upper = upper
-        self.lower = PackedCodes(spec.width, BITS, "lower_")
+        self.lower = PackedCodes(spec.width, PLANE_BITS, "lower_")
         self.fields = {**self.fields, **self.lower.fields}
         self.layout = self.layout._replace(lower=True)
 
@@ -71,17 +73,17 @@ class _Planes(kivi.PackedInts):
         return self.lower.unpack(block).float().sub_(STEPS // 2).div_(STEPS).add_(super().numbers(block))
 
 
-class Keys(_Planes, kivi.ByChannel):
+class PlaneKeys(_Planes, kivi.ByChannel):
     """Groups of tokens of one channel."""
 
 
-class Values(_Planes, kivi.ByToken):
+class PlaneValues(_Planes, kivi.ByToken):
     """Groups of channels of one token."""
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Codec:
     is_keys = spec.kind == "keys"
     group = AUTO_GROUP_SIZE if config.group_size == "auto" else config.group_size
-    inner = kivi.Config(BITS, group if is_keys else group_of(config.group_size, AUTO_GROUP_SIZE, spec.width))
+    inner = kivi.Config(PLANE_BITS, group if is_keys else group_of(config.group_size, AUTO_GROUP_SIZE, spec.width))
     upper = kivi.ByChannel(spec, inner) if is_keys else kivi.ByToken(spec, inner)
-    return Keys(spec, inner, upper) if is_keys else Values(spec, inner, upper)
+    return PlaneKeys(spec, inner, upper) if is_keys else PlaneValues(spec, inner, upper)

@@ -34,15 +34,15 @@ from compress.kv.layer import CodedLayer
 from compress.kv.settings import KINDS
 from compress.kv.sparse.layer import decode_gathered, gather, picker, take
 from compress.kv.token_store import Store
-from compress.speculate.draft_cache import SINKS, DraftCache, copied, read_span
+from compress.speculate.draft_cache import SINK_TOKENS, DraftCache, copy_layer, read_span
 from compress.speculate.drafting import Reduction
 from compress.speculate.session import Session
 
 PART = "cache"
-NAME = "compress_choosing"  # of the attention function of passes that choose
-CHUNK = 8  # tokens that are chosen together
-RECENT = 64  # newest tokens, which are always read
-STEP = 4096  # tokens whose means are made at a time
+NAME = "compress_choosing"  # the attention function that chooses
+CHUNK = 8  # tokens: what is chosen together
+RECENT = 64  # tokens: the newest, always read
+STEP = 4096  # tokens at a time: bounds what is decoded
 
 _pass = threading.local()  # the cache that a running pass chooses for
 
@@ -54,8 +54,8 @@ class Config:
     tokens: int = 512  # that are read, the first and the newest ones included
 
     def __post_init__(self) -> None:
-        if self.tokens < SINKS + RECENT + 2 * CHUNK:
-            raise ValueError(f"tokens {self.tokens} is not {SINKS + RECENT + 2 * CHUNK} or more")
+        if self.tokens < SINK_TOKENS + RECENT + 2 * CHUNK:
+            raise ValueError(f"tokens {self.tokens} is not {SINK_TOKENS + RECENT + 2 * CHUNK} or more")
 
 
 class RetrievedCache(DraftCache):
@@ -63,7 +63,7 @@ class RetrievedCache(DraftCache):
 
     def __init__(self, session: Session, config: Config) -> None:
         """RecipeError for a model or a cache whose tokens cannot be chosen."""
-        super().__init__(session, config.tokens - SINKS)
+        super().__init__(session, config.tokens - SINK_TOKENS)
         self.settings = self.model.config.get_text_config(decoder=True)
         if not all(layer.is_initialized for layer in self.target.layers):
             raise RecipeError("cache: layers of this model share keys; draft with cache=window")
@@ -73,19 +73,19 @@ class RetrievedCache(DraftCache):
             )
         AttentionInterface.register(NAME, _attention)
         AttentionMaskInterface.register(NAME, sdpa_mask)
-        self.count = (config.tokens - SINKS - RECENT - CHUNK) // CHUNK  # chunks that are chosen
+        self.count = (config.tokens - SINK_TOKENS - RECENT - CHUNK) // CHUNK  # chunks that are chosen
         self.means = [Buffer() for _ in self.target.layers]  # of the keys of chunks [B, h, chunks, width]
         self.is_due = False  # tokens are to be chosen by the next pass
 
     def catch_up(self) -> None:
         """Take over what the target has verified; where the text is longer than what is read, choose anew."""
         length = self.target.get_seq_length()
-        self.is_due = length > self.recent + SINKS
+        self.is_due = length > self.recent + SINK_TOKENS
         if not self.is_due:
             super().catch_up()
             return
-        chunks = (length - RECENT - SINKS) // CHUNK
-        self.start, self.length = SINKS + CHUNK * chunks, length
+        chunks = (length - RECENT - SINK_TOKENS) // CHUNK
+        self.start, self.length = SINK_TOKENS + CHUNK * chunks, length
         self._average(chunks)
 
     def forward(self, tokens: Sequence[int]) -> Tensor:
@@ -95,7 +95,7 @@ class RetrievedCache(DraftCache):
         self.is_due = False
         self.cache = DynamicCache()
         self.cache.layers = [
-            copied(layer) if layer.is_sliding else _ChoosingLayer(self, index)
+            copy_layer(layer) if layer.is_sliding else _ChoosingLayer(self, index)
             for index, layer in enumerate(self.target.layers)
         ]
         own, self.settings._attn_implementation = self.settings._attn_implementation, NAME
@@ -105,7 +105,9 @@ class RetrievedCache(DraftCache):
         finally:
             self.settings._attn_implementation = own
             del _pass.choosing
-        self.cache.layers = [getattr(layer, "chosen", layer) for layer in self.cache.layers]
+        self.cache.layers = [
+            layer.finish() if isinstance(layer, _ChoosingLayer) else layer for layer in self.cache.layers
+        ]
         return torch.cat([logits, super().forward(tokens[1:])]) if len(tokens) > 1 else logits
 
     def choose(self, index: int, query: Tensor) -> Tensor:
@@ -117,7 +119,7 @@ class RetrievedCache(DraftCache):
         """Make the means of chunks that have none yet."""
         for means, layer in zip(self.means, self.target.layers, strict=True):
             for start in range(means.length, 0 if layer.is_sliding else chunks, STEP // CHUNK):
-                first, last = (SINKS + CHUNK * number for number in (start, min(start + STEP // CHUNK, chunks)))
+                first, last = (SINK_TOKENS + CHUNK * number for number in (start, min(start + STEP // CHUNK, chunks)))
                 keys = read_span(layer, first, last)[0]
                 means.append(keys.unflatten(2, (-1, CHUNK)).float().mean(3).to(keys.dtype))
 
@@ -142,14 +144,13 @@ class _ChoosingLayer(DynamicLayer):
         """Choose by a scaled query [B, H, 1, width]; return keys and values of what is read, and of the new token."""
         places = CHUNK * self.part.choose(self.index, query)[..., None] + torch.arange(CHUNK, device=query.device)
         layer = self.part.target.layers[self.index]
-        self.made = self.part.filled(layer, gather_tokens(layer, SINKS + places.flatten(-2)))
+        self.made = self.part.fill_layer(layer, gather_tokens(layer, SINK_TOKENS + places.flatten(-2)))
         assert self.new is not None
         keys, values = self.made.update(*self.new)
         return keys, values
 
-    @property
-    def chosen(self) -> Any:
-        """The layer of the draft cache. Where no attention has asked (it was skipped) any tokens serve."""
+    def finish(self) -> Any:
+        """Return the layer of the draft cache. Where no attention has asked (it was skipped) any tokens serve."""
         if self.made is None:
             first = self.part.target.layers[self.index]
             shape = list(read_span(first, 0, 1)[0].shape)

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from compress.speculate.draft_cache import SINKS, DraftCache
+from compress.speculate.draft_cache import SINK_TOKENS, DraftCache
 from compress.speculate.drafting import Reduction
 from compress.speculate.session import Session
 
@@ -25,15 +25,15 @@ class Config:
     tokens: int = 256  # that are read, the first ones included; up to 64 more between two times that old ones are left
 
     def __post_init__(self) -> None:
-        if self.tokens <= SINKS:
-            raise ValueError(f"tokens {self.tokens} is not above {SINKS}, the first ones, which are always read")
+        if self.tokens <= SINK_TOKENS:
+            raise ValueError(f"tokens {self.tokens} is not above {SINK_TOKENS}, the first ones, which are always read")
 
 
 class WindowReduction(Reduction):
     """A window of the target's cache."""
 
     def __init__(self, config: Config, session: Session) -> None:
-        self.part = DraftCache(session, config.tokens - SINKS)
+        self.part = DraftCache(session, config.tokens - SINK_TOKENS)
 
     def reduce(self, session: Session) -> AbstractContextManager[Any]:
         """Return a context in which passes read the window."""
