@@ -135,9 +135,9 @@ def _check_tuned(layers: Sequence[LayerPlan], recipe: Recipe) -> None:
 
 def _check_originals(plan: Plan, recipe: Recipe) -> Plan:
     """Return the plan; RecipeError where a transform would change weights that are stored as they are."""
-    if recipe.transform and (found := [layer for layer in plan.packed if layer.scheme.has_original]):
+    if recipe.transform and (changed := [layer for layer in plan.packed if layer.scheme.has_original]):
         raise RecipeError(
-            f"{found[0].spec.name}: level {found[0].scheme.levels[-1]} is the original weight, which transform "
+            f"{changed[0].spec.name}: level {changed[0].scheme.levels[-1]} is the original weight, which transform "
             f"{recipe.transform[0].method} would change; remove transform, or that level of `nested`"
         )
     return plan
