@@ -27,6 +27,12 @@ PAIRS = {
     "trellis": (TRELLIS, ("nested=[2, 4.5]",)),
     "lowrank": (GPTQ.set("lowrank={rank: 2, iterations: 2}"), ("bits=8", "nested=true")),
     "awq": (GPTQ.set("method=rtn", "transform=[{method: awq}]"), ("bits=8", "nested=true")),
+    "original": (GPTQ, ("nested=[4, 32]",)),
+    "original3": (GPTQ.set("bits=2"), ("nested=[2, 4, 32]",)),
+    "original_tables": (
+        GPTQ.set("embeddings={bits: 4, group_size: 16}"),
+        ("embeddings.bits=4", "embeddings.nested=[4, 32]", "nested=[4, 32]"),
+    ),
     "tables": (
         GPTQ.set("embeddings={bits: 4, group_size: 16}"),
         ("embeddings.bits=8", "embeddings.nested=true", "bits=8", "nested=true"),
@@ -49,7 +55,7 @@ def errors(directory: Path, original: Path) -> dict[int, float]:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_lowest_level_is_what_it_is_alone(name: str, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
-    source = pico_dir("llama_tied" if name == "tables" else "llama")
+    source = pico_dir("llama_tied" if name.endswith("tables") else "llama")
     alone, added = PAIRS[name]
     api.quantize(job(source, alone, tmp_path / "alone"))
     report = api.quantize(job(source, alone.set(*added), tmp_path / "nested"))
@@ -61,7 +67,8 @@ def test_the_lowest_level_is_what_it_is_alone(name: str, pico_dir: Callable[...,
     if name != "awq":  # which changes what is rounded
         lost = errors(tmp_path / "nested", source)
         by_level = [lost[level] for level in sorted(lost)]
-        assert len(by_level) == (3 if name == "three" else 2)
+        assert len(by_level) == (3 if name in ("three", "original3") else 2)
+        assert not name.startswith("original") or by_level[-1] == 0
         assert all(high < 0.4 * low for low, high in pairwise(by_level))
 
 
@@ -126,6 +133,12 @@ def test_calibration_text_is_chosen_for_the_lowest_level(pico_dir: Callable[...,
         (("nested=[4, 2, 8]",), "are no two or more rising levels"),
         (("nested=[4, 6]",), "are no two or more rising levels"),
         (("nested=[7, 8]",), "a part cannot be: bits 1 is not one of 2..8"),
+        (("bits=4", "nested=[4, 16]"), "nested: the original weight is the last level and has 32 bits"),
+        (("nested=[16]",), "are no two or more rising levels"),
+        (("bits=4", "nested=[4, 32]", "incoherence=true"), "level 32 is the original; remove incoherence"),
+        (("bits=4", "nested=[4, 32]", "lowrank={rank: 2}"), "level 32 is the original; remove incoherence"),
+        (("bits=4", "nested=[4, 32]", "activations={bits: 8}"), "level 32 is the original; remove incoherence"),
+        (("bits=4", "nested=[4, 32]", "transform=[{method: awq}]"), "which transform awq would change"),
         (("nested=5",), "nested must be true or false or a list"),
         (("nested=[a, 8]",), "nested must be an integer"),
     ],

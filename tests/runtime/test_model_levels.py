@@ -42,6 +42,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, bits, tables in (("llama", (2, 2, 4), False), ("llama_tied", (4, 4), True), ("mixtral", (4, 4), False)):
         made[name] = tmp_path_factory.mktemp(name)
         nested_model(name, bits, tables).save_pretrained(made[name])
+    made["original"] = tmp_path_factory.mktemp("original")
+    nested_model("llama_tied", (4,), True, torch.float32).save_pretrained(made["original"])
     return made
 
 
@@ -75,7 +77,14 @@ class Slice:
 
 @pytest.mark.parametrize(
     ("name", "level", "format"),
-    [("llama", 2, "int"), ("llama", 4, "nested"), ("llama_tied", 4, "int"), ("mixtral", 4, "int")],
+    [
+        ("llama", 2, "int"),
+        ("llama", 4, "nested"),
+        ("llama_tied", 4, "int"),
+        ("mixtral", 4, "int"),
+        ("original", 4, "int"),
+        ("original", 32, "dense"),
+    ],
 )
 def test_only_the_bytes_of_the_level_are_read(
     name: str, level: int, format: str, saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
@@ -98,7 +107,7 @@ def test_only_the_bytes_of_the_level_are_read(
     whole.set_level(level)
     assert torch.equal(logits(model), logits(whole))
     whole.set_level(None)
-    assert not torch.equal(logits(model), logits(whole))
+    assert torch.equal(logits(model), logits(whole)) == (format == "dense")
 
 
 def test_a_level_of_integers_is_a_plain_checkpoint_of_them(saved: dict[str, Path], tmp_path: Path) -> None:
@@ -121,7 +130,7 @@ def test_a_model_at_a_level_is_saved_whole(saved: dict[str, Path], tmp_path: Pat
     assert torch.equal(logits(load(tmp_path)), expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral", "original"])
 def test_levels_change_back_and_forth(name: str, saved: dict[str, Path]) -> None:
     model = load(saved[name])
     by_level = {level: logits(load(saved[name], level=level)) for level in model.levels}
@@ -153,6 +162,19 @@ def test_a_level_is_what_is_decoded(saved: dict[str, Path]) -> None:
     expected = logits(model)
     torch.testing.assert_close(logits(model.dequantize()), expected, rtol=0, atol=1e-4)
     assert model.levels == ()
+
+
+def test_an_original_computes_what_the_model_did(saved: dict[str, Path], tmp_path: Path) -> None:
+    """Weights are equal to the bit, at the last level and whole; products are those of the kernel of plain weights."""
+    before = PICO["llama_tied"]().eval()
+    for model in (load(saved["original"]), load(saved["original"], level=32)):
+        assert torch.equal(model.get_input_embeddings().dequantize(torch.float32), before.get_input_embeddings().weight)
+        for name, module in model.named_modules():
+            if isinstance(module, PackedLinear) and name != "lm_head":
+                assert torch.equal(module.dequantize(torch.float32), before.get_submodule(name).weight)
+        torch.testing.assert_close(logits(model), logits(before), rtol=0, atol=1e-4)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(load(tmp_path)), logits(model)) and load(tmp_path).levels == ()
 
 
 def test_unknown_levels_are_named(saved: dict[str, Path]) -> None:
