@@ -214,7 +214,12 @@ def _add(result: Result, clock: Clock, alone: Clock, speculation: Speculation) -
 def costs(model: Any, method: str, plain: float) -> dict[str, Any]:
     """Return c and v of a method, as its own loop timed them, over the seconds of a plain step."""
     timings = loops._memories[model][method].timings
-    drafted = {name: round(timings.draft(name) / plain, 3) for name in timings.drafts}
+    drafted = {
+        f"{name} by {count}": round(times.median / plain, 3)
+        for name, seen in timings.drafts.items()
+        for count, times in sorted(seen.items())
+        if times.median
+    }
     checked = {rows: round(timings.checks[rows].median / plain, 2) for rows in sorted(timings.checks)}
     return {"c": drafted, "v": {rows: value for rows, value in checked.items() if value and rows > 1}}
 
