@@ -44,8 +44,8 @@ ROOT = Path(__file__).parents[1]
 FILE = ROOT / "benchmarks" / "results" / "speculation_cpu.json"
 ALONE = "target alone"
 TIMED = 15  # passes of each kind, where they alone are timed
-COLUMNS = ("accepted length", "acceptance", "drafted rounds", "tokens a pass", "c", "v")
-COLUMNS += ("ms/token", "speed-up", "least", "most", "equal texts")
+COLUMNS = ["accepted length", "acceptance", "drafted rounds", "tokens a pass", "c", "v"]
+COLUMNS += ["ms/token", "speed-up", "least", "most", "equal texts"]
 PLANES = {"method": "quantspec", "sink": 4, "residual_length": 128}
 CODE = ("compress/numerics", "compress/evaluate", "compress/storage", "compress/kv", "compress/model")
 RECORDS = ("name", "size", "colour", "price"), ("small", "blue", "12"), ("large", "green", "27"), ("small", "red", "8")
@@ -178,7 +178,7 @@ def write(model: Any, ids: Tensor, task: Task, speculation: Speculation | None) 
     finally:
         model.generation_config.eos_token_id = end
     clock.text = made[0, ids.shape[1] :].tolist()
-    return clock  # type: ignore[no-any-return]
+    return clock
 
 
 def measure(model: Any, texts: list[Tensor], methods: list[str], task: Task) -> dict[str, Any]:
