@@ -148,6 +148,18 @@ def test_levels_change_back_and_forth(name: str, saved: dict[str, Path]) -> None
     assert torch.equal(logits(other), by_level[model.levels[0]])
 
 
+def test_levels_reach_wrapped_modules_and_copies_alone(saved: dict[str, Path]) -> None:
+    model = load(next(iter(saved.values())))
+    copied, level = copy.deepcopy(model), model.levels[0]
+    copied.set_level(level)
+    name, wrapped = next((n, m) for n, m in model.named_modules() if isinstance(m, PackedLinear) and m.levels)
+    assert wrapped.level is None and copied.get_submodule(name).level == level
+    model.set_submodule(name, torch.nn.Sequential(wrapped))
+    with at_level(model, level):
+        assert wrapped.level == level
+    assert wrapped.level is None and copied.get_submodule(name).level == level
+
+
 def test_a_level_is_what_is_decoded(saved: dict[str, Path]) -> None:
     model = load(saved["llama_tied"])
     packed = next(each for each in model.modules() if isinstance(each, PackedLinear))
