@@ -11,7 +11,8 @@ below one common scale are the format `sliced`.
 Stored tensors: those of the first part under its names, those of part k > 1 with `_k` behind: `words4`, `scales`,
 `words4_2`, `scales_2`. Rows and columns can be cut where every part can be.
 
-Not supported: parts whose parameters only say what is usual (`ESTIMATED`), and sums within sums.
+Not supported: parts whose parameters only say what is usual (`ESTIMATED`), sums within sums, and parts in slices, whose
+planes have such names, too.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Params:
         if len(parts) < 2:
             raise ValueError(f"parts {[part.format for part in parts]} are fewer than two")
         for part in parts:
-            if part.format == "nested" or getattr(formats.get(part.format), "ESTIMATED", False):
+            if part.format in ("nested", "sliced") or getattr(formats.get(part.format), "ESTIMATED", False):
                 raise ValueError(f"parts hold format {part.format}, of which no sum is stored")
         if len(self.levels) != len(parts) or sorted({*self.levels}) != [*self.levels] or self.levels[0] < 1:
             raise ValueError(f"levels {list(self.levels)} are not {len(parts)} rising numbers of bits")
