@@ -15,7 +15,8 @@ remains of 16 bits behind a part of 4 would take 16 bits again, and a sum of the
 Stored tensors: those of the first part under its names, those of part k > 1 with `_k` behind: `words4`, `scales`,
 `words4_2`, `scales_2`. A whole weight beside the sum is `values`. Rows and columns can be cut where every part can be.
 
-Not supported: parts whose parameters only say what is usual (`ESTIMATED`), and sums within sums.
+Not supported: parts whose parameters only say what is usual (`ESTIMATED`), sums within sums, and parts in slices, whose
+planes have such names, too.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Params:
         if len(parts) < 2:
             raise ValueError(f"parts {[part.format for part in parts]} are fewer than two")
         for part in parts:
-            if part.format == "nested" or getattr(formats.get(part.format), "ESTIMATED", False):
+            if part.format in ("nested", "sliced") or getattr(formats.get(part.format), "ESTIMATED", False):
                 raise ValueError(f"parts hold format {part.format}, of which no sum is stored")
         if len(self.levels) != len(parts) or sorted({*self.levels}) != [*self.levels] or self.levels[0] < 1:
             raise ValueError(f"levels {list(self.levels)} are not {len(parts)} rising numbers of bits")

@@ -15,8 +15,8 @@ from compress.export.source import open_source
 from compress.formats import levels
 from compress.quant import parts
 from compress.recipe.schema import dump, fingerprint
-from compress.run import counts, predict, prepare, sizes, verify
-from helpers.runs import GPTQ, KEEP_TABLES, SMALL, Setup, cli, command, contents, interrupt, job, stored_tensors
+from compress.run import counts, predict, prepare, shards, sizes, verify
+from helpers.runs import GPTQ, KEEP_TABLES, SMALL, Setup, contents, job, stored_tensors
 
 NESTED = GPTQ.set("bits=8", "nested=true")
 TRELLIS = Setup("vq2bit", (*KEEP_TABLES, *SMALL, "state_bits=8", "tile_rows=32", "out_scales=rms", "two_sided=false"))
@@ -93,13 +93,26 @@ def test_experts_have_levels(pico_dir: Callable[..., Path], tmp_path: Path) -> N
     assert experts and all(levels.levels(weight.stored) == (4, 8) for weight in experts)
 
 
-def test_an_interrupted_run_goes_on_to_the_same_bytes(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_to_the_same_bytes(
+    pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Behind a restored block, too, the lowest level goes on."""
     source, whole, out = pico_dir("llama"), tmp_path / "whole", tmp_path / "out"
     api.quantize(job(source, NESTED, whole))
-    killed = cli(*command(source, NESTED, out), prepare=interrupt("compress.run.shards", "write_block", 2))
-    assert killed.code < 0
-    assert cli(*command(source, NESTED, out)).code == 0
+    write, written = shards.write_block, list[object]()
+
+    def interrupted(*args: object, **kwargs: object) -> object:
+        written.append(args)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        return write(*args, **kwargs)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shards, "write_block", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            api.quantize(job(source, NESTED, out))
+    assert len(written) == 2 and not out.exists()
+    api.quantize(job(source, NESTED, out))
     assert contents(out) == contents(whole)
 
 

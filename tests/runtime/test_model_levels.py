@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
 
 from compress.errors import CheckpointError
 from compress.formats import e8p
+from compress.model.skeleton import Skeleton
+from compress.run.source import resolve
 from compress.runtime.embedding import PackedEmbedding
+from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.levels import at_level
 from compress.runtime.linear import PackedLinear, PackedModule
-from helpers.nested_models import nested_model, pack_model
-from helpers.pico import PICO
+from compress.storage.checkpoint import open_checkpoint
+from helpers.nested_models import nested_model, pack_model, rounded_in_parts
+from helpers.pico import PICO, round_to_nearest
 from helpers.stored import random_weight
 
 IDS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -221,3 +226,47 @@ def test_a_level_of_e8p_takes_no_bytes(tmp_path: Path) -> None:
     assert not any(name.endswith("residual") for name in low.state_dict())
     whole.set_level(2)
     assert torch.equal(logits(whole), logits(low))
+
+
+def mixed_model(name: str, kinds: Sequence[tuple[int, ...]]) -> PreTrainedModel:
+    """A pico model whose linears have these kinds of parts in turn; one part has no levels."""
+    model = PICO[name]()
+    opened = {key: Experts.from_fused(each) for key, each in model.named_modules() if is_fused_experts(each)}
+    linears = {key: each for key, each in model.named_modules() if isinstance(each, nn.Linear)}
+    for key, experts in opened.items():
+        linears |= {f"{key}.{inner}": each for inner, each in experts.named_modules() if isinstance(each, nn.Linear)}
+    linears = {
+        key: each for key, each in linears.items() if ".layers." in key and not key.endswith((".gate", ".router"))
+    }
+    weights = {}
+    for number, (key, each) in enumerate(linears.items()):
+        bits, weight = kinds[number % len(kinds)], each.weight.detach()
+        weights[key] = rounded_in_parts(weight, bits) if len(bits) > 1 else round_to_nearest(weight, bits[0], 32)
+    return pack_model(model, weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("llama", ((4, 4), (2, 2, 4), (2, 2), (4,))), ("mixtral", ((4,), (4, 4))), ("mixtral", ((4, 4), (2, 2, 4)))],
+)
+def test_weights_of_one_block_may_have_different_levels(
+    name: str, kinds: Sequence[tuple[int, ...]], tmp_path: Path
+) -> None:
+    mixed_model(name, kinds).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    low, *_, top = model.levels
+    by_level = {level: logits(load(tmp_path, level=level)) for level in (None, *model.levels)}
+    assert torch.equal(by_level[None], by_level[top])
+    for level in (low, None, *reversed(model.levels), low, None):
+        with at_level(model, level):
+            assert torch.equal(logits(model), by_level[level]), level
+    for level in model.levels[:-1]:
+        skeleton = Skeleton(open_checkpoint(resolve(str(tmp_path), level=level)))
+        skeleton.check_tensors()
+        assert len(skeleton.checkpoint.tensors) == len(load(tmp_path, level=level).state_dict())
+
+
+def test_a_plain_model_has_no_levels() -> None:
+    model = PICO["llama"]()
+    with pytest.raises(CheckpointError, match="has no levels, so no level 4"), at_level(model, 4):
+        pass
