@@ -37,7 +37,7 @@ ANY_SHAPE = (1, 1)  # names of stored tensors do not depend on it
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     format: str  # of the part
     params: Any  # `Params` of that format
 
@@ -54,11 +54,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Params:
-    parts: tuple[Any, ...]  # `Part`s of the sum; a table of JSON holds format and params of each
+    parts: tuple[Any, ...]  # `StoredPart`s of the sum; a table of JSON holds format and params of each
     levels: tuple[int, ...]  # [bits] that the sum is named by as each part joins it, rising
 
     def __post_init__(self) -> None:
-        parts = tuple(part if isinstance(part, Part) else _read(part) for part in self.parts)
+        parts = tuple(part if isinstance(part, StoredPart) else _read(part) for part in self.parts)
         object.__setattr__(self, "parts", parts)  # tables after a round trip through JSON, as are lists
         object.__setattr__(self, "levels", tuple(self.levels))
         if len(parts) < 2:
@@ -82,15 +82,15 @@ class Params:
         return tuple("" if k == 0 or part.is_original else f"_{k + 1}" for k, part in enumerate(self.parts))
 
 
-def _read(table: Any) -> Part:
+def _read(table: Any) -> StoredPart:
     """Return the part that a table of JSON holds; CheckpointError if it cannot be."""
-    part = from_table(Part, table, "format 'nested': a part")
-    return Part(part.format, params_from_dict(part.format, part.params))
+    part = from_table(StoredPart, table, "format 'nested': a part")
+    return StoredPart(part.format, params_from_dict(part.format, part.params))
 
 
 def params_for(parts: Sequence[Stored], levels: Sequence[int]) -> Params:
     """Return the parameters of a sum of weights that are stored so, with nothing around or beside any of them."""
-    return Params(tuple(Part(part.format, part.params) for part in parts), tuple(levels))
+    return Params(tuple(StoredPart(part.format, part.params) for part in parts), tuple(levels))
 
 
 def pack(parts: Sequence[Mapping[str, Tensor]], params: Params) -> dict[str, Tensor]:
@@ -206,7 +206,7 @@ def whole(params: Params) -> tuple[str, Any] | None:
     return at_level(params, params.levels[-1]) if params.has_original else None
 
 
-def _names(params: Params, shape: Shape) -> Iterator[tuple[Part, str, dict[str, Spec]]]:
+def _names(params: Params, shape: Shape) -> Iterator[tuple[StoredPart, str, dict[str, Spec]]]:
     """Yield each part, what stands behind the names of its tensors, and these under the names of its own format."""
     for part, suffix in zip(params.parts, params.suffixes, strict=True):
         yield part, suffix, formats.get(part.format).specs(part.params, shape)

@@ -108,7 +108,7 @@ def check_level(level: Any, known: tuple[int, ...], whose: str) -> None:
 
 def offer(model: nn.Module) -> None:
     """Give a packed model the attribute `levels` and the method `set_level`."""
-    vars(model)["levels"] = levels_of(module.stored for module in _packed(model))
+    vars(model)["levels"] = levels_of(module.stored for module in _packed_modules(model))
     vars(model)["level"] = None
     vars(model)["set_level"] = MethodType(set_level, model)
 
@@ -122,7 +122,7 @@ def set_level(model: nn.Module, level: int | None) -> None:
     if level is not None:
         check_level(level, vars(model).get("levels", ()), f"this {type(model).__name__}")
     vars(model)["level"] = level
-    for module in _packed(model):
+    for module in _packed_modules(model):
         module.set_level(level)
 
 
@@ -137,7 +137,7 @@ def at_level(model: nn.Module, level: int | None) -> Iterator[None]:
         set_level(model, before)
 
 
-def _packed(model: nn.Module) -> Iterator[PackedModule]:
+def _packed_modules(model: nn.Module) -> Iterator[PackedModule]:
     """Yield the packed modules of a model; `modules()` takes three times as long."""
     waiting: list[nn.Module | None] = [model]
     while waiting:
