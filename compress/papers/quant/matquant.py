@@ -9,7 +9,11 @@ takes the code with the least sum of losses. Sweeps of coordinate descent do the
 
 Differences from the paper, which trains weights with gradients through rounding (OmniQuant, QAT): codes are chosen by
 the Hessian, in minutes and without training; what is cut off stands for the middle of its cell, where MatQuant rounds,
-which takes the bit below the cut. With weights [0, 1] it is gptq in `bits`, sliced.
+which takes the bit below the cut. With level_weights [0] it is gptq in `bits`, sliced.
+
+Not in the core: on four rotated layers of books-8m the losses of 2 and 4 bits are 2.66 and 1.00 times those of gptq in
+2 and in 4 bits with weight 0, 2.33 and 1.03 with 0.01, 1.45 and 1.32 with 0.05. Sums of trellises, at half a bit more,
+lose nothing on either level (docs/nested.md). The divergence of whole models is not measured.
 
 Not done: errors fed back between outputs; distilling high levels into low ones; a bit for what overflows.
 """
