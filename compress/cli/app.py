@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from compress import ranks
-from compress.cli import checkpoints, compare, draft, evaluate, lists, make, study, use, write
+from compress.cli import checkpoints, compare, draft, evaluate, export, lists, make, study, use, write
 from compress.cli.options import note
 from compress.version import __version__
 
@@ -61,7 +61,7 @@ PANELS: dict[str, dict[str, Command]] = {
         "recommend": Command(compare.recommend, "./my-model --fits 8GiB --context 32768"),
     },
     "Exchange": {
-        "export": Command(checkpoints.export, "models_out/my-model-int4 --to gguf --out my-model.gguf"),
+        "export": Command(export.export, "models_out/my-model-int4 --to gguf --out my-model.gguf"),
         "imatrix": Command(make.imatrix, "./my-model --calib text.txt --out my-model.imatrix.gguf"),
         "push": Command(checkpoints.push, "models_out/my-model-int4 me/my-model-int4 --dry-run"),
     },

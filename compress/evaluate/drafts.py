@@ -72,7 +72,7 @@ class DraftRow:
     count: int
     kl: float  # nats a token, of the target's law to the draft's
     acceptance: float
-    fitted: float  # the acceptance that follows from KL by the rule of cost.py
+    fitted: float  # the acceptance that follows from KL by the rule of compress/speculate/cost.py
     same_top1: float
     bytes_share: float  # of what a step of the target reads
     length: int  # drafted tokens with the largest gain; 0: none pays

@@ -28,13 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.formats import Shape, Spec
-from compress.formats import int as int_format
+from compress.formats import Shape, Spec, planar
 from compress.numerics.packing import FIELDS
 
 
 @dataclass(frozen=True)
-class Params(int_format.Params):
+class Params(planar.PlanarParams):
     planes_of: tuple[int, ...] = ()  # [bits] of each plane of the whole code, high bits first
     kept: int = 0  # [bits] of the planes that are stored, from the first on
 
@@ -64,36 +63,28 @@ class Params(int_format.Params):
         """Columns of a whole tile, which does not depend on what is stored of a code."""
         return self.tile_words * max(FIELDS[width] for width in self.planes_of)
 
-    def tiled(self, group_size: int, in_features: int) -> Params:
-        """Return the parameters of such codes of rows of another length, with groups of another size."""
-
-        def make(words: int, has_tail: bool) -> Params:
-            return replace(self, group_size=group_size, tile_words=words, narrow_tail=has_tail)
-
-        return int_format.least_padded(make, group_size, in_features)
-
 
 def params_for(
     planes: Sequence[int], group_size: int, symmetric: bool, in_features: int, scale_dtype: str = "float16"
 ) -> Params:
     """Return the parameters of codes in these planes whose tile pads a row of `in_features` least."""
     bits = sum(planes)
-    words = int_format.TILE_WORDS[0]
+    words = planar.TILE_WORDS[0]
     any_tile = Params(bits, group_size, symmetric, words, scale_dtype, planes_of=tuple(planes), kept=bits)
-    return any_tile.tiled(group_size, in_features)
+    return any_tile.for_rows(group_size, in_features)
 
 
 # What is stored differs in the names of planes alone, and in what stands for 0: the parameters say both.
-cut, decode_rows, join_rows, pack = int_format.cut, int_format.decode_rows, int_format.join_rows, int_format.pack
+cut, decode_rows, join_rows, pack = planar.cut, planar.decode_rows, planar.join_rows, planar.pack
 
 
 def specs(params: Params, shape: Shape) -> dict[str, Spec]:
-    return int_format.specs(params, shape)
+    return planar.specs(params, shape)
 
 
 def decode(tensors: Mapping[str, Tensor], params: Params, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Return the dequantized weight [out, in]; computed in float32, rounded once to `dtype`."""
-    return int_format.decode(tensors, params, shape, dtype)
+    return planar.decode(tensors, params, shape, dtype)
 
 
 def levels(params: Params) -> tuple[int, ...]:

@@ -128,8 +128,10 @@ def _sparsity_message(dense: Sequence[LinearSpec], layers: Sequence[LayerPlan], 
 
 def _check_tuned(layers: Sequence[LayerPlan], recipe: Recipe) -> None:
     """Raise RecipeError where what is tuned has levels, each of which is what its own bits are alone."""
-    if recipe.tune and (found := [layer.spec.name for layer in layers if layer.scheme.nested]):
-        raise RecipeError(f"{found[0]} is nested, and what all its levels share cannot be tuned; remove tune or nested")
+    if recipe.tune and (with_levels := [layer.spec.name for layer in layers if layer.scheme.nested]):
+        raise RecipeError(
+            f"{with_levels[0]} is nested, and what all its levels share cannot be tuned; remove tune or nested"
+        )
 
 
 def check_stacks(recipe: Recipe, skeleton: Skeleton, is_allocated: bool) -> None:

@@ -176,7 +176,7 @@ def quantize(task: LinearTask, seed: int) -> Quantized:
                 inputs = problem._replace(target=rest, stats=stats, seed=problem.seed + number)
                 return _quantize_part(task, others[number - 1], inputs)
 
-            result = parts.add(layer.scheme, result, _uncorrected(task, problem), quantize_part)
+            result = parts.add(layer.scheme, result, _plain_target(task, problem), quantize_part)
     return _with_surroundings(task, result, problem.around)
 
 
@@ -262,7 +262,7 @@ def _method_inputs(task: LinearTask, seed: int) -> _Problem:
     return _Problem(target, stats, incoherence.derived_seed(seed, "method", layer.spec.name), around)
 
 
-def _uncorrected(task: LinearTask, problem: _Problem) -> Tensor:
+def _plain_target(task: LinearTask, problem: _Problem) -> Tensor:
     """Return the weight [out, in] in the basis of the method's target, without target correction."""
     if _statistics(task).correction is None:
         return problem.target

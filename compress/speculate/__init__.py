@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from compress.speculate.generation import Speculation, default_drafts
-
-__all__ = ["Speculation", "default_drafts", "with_settings"]
+if TYPE_CHECKING:
+    from compress.speculate.generation import Speculation
 
 
 def with_settings(drafts: str | None = None, **settings: Any) -> Speculation:
@@ -27,6 +26,8 @@ def with_settings(drafts: str | None = None, **settings: Any) -> Speculation:
 
     settings: `generator` of torch for sampling, `streamer`. RecipeError for a text that means no draft.
     """
+    from compress.speculate.generation import Speculation  # plugins are listed without torch
+
     return Speculation(drafts, **settings)
 
 
@@ -35,7 +36,7 @@ class _CallablePackage(ModuleType):
 
     def __call__(self, model: Any, input_ids: Any, drafts: str | None = None, **given: Any) -> Any:
         """Return what the model's own generate returns."""
-        return Speculation(drafts)(model, input_ids, **given)
+        return with_settings(drafts)(model, input_ids, **given)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

@@ -22,6 +22,7 @@ from compress.evaluate.reader import Execution, Reader
 from compress.papers.speculate import draft_verify
 from compress.run import verify
 from compress.runtime.bypass import bypassed
+from compress.speculate import generation
 from compress.speculate.skipping import read_set
 from compress.storage import manifest
 from helpers.pico import of_type, save_pico
@@ -129,7 +130,7 @@ def test_the_best_draft_is_stored_and_read(packed: Path) -> None:
     assert listed["config.json"] == hashlib.sha256(after["config.json"]).hexdigest()
     verify.verify(packed)
     model: Any = AutoModelForCausalLM.from_pretrained(packed).eval()
-    assert speculate.default_drafts(model) == f"ngram+{values['best']}"
+    assert generation.default_drafts(model) == f"ngram+{values['best']}"
     ids, own = IDS[:1], speculate.with_settings()
     plain = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
     assert torch.equal(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress import formats, plugins
 from compress.errors import CheckpointError
-from compress.formats import dense
+from compress.formats import dense, planar
 from compress.formats import int as int_format
 from compress.formats.stored import params_from_dict
 from compress.types import Stored
@@ -204,7 +204,7 @@ def test_int_decodes_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch, group: i
     tensors = int_format.pack(*int_parts((37, 160), params), params)
     whole = int_format.decode(tensors, params, (37, 160), torch.float32)
     for chunk in (1, 4 * 256):  # 256: padded columns
-        monkeypatch.setattr(int_format, "DECODE_CHUNK", chunk)
+        monkeypatch.setattr(planar, "DECODE_CHUNK", chunk)
         assert torch.equal(int_format.decode(tensors, params, (37, 160), torch.float32), whole)
 
 

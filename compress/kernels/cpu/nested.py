@@ -22,7 +22,7 @@ from compress.kernels.cpu.activations import Finish
 from compress.kernels.cpu.small_matmul import ALIGNED, OUT, Product, _Steps
 
 
-def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Nested | None:
+def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> NestedProduct | None:
     """Return the product; None where a part has no kernel that reads integers of activations."""
     parts = []
     for part in nested.split(tensors, params, shape):
@@ -30,7 +30,7 @@ def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> Nest
         if not isinstance(kernel, Product):
             return None
         parts.append(kernel)
-    return Nested(tensors, params, shape, parts)
+    return NestedProduct(tensors, params, shape, parts)
 
 
 def look_up(
@@ -44,7 +44,7 @@ def look_up(
     return total.to(dtype)
 
 
-class _Place(NamedTuple):
+class _Buffers(NamedTuple):
     """Where a part works, in bytes from the beginning."""
 
     integers: int  # of the activations that it reads, and what lies around them
@@ -52,13 +52,13 @@ class _Place(NamedTuple):
     is_first: bool  # of those that read these integers
 
 
-class Nested(Product):
+class NestedProduct(Product):
     """A sum of weights whose kernels read integers of activations."""
 
     def __init__(self, tensors: Mapping[str, Tensor], params: Params, shape: Shape, parts: list[Product]) -> None:
         super().__init__(tensors, params, shape, parts[0].layout, {}, {})
         self.parts = parts
-        self._known: dict[tuple[int, torch.dtype], tuple[list[_Place], llvm.Function]] = {}
+        self._known: dict[tuple[int, torch.dtype], tuple[list[_Buffers], llvm.Function]] = {}
 
     def most_rows(self, dtype: torch.dtype) -> int:
         return min(part.most_rows(dtype) for part in self.parts)
@@ -114,16 +114,16 @@ class Nested(Product):
         places, end = {}, 0
         for members in kinds.values():
             integers, end = end, end + max(steps[k].nbytes for k in members)
-            places[members[0]] = _Place(integers, integers + steps[members[0]].offsets[OUT], True)
+            places[members[0]] = _Buffers(integers, integers + steps[members[0]].offsets[OUT], True)
             for k in members[1:]:
-                places[k] = _Place(integers, end, False)
+                places[k] = _Buffers(integers, end, False)
                 end += -(-4 * self.layout.rows * tokens // ALIGNED) * ALIGNED
         finish = llvm.function(Finish, dtype, *(part.factors.kind for part in self.parts))
         self._known[tokens, dtype] = [places[k] for k in range(len(self.parts))], finish
         self._steps[tokens, dtype] = made = steps[0]._replace(nbytes=end)
         return made
 
-    def _places(self, tokens: int, dtype: torch.dtype) -> tuple[list[_Place], llvm.Function]:
+    def _places(self, tokens: int, dtype: torch.dtype) -> tuple[list[_Buffers], llvm.Function]:
         """Return where each part works, and what rounds the sum of all."""
         self.steps(tokens, dtype)
         return self._known[tokens, dtype]
