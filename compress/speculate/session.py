@@ -95,7 +95,7 @@ class Session:
         total = float(cumulative[-1])
         if not 0 < total < math.inf:
             raise NumericalError(
-                f"the probabilities of token {len(self.tokens)} are not finite, or all 0; the model's weights are "
+                "the probabilities of a token are not finite, or all 0; the model's weights are "
                 "damaged or overflow, or a processor of generate forbids every token"
             )
         chosen = torch.searchsorted(cumulative, self.uniform() * total, right=True)
