@@ -5,9 +5,10 @@ temperature 1. On the first windows sublayers are chosen; the rows of the table 
 nothing was chosen. The cost of a drafted token is the share of bytes that it reads, and what that brings is predicted
 by compress/speculate/cost.py.
 
-Sublayers are chosen greedily, each step by the least loss of acceptance for the bytes that it saves. A loss that was
-measured at an earlier, smaller set is looked at again only if it would be the least (lazy greedy): losses seldom shrink
-when more is passed over. Another plugin of drafts that has `search(known, count, score, seed)` may choose instead.
+Sublayers are chosen greedily, each step by the least rise of KL for the bytes that it saves. A rise that was measured
+at an earlier, smaller set is looked at again only if it would be the least (lazy greedy): rises of KL seldom shrink
+when more is passed over, while losses of acceptance do, since there is less and less to lose. Another plugin of drafts
+that has `search(known, count, score, seed)` may choose instead, by acceptance.
 
 A draft's passes read no cache here, so it never sees what the target knows of earlier tokens: on the target's cache it
 is accepted somewhat more often. All experts of a mixture count as read.
@@ -225,24 +226,22 @@ def _sets(
     asked: DraftRequest,
     progress: Progress,
 ) -> list[frozenset[Sublayer]]:
-    targets = [reader.predictions(window).float().softmax(-1) for window in windows.split(1)]
+    targets = [reader.predictions(window).float().log_softmax(-1) for window in windows.split(1)]
     tried = 0
 
-    def score(sublayers: frozenset[Sublayer]) -> float:
-        """Return the acceptance of the model without sublayers."""
+    def try_without(sublayers: frozenset[Sublayer]) -> tuple[float, float]:
+        """Return KL and acceptance of the model without sublayers."""
         nonlocal tried
         tried += 1
         progress(f"choosing sublayers, set {tried}", 0, 0)
-        total = 0.0
-        for window, target in zip(windows.split(1), targets, strict=True):
-            draft = _predictions(reader, window, None, sublayers).float().softmax(-1)
-            total += float(torch.minimum(target, draft).sum(-1).double().mean())
-        return total / len(targets)
+        pairs = zip(windows.split(1), targets, strict=True)
+        figures = [compare(target, _predictions(reader, window, None, sublayers)) for window, target in pairs]
+        return sum(kl for kl, _, _ in figures) / len(figures), sum(alpha for _, alpha, _ in figures) / len(figures)
 
     if asked.by == GREEDY:
         modules = bypass.modules_of(reader.model)
         sizes = {each: max(1, sum(stored_nbytes(module) for module in modules[each])) for each in known}
-        return greedy(known, counts, score, sizes)
+        return greedy(known, counts, lambda sublayers: -try_without(sublayers)[0], sizes)
     search: Any = getattr(plugins.load(PLUGIN_KIND, asked.by), "search", None)
     if search is None:
         searching = [
@@ -250,7 +249,7 @@ def _sets(
             *(name for name in plugins.names(PLUGIN_KIND) if hasattr(plugins.load(PLUGIN_KIND, name), "search")),
         ]
         raise RecipeError(plugins.unknown("search of sublayers", asked.by, searching))
-    return [search(known, count, score, asked.seed) for count in counts]
+    return [search(known, count, lambda sublayers: try_without(sublayers)[1], asked.seed) for count in counts]
 
 
 def _predictions(reader: Reader, window: Tensor, level: int | None, sublayers: frozenset[Sublayer]) -> Tensor:

@@ -55,7 +55,7 @@ def _judge_laws(session: Session, proposal: Proposal, logits: Tensor) -> tuple[i
         p = scores[-1].softmax(-1)
         q = None if proposal.probabilities is None else proposal.probabilities[count]
         share = float(p[token]) / (1.0 if q is None else float(q[token]))
-        if session.uniform() >= share:
+        if not session.uniform() < share:  # not a number: rejected, and `draw` says so
             return count, session.draw(_rest(p, q, token)), scores
     scores.append(session.scores(logits[-1], drafted))
     return len(drafted), session.draw(scores[-1].softmax(-1)), scores

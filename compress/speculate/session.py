@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compress.errors import NumericalError
 from compress.speculate.passes import Passes
 from compress.speculate.statistics import Statistics
 from compress.speculate.timings import Timings
@@ -88,10 +90,16 @@ class Session:
         return self.draw(law), law
 
     def draw(self, weights: Tensor) -> int:
-        """Return a token drawn by weights [vocab] that need not sum to one."""
+        """Return a token drawn by weights [vocab] that need not sum to one; NumericalError where they have no sum."""
         cumulative = weights.cumsum(-1, dtype=torch.float64)
-        level = self.uniform() * cumulative[-1]
-        return min(int(torch.searchsorted(cumulative, level, right=True)), self.last_possible(weights))
+        total = float(cumulative[-1])
+        if not 0 < total < math.inf:
+            raise NumericalError(
+                "the probabilities of a token are not finite, or all 0; the model's weights are "
+                "damaged or overflow, or a processor of generate forbids every token"
+            )
+        chosen = torch.searchsorted(cumulative, self.uniform() * total, right=True)
+        return min(int(chosen), self.last_possible(weights))
 
     def uniform(self) -> float:
         """Return a random number in [0, 1)."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from compress.speculate.session import Session
@@ -33,4 +34,4 @@ class Stopping:
         """Return whether the text ends with the newest token; scores: as transformers gives them to criteria."""
         if session.tokens[-1] in self.end_tokens or self.room(session) <= 0:
             return True
-        return any(bool(each(session.ids, scores).all()) for each in self._others)
+        return any(bool(torch.as_tensor(each(session.ids, scores)).all()) for each in self._others)

@@ -54,7 +54,7 @@ class Timings:
 
     def check(self, rows: int) -> float:
         """Return the seconds of a pass of so many rows, interpolated between those that were seen; 0 if none was."""
-        known = sorted((count, times.median) for count, times in self.checks.items() if times.median)
+        known = sorted((count, times.median) for count, times in list(self.checks.items()) if times.median)
         if not known:
             return 0.0
         below = [each for each in known if each[0] <= rows]

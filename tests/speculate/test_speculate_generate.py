@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import StoppingCriteria, TextIteratorStreamer
 
 import compress
-from compress.errors import RecipeError
+from compress.errors import NumericalError, RecipeError
 from compress.kv import generation as kv_generation
 from compress.speculate import generation
 from compress.speculate.drafting import ModelDraft, Reduction
@@ -124,6 +124,30 @@ def test_other_criteria_are_asked_behind_each_token(count: int) -> None:
         custom_generate=compress.speculate,
     )
     assert drafted.shape[1] == count and criterion.seen == list(range(10, count + 1))
+
+
+@pytest.mark.usefixtures("noisy")
+def test_a_criterion_may_return_a_plain_bool() -> None:
+    settings: Any = {"max_new_tokens": 30, "eos_token_id": None, "custom_generate": compress.speculate}
+    criteria: Any = [lambda ids, scores, **kw: ids.shape[1] >= 13]
+    assert PICO["llama"]().generate(prompt(), stopping_criteria=criteria, **settings).shape[1] == 13
+
+
+@pytest.mark.usefixtures("noisy")
+def test_probabilities_without_a_sum_are_an_error() -> None:
+    def forbid(ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, -torch.inf if ids.shape[1] > 12 else 0.0)
+
+    processors: Any = [forbid]
+    with pytest.raises(NumericalError, match="probabilities of a token are not finite"):
+        PICO["llama"]().generate(
+            prompt(),
+            max_new_tokens=8,
+            do_sample=True,
+            eos_token_id=None,
+            logits_processor=processors,
+            custom_generate=compress.speculate,
+        )
 
 
 @pytest.mark.usefixtures("noisy")

@@ -48,8 +48,8 @@ class Config:
 class EntropyAdaptive(Draft):
     """Sets the level of the model, and drafts nothing."""
 
-    def __init__(self, config: Config, level: int) -> None:
-        self.config, self.level = config, level
+    def __init__(self, config: Config, level: int, before: int | None) -> None:
+        self.config, self.level, self._before = config, level, before
         self.is_low = False
         self.lows = list[bool]()  # for each judged token whether the low level gave its law
         self._stay = 0  # tokens since the last change
@@ -68,11 +68,11 @@ class EntropyAdaptive(Draft):
         wants_low = sum(self._entropies) / len(self._entropies) <= self.config.threshold
         if wants_low != self.is_low and self._stay >= self.config.tokens:
             self.is_low, self._stay = wants_low, 0
-            session.model.set_level(self.level if wants_low else None)
+            session.model.set_level(self.level if wants_low else self._before)
 
     def end(self, session: Session) -> None:
-        """Set the whole weights again, and say how often the low level wrote."""
-        session.model.set_level(None)
+        """Set the level that the model had, and say how often the low level wrote."""
+        session.model.set_level(self._before)
         session.statistics.notes.append(f"{sum(self.lows)} of {len(self.lows)} tokens by level {self.level} (ead)")
 
 
@@ -91,4 +91,4 @@ def build(config: Config, session: Session) -> Draft:
         raise RecipeError(
             f"ead: the checkpoint {has}; quantize it with `nested: true`, and name a level below the whole"
         )
-    return EntropyAdaptive(config, level)
+    return EntropyAdaptive(config, level, session.model.level)

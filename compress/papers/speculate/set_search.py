@@ -8,6 +8,7 @@ with the largest expected improvement among neighbours of the best one, by one e
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -18,7 +19,7 @@ from compress.runtime.bypass import Sublayer
 RANGES = (0.1, 0.3, 1.0, 3.0)
 NOISE = 0.01  # variance of a score, in units of the variance of all (Draft & Verify's alpha)
 POOL = 256  # sets that are compared before one is tried
-MOST_SEEN = 256  # newest and best scores that the process knows
+MOST_SEEN = 256  # newest scores, which the process knows
 
 
 class SetSearch:
@@ -32,7 +33,7 @@ class SetSearch:
         self.best: frozenset[Sublayer] = frozenset()
         self.best_score, self.tried, self.fruitless = -math.inf, 0, 0
         self._generator = torch.Generator().manual_seed(seed)
-        self._seen: list[tuple[Tensor, float]] = []
+        self._seen: deque[tuple[Tensor, float]] = deque(maxlen=MOST_SEEN)
 
     def draw(self) -> frozenset[Sublayer]:
         """Return a set at random."""
@@ -80,8 +81,8 @@ class SetSearch:
 
     def _improvements(self, pool: Tensor) -> Tensor:
         """Return the expected improvement of sets bool [n, sublayers] over the best score, float64 [n]."""
-        newest = self._seen[-MOST_SEEN:]
-        sets, scores = torch.stack([each for each, _ in newest]), torch.tensor([each for _, each in newest]).double()
+        sets = torch.stack([each for each, _ in self._seen])
+        scores = torch.tensor([each for _, each in self._seen]).double()
         mean, deviation = scores.mean(), scores.std().clamp_min(1e-9)
         y = (scores - mean) / deviation
         own, others = self._distances(sets, sets), self._distances(pool, sets)
