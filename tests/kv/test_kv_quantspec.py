@@ -11,10 +11,11 @@ from torch import Tensor
 from compress.errors import CompressError
 from compress.kernels import contract, llvm
 from compress.kv.codec import Spec
-from compress.kv.codecs import kivi, quantspec
+from compress.kv.codecs import kivi
 from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import KINDS, Policy
 from compress.kv.token_store import Store
+from compress.papers.codecs import quantspec
 from helpers.kv_cases import HEADS, WIDTH, Case, normal
 
 RECIPE: dict[str, Any] = {"group_size": 16}

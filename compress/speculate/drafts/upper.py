@@ -1,7 +1,7 @@
 """Drafts that read half the bits of the cache: the upper of its two planes of integers (QuantSpec, arXiv 2502.10424).
 
-For a compressed cache of the method `quantspec` (compress/kv/codecs/quantspec.py). Attention of drafts reads 4 bits of
-each number, that of the target 8; the newest tokens are exact for both. Drafted tokens are added to the exact ones and
+For a compressed cache of the method `quantspec` (a codec of two planes). Attention of drafts reads 4 bits of each
+number, that of the target 8; the newest tokens are exact for both. Drafted tokens are added to the exact ones and
 taken away again; tokens are coded only once they are accepted, so that the cache is as if nothing had been drafted.
 """
 
