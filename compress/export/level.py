@@ -10,6 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from compress.export.place import ExportPlace
 from compress.model.skeleton import Skeleton
@@ -17,6 +18,8 @@ from compress.progress import Progress, silent
 from compress.run import companion_files, source
 from compress.runtime import kv_config
 from compress.runtime.hf import CompressConfig
+from compress.speculate import specification
+from compress.speculate.generation import CONFIG_KEY
 from compress.storage import files, json_text, manifest
 from compress.storage.checkpoint import CONFIG, MANIFEST, SINGLE, Readable, open_checkpoint, write_shard, write_text
 from compress.storage.workdir import check_space
@@ -35,7 +38,7 @@ def export(directory: Path, level: int, out: Path, overwrite: bool = False, prog
         place.new.mkdir()
         _write_tensors(checkpoint.tensors.values(), place.new, progress)
         packed = CompressConfig.read(checkpoint.config["quantization_config"]).to_dict()
-        config = json_text.add_notice({**checkpoint.config, "quantization_config": packed})
+        config = json_text.add_notice({**with_drafts_below(checkpoint.config, level), "quantization_config": packed})
         write_text(place.new / CONFIG, json.dumps(config, indent=2) + "\n")
         companion_files.copy_files(directory, place.new)
         for name in (manifest.RECIPE, kv_config.FILE):
@@ -46,6 +49,13 @@ def export(directory: Path, level: int, out: Path, overwrite: bool = False, prog
             write_text(place.new / MANIFEST, json.dumps(listed, indent=1) + "\n")
         place.publish()
     return checkpoint.nbytes
+
+
+def with_drafts_below(config: dict[str, Any], level: int) -> dict[str, Any]:
+    """Return a config.json whose stored drafts are those that weights of this level still have."""
+    kept = specification.keep_below(str(config.get(CONFIG_KEY, "")), level)
+    others = {key: value for key, value in config.items() if key != CONFIG_KEY}
+    return {**others, CONFIG_KEY: kept} if kept else others
 
 
 def _write_tensors(tensors: Iterable[Readable], directory: Path, progress: Progress) -> None:

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from compress.errors import OutputError
+from compress.export.level import with_drafts_below
 from compress.export.place import ExportPlace
 from compress.runtime import hf
 from compress.storage import manifest
@@ -24,7 +25,7 @@ def link(directory: Path, level: int, out: Path, overwrite: bool = False) -> int
     Raises CheckpointError for a level that the checkpoint does not have, OutputError for what is in the way, and where
     the files cannot be linked.
     """
-    config = hf.with_level(read_json(directory / CONFIG), level)
+    config = with_drafts_below(hf.with_level(read_json(directory / CONFIG), level), level)
     names = [path.name for path in directory.iterdir() if _is_linked(path)] + manifest.inner_files(directory)
     with ExportPlace(out, "", overwrite) as place:
         place.new.mkdir()

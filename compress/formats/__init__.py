@@ -20,7 +20,8 @@ A format file has
   each row, and one or more behind the last;
 - `fixed_tensors(params) -> names` of stored tensors that training leaves as they are, only where there are any;
 - `levels(params) -> numbers` and `at_level(params, level) -> (format, Params)`, only where some of the stored tensors
-  are a cheaper version of the weight (formats/levels.py);
+  are a cheaper version of the weight (formats/levels.py); `whole(params) -> (format, Params) | None` beside them, only
+  where some of the stored tensors are the whole weight;
 - `cut(tensors, params, shape, rows, columns) -> (Params, tensors)`, for tensor parallelism: exactly what decoding and
   slicing would give. rows and columns are ranges of a weight [out, in], of step 1 and not empty. What is returned may
   have other parameters than the whole. ValueError says why a cut is not possible: what is stored may be shared by

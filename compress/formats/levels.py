@@ -6,7 +6,7 @@ a level is read, multiplied and written without the rest. Transforms around the 
 and a low-rank part are the same at all levels.
 
 A format says what levels it has by `levels(params)` and `at_level(params, level)`; a format without the latter has
-none.
+none. Where the whole weight is read without what is stored of other levels, `whole(params)` says how.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ def levels(stored: Stored) -> tuple[int, ...]:
 def at_level(stored: Stored, level: int | None) -> Stored:
     """Return how a weight is stored at a level: at the largest that is not above it, at the lowest if all are.
 
-    A weight without levels stays as it is, and None is the whole.
+    A weight without levels stays as it is, and None is the whole: what is read of it, where further parts are not.
     """
     known = levels(stored)
-    if level is None or not known or level >= known[-1]:
+    if not known:
         return stored
     format: Any = formats.get(stored.format)
-    name, params = format.at_level(stored.params, max((each for each in known if each <= level), default=known[0]))
-    return dataclasses.replace(stored, format=name, params=params)
+    if level is None or level >= known[-1]:
+        chosen = format.whole(stored.params) if hasattr(format, "whole") else None
+    else:
+        chosen = format.at_level(stored.params, max((each for each in known if each <= level), default=known[0]))
+    return stored if chosen is None else dataclasses.replace(stored, format=chosen[0], params=chosen[1])
 
 
 def view(weight: PackedWeight, level: int | None) -> PackedWeight:

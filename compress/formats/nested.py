@@ -8,15 +8,19 @@ of the parts whose `levels` are at most l; the first part alone is to the bit wh
 own, under the same names, so that the lowest level of 4 + 4 bits is a plain `int` of 4 bits. Codes of several widths
 below one common scale are the format `sliced`.
 
-Stored tensors: those of the first part under its names, those of part k > 1 with `_k` behind: `words4`, `scales`,
-`words4_2`, `scales_2`. Rows and columns can be cut where every part can be.
+A last part of format `dense` is no summand but the whole weight itself, as it was before anything was rounded, so that
+a target of 16 bits keeps its exact numbers beside a draft of 4 (ML-SpecQD, arXiv 2503.13565, holds two models). What
+remains of 16 bits behind a part of 4 would take 16 bits again, and a sum of them is not exact.
 
-Not supported: parts whose parameters only say what is usual (`ESTIMATED`), and sums within sums.
+Stored tensors: those of the first part under its names, those of part k > 1 with `_k` behind: `words4`, `scales`,
+`words4_2`, `scales_2`. A whole weight beside the sum is `values`. Rows and columns can be cut where every part can be.
+
+Not supported: parts whose parameters only say what is usual (`ESTIMATED`), sums within sums, and parts in slices, whose
+planes have such names, too.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,71 +33,99 @@ from compress.formats import Shape, Spec
 from compress.formats.stored import from_table, params_from_dict
 from compress.types import PackedWeight, Stored
 
+ANY_SHAPE = (1, 1)  # names of stored tensors do not depend on it
+
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     format: str  # of the part
     params: Any  # `Params` of that format
 
+    @property
+    def is_original(self) -> bool:
+        """Whether it is the whole weight, and no summand."""
+        return self.format == "dense"
+
     def __str__(self) -> str:
+        if self.is_original:
+            return f"the original in {self.params.dtype}"
         return f"{self.format} of {self.params.bits} bits" if hasattr(self.params, "bits") else self.format
 
 
 @dataclass(frozen=True)
 class Params:
-    parts: tuple[Any, ...]  # `Part`s of the sum; a table of JSON holds format and params of each
+    parts: tuple[Any, ...]  # `StoredPart`s of the sum; a table of JSON holds format and params of each
     levels: tuple[int, ...]  # [bits] that the sum is named by as each part joins it, rising
 
     def __post_init__(self) -> None:
-        parts = tuple(part if isinstance(part, Part) else _read(part) for part in self.parts)
+        parts = tuple(part if isinstance(part, StoredPart) else _read(part) for part in self.parts)
         object.__setattr__(self, "parts", parts)  # tables after a round trip through JSON, as are lists
         object.__setattr__(self, "levels", tuple(self.levels))
         if len(parts) < 2:
             raise ValueError(f"parts {[part.format for part in parts]} are fewer than two")
         for part in parts:
-            if part.format == "nested" or getattr(formats.get(part.format), "ESTIMATED", False):
+            if part.format in ("nested", "sliced") or getattr(formats.get(part.format), "ESTIMATED", False):
                 raise ValueError(f"parts hold format {part.format}, of which no sum is stored")
         if len(self.levels) != len(parts) or sorted({*self.levels}) != [*self.levels] or self.levels[0] < 1:
             raise ValueError(f"levels {list(self.levels)} are not {len(parts)} rising numbers of bits")
+        if any(part.is_original for part in parts[:-1]):
+            raise ValueError("a whole weight, of format dense, is not the last part")
+
+    @property
+    def has_original(self) -> bool:
+        """Whether the last level is a part of its own that stands for the whole weight, and no sum."""
+        return bool(self.parts[-1].is_original)
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """What stands behind the names of each part's tensors."""
+        return tuple("" if k == 0 or part.is_original else f"_{k + 1}" for k, part in enumerate(self.parts))
 
 
-def _read(table: Any) -> Part:
+def _read(table: Any) -> StoredPart:
     """Return the part that a table of JSON holds; CheckpointError if it cannot be."""
-    part = from_table(Part, table, "format 'nested': a part")
-    return Part(part.format, params_from_dict(part.format, part.params))
+    part = from_table(StoredPart, table, "format 'nested': a part")
+    return StoredPart(part.format, params_from_dict(part.format, part.params))
 
 
 def params_for(parts: Sequence[Stored], levels: Sequence[int]) -> Params:
     """Return the parameters of a sum of weights that are stored so, with nothing around or beside any of them."""
-    return Params(tuple(Part(part.format, part.params) for part in parts), tuple(levels))
+    return Params(tuple(StoredPart(part.format, part.params) for part in parts), tuple(levels))
 
 
-def pack(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def pack(parts: Sequence[Mapping[str, Tensor]], params: Params) -> dict[str, Tensor]:
     """Return the stored tensors of a sum from those of its parts, which are shared."""
-    return {_name(name, k): tensor for k, part in enumerate(parts) for name, tensor in part.items()}
+    each = zip(parts, params.suffixes, strict=True)
+    return {name + suffix: tensor for part, suffix in each for name, tensor in part.items()}
 
 
 def join(parts: Sequence[PackedWeight], levels: Sequence[int]) -> PackedWeight:
     """Return the sum of packed weights [out, in] of one shape; nothing may lie around or beside any of them."""
     params = params_for([part.stored for part in parts], levels)
-    return PackedWeight(Stored("nested", params), pack([part.tensors for part in parts]), parts[0].shape)
+    return PackedWeight(Stored("nested", params), pack([part.tensors for part in parts], params), parts[0].shape)
 
 
 def split(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> list[PackedWeight]:
     """Inverse of `join`: the parts, which share the stored tensors."""
     return [
-        PackedWeight(Stored(part.format, part.params), {name: tensors[_name(name, k)] for name in names}, shape)
-        for k, (part, names) in enumerate(_names(params, shape))
+        PackedWeight(Stored(part.format, part.params), {name: tensors[name + suffix] for name in names}, shape)
+        for part, suffix, names in _names(params, shape)
     ]
 
 
+def summands(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> list[PackedWeight]:
+    """Return the parts that make the whole weight: all that are added, or the original alone."""
+    parts = split(tensors, params, shape)
+    return parts[-1:] if params.has_original else parts
+
+
 def specs(params: Params, shape: Shape) -> dict[str, Spec]:
-    return {_name(name, k): spec for k, (_, names) in enumerate(_names(params, shape)) for name, spec in names.items()}
+    return {name + suffix: spec for _, suffix, names in _names(params, shape) for name, spec in names.items()}
 
 
 def decode(tensors: Mapping[str, Tensor], params: Params, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Return the dequantized weight [out, in]; parts are added in float32, in their order, and rounded once."""
-    first, *rest = split(tensors, params, shape)
+    first, *rest = summands(tensors, params, shape)
     total = formats.decode_stored(first, torch.float32)
     for part in rest:
         total += formats.decode_stored(part, torch.float32)
@@ -109,7 +141,7 @@ def decode_rows(
     tensors: Mapping[str, Tensor], params: Params, shape: Shape, rows: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return rows [n] int64 of the dequantized weight, [n, in], as `decode` gives them; no other row is decoded."""
-    first, *rest = split(tensors, params, shape)
+    first, *rest = summands(tensors, params, shape)
     total = formats.decode_rows(first, rows, torch.float32)
     for part in rest:
         total += formats.decode_rows(part, rows, torch.float32)
@@ -119,30 +151,30 @@ def decode_rows(
 def join_rows(parts: Sequence[Mapping[str, Tensor]], params: Params) -> dict[str, Tensor]:
     """Return the tensors of a weight from those of its rows, in order, as the formats of its parts join them."""
     joined = []
-    for k, part in enumerate(params.parts):
-        own = [name for name in parts[0] if _number(name) == k]
-        plain = [{name.removesuffix(f"_{k + 1}") if k else name: rows[name] for name in own} for rows in parts]
+    for part, suffix, names in _names(params, ANY_SHAPE):
+        plain = [{name: rows[name + suffix] for name in names} for rows in parts]
         format: Any = formats.get(part.format)
         joined.append(format.join_rows(plain, part.params))
-    return pack(joined)
+    return pack(joined, params)
 
 
 def check(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> None:
     """Check the values of each part; ValueError, which begins with the tensor's name."""
-    for k, part in enumerate(split(tensors, params, shape)):
+    for part, suffix in zip(split(tensors, params, shape), params.suffixes, strict=True):
         check_part = getattr(formats.get(part.format), "check", None)
         try:
             if check_part is not None:
                 check_part(part.tensors, part.params, shape)
         except ValueError as error:
             name, _, problem = str(error).partition(" ")
-            raise ValueError(f"{_name(name, k)} {problem}") from error
+            raise ValueError(f"{name}{suffix} {problem}") from error
 
 
 def fixed_tensors(params: Params) -> tuple[str, ...]:
     """Return the names of stored tensors that training leaves as they are."""
-    stored = (Stored(part.format, part.params) for part in params.parts)
-    return tuple(_name(name, k) for k, part in enumerate(stored) for name in formats.fixed_tensors(part))
+    stored = [Stored(part.format, part.params) for part in params.parts]
+    each = zip(stored, params.suffixes, strict=True)
+    return tuple(name + suffix for part, suffix in each for name in formats.fixed_tensors(part))
 
 
 def cut(
@@ -150,7 +182,8 @@ def cut(
 ) -> tuple[Params, dict[str, Tensor]]:
     """Return some rows and columns of a weight; compress/formats/__init__.py has the contract."""
     parts = [formats.cut(part, rows, columns) for part in split(tensors, params, shape)]
-    return params_for([part.stored for part in parts], params.levels), pack([part.tensors for part in parts])
+    chosen = params_for([part.stored for part in parts], params.levels)
+    return chosen, pack([part.tensors for part in parts], chosen)
 
 
 def levels(params: Params) -> tuple[int, ...]:
@@ -159,25 +192,21 @@ def levels(params: Params) -> tuple[int, ...]:
 
 
 def at_level(params: Params, level: int) -> tuple[str, Any]:
-    """Return format and parameters of one of `levels`: of the first part alone, or of a shorter sum."""
+    """Return format and parameters of one of `levels`: of one part alone, or of a shorter sum."""
     count = params.levels.index(level) + 1
-    if count == 1:
-        return params.parts[0].format, params.parts[0].params
+    is_whole = params.has_original and count == len(params.parts)
+    if count == 1 or is_whole:
+        part = params.parts[count - 1]
+        return part.format, part.params
     return "nested", Params(params.parts[:count], params.levels[:count])
 
 
-def _names(params: Params, shape: Shape) -> Iterator[tuple[Part, dict[str, Spec]]]:
-    """Yield each part and what is stored for it, under the names of its own format."""
-    for part in params.parts:
-        yield part, formats.get(part.format).specs(part.params, shape)
+def whole(params: Params) -> tuple[str, Any] | None:
+    """Return format and parameters of the last level where that is a part alone; None: all that is stored is read."""
+    return at_level(params, params.levels[-1]) if params.has_original else None
 
 
-def _number(name: str) -> int:
-    """Return the number of the part, from 0 on, that a stored tensor belongs to."""
-    suffix = re.search(r"_(\d+)$", name)
-    return int(suffix[1]) - 1 if suffix else 0
-
-
-def _name(name: str, k: int) -> str:
-    """Return the name of a tensor of the part number k, from 0 on."""
-    return f"{name}_{k + 1}" if k else name
+def _names(params: Params, shape: Shape) -> Iterator[tuple[StoredPart, str, dict[str, Spec]]]:
+    """Yield each part, what stands behind the names of its tensors, and these under the names of its own format."""
+    for part, suffix in zip(params.parts, params.suffixes, strict=True):
+        yield part, suffix, formats.get(part.format).specs(part.params, shape)

@@ -27,7 +27,7 @@ from compress.model.edits import Edits
 from compress.model.load import FAILURES, empty_model, no_bars, plain_config, separator, without_weights
 from compress.model.meta_pass import READ, arguments, flow, read_weights
 from compress.model.text_path import RepeatedModules, find_stacks
-from compress.runtime import hf, levels, linears
+from compress.runtime import hf, linears
 from compress.runtime.experts import Experts, is_supported
 from compress.runtime.linear import PackedModule
 from compress.storage.checkpoint import CONFIG, Checkpoint, Readable
@@ -66,8 +66,9 @@ class Skeleton:
         self._keeping_types: hf.CompressQuantizer | None = None
         if packed := checkpoint.config.get("quantization_config"):
             packed_as = hf.CompressConfig.read(packed)
-            self.checkpoint = checkpoint = levels.without_left_out(checkpoint, packed_as.left_out)
             hf.swap(self.model, packed_as)
+            checkpoint = stored_weights.without_left_out(self.model, checkpoint, packed_as.left_out)
+            self.checkpoint = checkpoint
             self._keeping_types = hf.keeping_types(self.model, packed_as)
         lists = find_stacks(self.model)
         self.blocks_name, *others = lists  # of the first stack

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -109,6 +110,17 @@ def find_unused(model: PreTrainedModel, aliases: Iterable[list[str]], stored_as:
         copies.update(name for group in groups[1:] for name in group if name not in groups[0])
     every = {stored.name: stored for group in stored_as.values() for stored in group}
     return {name: stored for name, stored in every.items() if name not in used or name in copies}
+
+
+def without_left_out(model: PreTrainedModel, checkpoint: Checkpoint, pattern: str) -> Checkpoint:
+    """Return a checkpoint without the tensors that the model has no use for and whose names match, "": with all.
+
+    pattern: that of what a level of the weights leaves out (compress/runtime/levels.py).
+    """
+    if not pattern:
+        return checkpoint
+    unused = {name for name in find_unused(model, (), sources(model, checkpoint)) if re.search(pattern, name)}
+    return replace(checkpoint, tensors={key: each for key, each in checkpoint.tensors.items() if key not in unused})
 
 
 def split(stored_as: Sources) -> set[str]:

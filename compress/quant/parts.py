@@ -14,6 +14,8 @@ Later blocks are calibrated behind the lowest level of earlier ones, so that thi
 that makes up for errors of earlier blocks (target correction) is that of the lowest level only: the others make up for
 what is not theirs.
 
+A last level of 16 bits (32 of float32) is the original weight: it is stored as it is, so that nothing is left to round.
+
 Not done: parts of different methods; choosing the codes of a part for what later ones will add.
 """
 
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor
 
 from compress import formats, plugins
-from compress.formats import levels, nested
+from compress.formats import dense, levels, nested
 from compress.types import LayerPlan, PackedWeight, Quantized, Scheme, Stored
 
 PART_COPIES = 2  # float32 copies of a weight beside which its further parts are made
@@ -57,14 +59,24 @@ def lowest(weight: PackedWeight) -> PackedWeight:
     return levels.view(weight, levels.levels(weight.stored)[0]) if weight.format == "nested" else weight
 
 
-def plan(scheme: Scheme, shape: tuple[int, int]) -> Stored:
-    """Return how the matrix of a weight [out, in] is stored, without what is around or beside it.
+def plan(scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype) -> Stored:
+    """Return how the matrix of a weight [out, in] of a type is stored, without what is around or beside it.
 
-    Raises ValueError for a setting that cannot be for this shape.
+    Raises ValueError for a setting that cannot be for this weight.
     """
     method = plugins.load("quant", scheme.method)
     parts = [Stored(method.FORMAT, method.plan_params(config, shape)) for config in scheme.part_configs]
+    if scheme.has_original:
+        bits = 8 * dtype.itemsize
+        if bits != scheme.levels[-1]:
+            raise ValueError(f"nested: the original weight is the last level and has {bits} bits")
+        parts.append(original_stored(dtype))
     return Stored("nested", nested.params_for(parts, scheme.levels)) if scheme.nested else parts[0]
+
+
+def original_stored(dtype: torch.dtype) -> Stored:
+    """Return how a weight of a type is stored that stays as it is."""
+    return Stored("dense", dense.Params(str(dtype).removeprefix("torch.")))
 
 
 def workspace(scheme: Scheme, shape: tuple[int, int]) -> int:
@@ -79,10 +91,15 @@ def workspace(scheme: Scheme, shape: tuple[int, int]) -> int:
 
 
 def add(
-    scheme: Scheme, first: Quantized, weight: Tensor, quantize_part: Callable[[int, Tensor], Quantized]
+    scheme: Scheme,
+    first: Quantized,
+    weight: Tensor,
+    original: Tensor,
+    quantize_part: Callable[[int, Tensor], Quantized],
 ) -> Quantized:
     """Return a nested weight [out, in] whose first part is made; a low-rank part beside it stays beside the sum.
 
+    weight: in the basis that is rounded; original: as the model has it, in its type.
     quantize_part: makes the part of a number, from 1, of what is left of the weight, float32.
     """
     lowrank, notes = first.weight.stored.lowrank, dict.fromkeys(first.notes)
@@ -90,12 +107,15 @@ def add(
     bare = Stored(first.weight.format, first.weight.params)
     names = formats.specs(bare, first.weight.shape)
     parts = [PackedWeight(bare, {name: first.weight.tensors[name] for name in names}, first.weight.shape)]
-    for number in range(1, len(scheme.levels)):
+    for number in range(1, len(scheme.part_configs)):
         made = quantize_part(number, rest)
         parts.append(made.weight)
         notes |= dict.fromkeys(made.notes)
-        if number < len(scheme.levels) - 1:
+        if number < len(scheme.part_configs) - 1:
             rest -= formats.decode_stored(made.weight, torch.float32)
+    if scheme.has_original:
+        kept = original_stored(original.dtype)
+        parts.append(PackedWeight(kept, dense.pack(original, kept.params), first.weight.shape))
     joined = nested.join(parts, scheme.levels)
     beside = {name: tensor for name, tensor in first.weight.tensors.items() if name not in names}
     stored = dataclasses.replace(joined.stored, lowrank=lowrank)

@@ -92,6 +92,8 @@ def _check_nested(made: Scheme, at: Node, where: str) -> None:
         _ = made.part_configs
     except ValueError as problem:
         raise error(f"a part cannot be: {problem}") from problem
+    if made.has_original and (made.incoherence is not False or made.activations or made.lowrank):
+        raise error(f"level {levels[-1]} is the original; remove incoherence, activations and lowrank, or that level")
     if made.sparsity is not None:
         raise error("all parts read all inputs; remove sparsity, or set nested: false")
     if made.lowrank is not None and (made.lowrank.train or made.lowrank.train_blocks):

@@ -145,7 +145,8 @@ def _planned_bits(name: str) -> float:
     scheme = load(name).quantize
     method = plugins.load("quant", scheme.method)
     parts = [Stored(method.FORMAT, method.plan_params(config, PLANNED_SHAPE)) for config in scheme.part_configs]
-    return 8 * sum(formats.nbytes(part, PLANNED_SHAPE) for part in parts) / math.prod(PLANNED_SHAPE)
+    original = scheme.levels[-1] if scheme.has_original else 0
+    return 8 * sum(formats.nbytes(part, PLANNED_SHAPE) for part in parts) / math.prod(PLANNED_SHAPE) + original
 
 
 def _schemes(data: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from compress import formats, plugins
 from compress.errors import RecipeError, shown
-from compress.formats import dense, transforms
+from compress.formats import transforms
 from compress.model.skeleton import Skeleton
 from compress.model.spared import keeps_bias, spared_linears
 from compress.quant import incoherence, parts
@@ -70,7 +70,8 @@ def make(recipe: Recipe, skeleton: Skeleton, pack: bool = True) -> Plan:
     of_blocks = dataclasses.replace(of_blocks, messages=(*_spared_message(of_blocks), *unread_message))
     with_towers = outside_plan.add_towers(of_blocks, recipe, skeleton, _outside)
     with_tables = outside_plan.add_tables(with_towers, recipe, skeleton, _outside)
-    return _with_estimates(draft_heads.add(with_tables, recipe, skeleton, _outside))
+    whole = draft_heads.add(with_tables, recipe, skeleton, _outside)
+    return _with_estimates(_check_originals(whole, recipe))
 
 
 def _reason_to_keep(layer: LayerPlan, spared: dict[str, str], recipe: Recipe, skeleton: Skeleton) -> str:
@@ -132,6 +133,16 @@ def _check_tuned(layers: Sequence[LayerPlan], recipe: Recipe) -> None:
         raise RecipeError(
             f"{with_levels[0]} is nested, and what all its levels share cannot be tuned; remove tune or nested"
         )
+
+
+def _check_originals(plan: Plan, recipe: Recipe) -> Plan:
+    """Return the plan; RecipeError where a transform would change weights that are stored as they are."""
+    if recipe.transform and (changed := [layer for layer in plan.packed if layer.scheme.has_original]):
+        raise RecipeError(
+            f"{changed[0].spec.name}: level {changed[0].scheme.levels[-1]} is the original weight, which transform "
+            f"{recipe.transform[0].method} would change; remove transform, or that level of `nested`"
+        )
+    return plan
 
 
 def check_stacks(recipe: Recipe, skeleton: Skeleton, is_allocated: bool) -> None:
@@ -217,7 +228,7 @@ def _layer(spec: LinearSpec, scheme: Scheme, method: ModuleType, online: WeightT
     if around and scheme.lowrank is not None and scheme.lowrank.metric == "fisher":
         raise RecipeError(f"{spec.name}: metric fisher is not known in a rotated basis; set another metric for it")
     try:
-        matrix = parts.plan(scheme, spec.shape)
+        matrix = parts.plan(scheme, spec.shape, spec.dtype)
         stored = Stored(matrix.format, matrix.params, around, scheme.activations, lowrank)
         if sparsity is not None:
             stored = dataclasses.replace(stored, sparsity=sparsity.for_linear(sparsity.unread()))
@@ -251,7 +262,7 @@ def _outside(spec: LinearSpec, scheme: Scheme) -> LayerPlan:
 
 def _dense(spec: LinearSpec) -> LayerPlan:
     """Plan a linear that stays as it is."""
-    stored = Stored("dense", dense.Params(str(spec.dtype).removeprefix("torch.")))
+    stored = parts.original_stored(spec.dtype)
     return LayerPlan(spec, Scheme(KEEP, None), stored, formats.nbytes(stored, spec.shape))
 
 

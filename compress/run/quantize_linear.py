@@ -169,14 +169,15 @@ def quantize(task: LinearTask, seed: int) -> Quantized:
     first, *others = (dataclasses.replace(layer, scheme=scheme) for scheme in parts.schemes(layer.scheme))
     with _naming(layer):
         result = _quantize_part(task, first, problem)
-        if others:
+        if layer.scheme.nested:
             stats = None if problem.stats is None else dataclasses.replace(problem.stats, largest_weight=None)
 
             def quantize_part(number: int, rest: Tensor) -> Quantized:
                 inputs = problem._replace(target=rest, stats=stats, seed=problem.seed + number)
                 return _quantize_part(task, others[number - 1], inputs)
 
-            result = parts.add(layer.scheme, result, _plain_target(task, problem), quantize_part)
+            original = task.weight.to(layer.spec.dtype)
+            result = parts.add(layer.scheme, result, _plain_target(task, problem), original, quantize_part)
     return _with_surroundings(task, result, problem.around)
 
 

@@ -174,16 +174,16 @@ class Experts(nn.ModuleDict):
         What is compiled by torch uses what a call before has made.
         """
         linears = [[expert._modules[name] for name in self.layout.projections] for expert in self._experts()]
-        runners: dict[int | None, ExpertRunner] = self.__dict__.setdefault("_runners", {})
-        level = getattr(linears[0][0], "level", None)  # that of all linears
-        known = runners.get(level)
+        runners: dict[tuple[int | None, ...], ExpertRunner] = self.__dict__.setdefault("_runners", {})
+        levels = tuple([getattr(linear, "level", None) for each in linears for linear in each])
+        known = runners.get(levels)
         if torch.compiler.is_compiling():
             usable = known is not None and known.dtype == x.dtype and not self._has_gradient(x)
             return known.together if known is not None and usable else None
         if self.layout.identities or self._has_gradient(x):
             return None
         if known is None or not known.is_current(linears, x.dtype):
-            known = runners[level] = ExpertRunner(linears, x.dtype)
+            known = runners[levels] = ExpertRunner(linears, x.dtype)
         return known.together
 
     def _experts(self) -> Iterator[nn.Module]:

@@ -128,7 +128,9 @@ class CompressConfig(QuantizationConfigMixin):
 
 def with_level(config: dict[str, Any], level: int) -> dict[str, Any]:
     """Return a config.json of which a level of the weights is all that is loaded; CheckpointError if there is none."""
-    section = {**(config.get("quantization_config") or {}), "level": level}
+    if not config.get("quantization_config"):
+        raise CheckpointError(f"weights that are not packed have no levels, so no level {level}; leave the level out")
+    section = {**config["quantization_config"], "level": level}
     CompressConfig.read(section)
     return {**config, "quantization_config": section}
 

@@ -14,7 +14,6 @@ at whatever level it computes.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Iterator
@@ -30,7 +29,6 @@ from compress.errors import CheckpointError, shown
 from compress.formats import levels as stored_levels
 from compress.formats import stored
 from compress.runtime.linear import PackedModule
-from compress.storage.checkpoint import Checkpoint
 from compress.storage.paths import METHOD
 from compress.types import Stored
 
@@ -58,7 +56,7 @@ def take_keyword() -> None:
 def choose(config: Any, level: int) -> None:
     """Make a `CompressConfig` list its modules as they are stored at a level; CheckpointError for one it does not have.
 
-    `config.left_out` then has a pattern of the names of tensors that the level leaves out.
+    `config.left_out` then has a pattern of the names of tensors that the level leaves out of some modules.
     """
     whole = {name: _read(config.default, entry, name) for name, entry in config.modules.items()}
     check_level(level, levels_of(whole.values()), "this checkpoint")
@@ -71,8 +69,8 @@ def choose(config: Any, level: int) -> None:
         kept = {key: value for key, value in config.modules[name].items() if key not in READ_BY_FORMAT}
         config.modules[name] = kept | (own if table != {key: default[key] for key in READ_BY_FORMAT} else {})
     config.default = default
-    names = {tensor for name in whole for tensor in _names(whole[name]) - _names(chosen[name])}
-    config.left_out = rf"\.({'|'.join(map(re.escape, sorted(names)))})$" if names else ""
+    gone = set[str]().union(*(_names(whole[name]) - _names(each) for name, each in chosen.items()))
+    config.left_out = rf"\.({'|'.join(map(re.escape, sorted(gone)))})$" if gone else ""
 
 
 def _read(default: dict[str, Any], entry: dict[str, Any], name: str) -> Stored:
@@ -99,14 +97,6 @@ def levels_of(weights: Iterable[Stored]) -> tuple[int, ...]:
     return tuple(sorted({level for each in set(weights) for level in stored_levels.levels(each)}))
 
 
-def without_left_out(checkpoint: Checkpoint, pattern: str) -> Checkpoint:
-    """Return a checkpoint without the tensors whose names match a pattern; "": there are none."""
-    if not pattern:
-        return checkpoint
-    kept = {name: tensor for name, tensor in checkpoint.tensors.items() if not re.search(pattern, name)}
-    return dataclasses.replace(checkpoint, tensors=kept)
-
-
 def check_level(level: Any, known: tuple[int, ...], whose: str) -> None:
     """Raise CheckpointError for a level that is not a known one; whose: begins the line."""
     if type(level) is int and level in known:
@@ -118,7 +108,7 @@ def check_level(level: Any, known: tuple[int, ...], whose: str) -> None:
 
 def offer(model: nn.Module) -> None:
     """Give a packed model the attribute `levels` and the method `set_level`."""
-    vars(model)["levels"] = levels_of(module.stored for module in _packed(model))
+    vars(model)["levels"] = levels_of(module.stored for module in _packed_modules(model))
     vars(model)["level"] = None
     vars(model)["set_level"] = MethodType(set_level, model)
 
@@ -130,16 +120,16 @@ def set_level(model: nn.Module, level: int | None) -> None:
     or decoded. Raises CheckpointError for an unknown level.
     """
     if level is not None:
-        check_level(level, vars(model)["levels"], f"this {type(model).__name__}")
+        check_level(level, vars(model).get("levels", ()), f"this {type(model).__name__}")
     vars(model)["level"] = level
-    for module in _packed(model):
+    for module in _packed_modules(model):
         module.set_level(level)
 
 
 @contextmanager
 def at_level(model: nn.Module, level: int | None) -> Iterator[None]:
     """While active, let a packed model compute at one of its levels; None: with all that is stored."""
-    before: int | None = vars(model)["level"]
+    before: int | None = vars(model).get("level")
     set_level(model, level)
     try:
         yield
@@ -147,7 +137,7 @@ def at_level(model: nn.Module, level: int | None) -> Iterator[None]:
         set_level(model, before)
 
 
-def _packed(model: nn.Module) -> Iterator[PackedModule]:
+def _packed_modules(model: nn.Module) -> Iterator[PackedModule]:
     """Yield the packed modules of a model; `modules()` takes three times as long."""
     waiting: list[nn.Module | None] = [model]
     while waiting:

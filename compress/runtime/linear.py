@@ -334,13 +334,10 @@ class FusedLinears:
 
     def __init__(self, linears: Sequence[PackedLinear]) -> None:
         self.linears = tuple(linears)
-        self._weights: dict[int | None, Weights] = {}  # by the level of the linears, which all have the same
+        self._weights = Weights([linear._weight for linear in self.linears])
 
     def product(self, x: Tensor) -> Tensor | None:
         """Return what all linears give for x [..., in], behind each other; None: run them singly."""
         if _is_traced():
             return None
-        level = self.linears[0].level
-        if level not in self._weights:
-            self._weights[level] = Weights([linear._weight for linear in self.linears])
-        return self._weights[level].product(x, [linear._parameters for linear in self.linears])
+        return self._weights.product(x, [linear._parameters for linear in self.linears])

@@ -92,7 +92,7 @@ class LinearShard(nn.Module):
         self._arrived: dict[str, Tensor] = {}
         try:
             self.specs = self._needed = self._specs_of(stored)
-            if stored is not None and level is not None:
+            if stored is not None:
                 stored = levels.at_level(stored, level)
                 self._needed = self._specs_of(stored)
         except ValueError as error:

@@ -63,28 +63,28 @@ class LengthPolicy:
         self.threshold = 0.0  # of the product of a draft's probabilities, below which a further token does not pay
         self._wait, self._waited, self._probes = FIRST_WAIT, 0, 0
 
-    def choose(self, step: float, draft: float, check: Callable[[int], float], most: int) -> int:
+    def choose(self, step: float, draft: Callable[[int], float], check: Callable[[int], float], most: int) -> int:
         """Return how many tokens to draft, up to `most`; 0: a plain step.
 
-        step: seconds of a plain step, 0 while it is not known; draft: of a drafted token, likewise; check: of a pass,
-        by its number of tokens.
+        step: seconds of a plain step, 0 while it is not known; draft: of a drafted token, likewise, by how many are
+        drafted; check: of a pass, by its number of tokens.
         """
         self.threshold = 0.0
         if self.fixed is not None:
             return min(self.fixed, most)
         if not step:
             return 0
-        if not draft:
+        if not draft(1):
             return min(FIRST_LENGTH, most)
         lengths, expected = range(1, most + 1), self.acceptance.expect_tokens(most)
-        costs = [(n * draft + check(n + 1)) / step for n in lengths]
+        costs = [(n * draft(n) + check(n + 1)) / step for n in lengths]
         gains = [expected[n] / cost for n, cost in zip(lengths, costs, strict=True)]
         best = max(range(most), key=gains.__getitem__)
         if gains[best] < LEAST_GAIN:
             is_hopeless = max((n + 1) / cost for n, cost in zip(lengths, costs, strict=True)) < LEAST_GAIN
             return best + 1 if self._is_probe(is_hopeless) else 0
         self._wait, self._waited = FIRST_WAIT, 0
-        further = draft + (check(best + 2) - check(2)) / max(1, best)
+        further = draft(best + 1) + (check(best + 2) - check(2)) / max(1, best)
         self.threshold = min(0.9, gains[best] * further / step)
         return best + 1
 

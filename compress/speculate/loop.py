@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class Loop:
         statistics.add_round(drafted, accepted)
         statistics.check_seconds += ended - midway
         if planned is not None and policy is not None and drafted:
-            counts = timings.add_draft(planned.name, (midway - begun) / drafted) and counts
+            counts = timings.add_draft(planned.name, drafted, midway - begun) and counts
             statistics.draft_seconds += midway - begun
             policy.observe(drafted, accepted)
         if counts:
@@ -118,7 +119,7 @@ class Loop:
             if situation is None:
                 continue
             policy = planned.policy(situation)
-            count = policy.choose(timings.check(1), timings.draft(planned.name), timings.check, most)
+            count = policy.choose(timings.check(1), partial(timings.draft, planned.name), timings.check, most)
             if count:
                 session.threshold = policy.threshold
                 proposal = planned.draft.propose(session, count)

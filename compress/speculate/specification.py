@@ -21,6 +21,7 @@ from compress.speculate.session import Session
 
 KIND = "speculate"
 LENGTH = "length"
+LEVEL = "level"  # a plugin, and its setting
 
 
 @dataclass
@@ -52,6 +53,19 @@ def parse(text: str) -> list[DraftSpecification]:
         for name, given in draft.plugins.items():
             _configure(name, given)
     return drafts
+
+
+def keep_below(text: str, level: int) -> str:
+    """Return the drafts of a text that weights of a level still have, "": none; those by this level or more go."""
+    return "+".join(part for part in text.split("+") if _is_below(part, level))
+
+
+def _is_below(text: str, level: int) -> bool:
+    try:
+        (draft,) = parse(text)
+    except RecipeError:  # nothing that could be drafted
+        return False
+    return LEVEL not in draft.plugins or 0 < draft.plugins[LEVEL].get(LEVEL, 0) < level
 
 
 def _parse_draft(text: str, whole: str) -> DraftSpecification:

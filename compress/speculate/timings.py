@@ -32,21 +32,25 @@ class Timings:
     """Seconds of passes of a model on one cache."""
 
     def __init__(self) -> None:
-        self.drafts: dict[Hashable, Times] = {}
+        self.drafts: dict[Hashable, dict[int, Times]] = {}  # of a drafted token, by the tokens of its draft
         self.checks: dict[int, Times] = {}  # by rows; 1: a plain step
 
-    def add_draft(self, draft: Hashable, seconds: float) -> bool:
-        """Take note of the seconds of a drafted token; return whether they count."""
-        return self.drafts.setdefault(draft, Times()).add(seconds)
+    def add_draft(self, draft: Hashable, count: int, seconds: float) -> bool:
+        """Take note of the seconds of a draft of `count` tokens; return whether they count."""
+        return self.drafts.setdefault(draft, {}).setdefault(count, Times()).add(seconds / count)
 
     def add_check(self, rows: int, seconds: float) -> bool:
         """Take note of a pass of the target; return whether it counts."""
         return self.checks.setdefault(rows, Times()).add(seconds)
 
-    def draft(self, draft: Hashable) -> float:
-        """Return the seconds of a drafted token, 0 if they are not known."""
-        times = self.drafts.get(draft)
-        return 0.0 if times is None else times.median
+    def draft(self, draft: Hashable, count: int) -> float:
+        """Return the seconds of a drafted token where `count` are drafted, 0 if they are not known.
+
+        Those of drafts of the nearest number that was seen: in short ones a token costs more, as changing the model to
+        the draft's costs the same for any number.
+        """
+        known = {seen: times.median for seen, times in self.drafts.get(draft, {}).items() if times.median}
+        return known[min(known, key=lambda seen: (abs(seen - count), seen))] if known else 0.0
 
     def check(self, rows: int) -> float:
         """Return the seconds of a pass of so many rows, interpolated between those that were seen; 0 if none was."""

@@ -224,7 +224,7 @@ class Scheme:
     in_vector: bool = False  # store real numbers in place of the signs of the inputs, to be trained; at first the signs
     vector_bits: VectorBits = 16  # [bits] of a stored scale or number, its sign included: 16 or 8
     nested: bool | tuple[int | float, ...] = False  # store levels of fewer bits within the weight, whose parts add up:
-    # [2, 4, 8], of which one is `bits`; true: half of its bits, and all
+    # [2, 4, 8], of which one is `bits`; true: half of its bits, and all; a last 16 (32) is the original itself
     sparsity: Sparsity | None = None  # leave small inputs unread at run time: keys of recipe/sparsity; null: read all
 
     @property
@@ -240,9 +240,14 @@ class Scheme:
         return tuple(map(int, self.level_bits))
 
     @property
+    def has_original(self) -> bool:
+        """Whether the last level is the original weight, in its own type of so many bits."""
+        return bool(self.nested) and self.level_bits[-1:] in ((16,), (32,))
+
+    @property
     def part_configs(self) -> tuple[Any, ...]:
-        """Settings of the parts of a nested weight, of which each level has one more; of any other its own."""
-        steps = pairwise((0, *self.level_bits))
+        """Settings of the rounded parts of a nested weight, each level has one more; of any other its own."""
+        steps = pairwise((0, *(self.level_bits[:-1] if self.has_original else self.level_bits)))
         return tuple(replace(self.config, bits=high - low) for low, high in steps) if self.nested else (self.config,)
 
 

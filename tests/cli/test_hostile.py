@@ -93,6 +93,7 @@ NEEDED: dict[str, list[str]] = {  # what a command must be given beside the chec
     "allocate": [*ALLOCATION, "--measurements", "measured", "--text", str(TEXT), "--points", "2"],
     "eval": ["--text", str(TEXT), "--seq-len", "32", "--max-tokens", "64"],
     "generate": ["--prompt", "a", "--max-new-tokens", "2"],
+    "draft": ["--text", str(TEXT), "--seq-len", "16", "--choice-tokens", "16", "--max-tokens", "16", "--dry-run"],
     "bench": ["--prompt-tokens", "2", "--new-tokens", "1"],
     "export": ["--to", "dense", "--out", "exported"],
     "push": ["me/model", "--dry-run"],

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from compress.errors import CheckpointError, ExportError, OutputError
@@ -95,3 +96,24 @@ def test_unknown_levels_are_one_line(nested: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no levels"):
         level_export.export(tmp_path / "low", 4, tmp_path / "lower")
     assert sorted(os.listdir(tmp_path)) == ["low"]
+
+
+def test_the_original_is_a_level_on_the_command_line(tmp_path: Path) -> None:
+    directory = tmp_path / "nested"
+    nested_model("llama_tied", (4,), True, torch.float32).save_pretrained(directory)
+    pico_tokenizer().save_pretrained(directory)
+    facts = report.load(directory)
+    low, whole = plan_summary.level_sizes(facts["layers"], facts["nbytes"]["total"])
+    assert (low.level, whole.level, whole.bpw) == (4, 32, 32.0)
+    for level in (low, whole):
+        out = tmp_path / f"of{level.level}"
+        result = cli("export", str(directory), "--level", str(level.level), "--out", str(out))
+        assert result.code == 0, result.err
+        assert report.load(out)["nbytes"]["total"] == level.nbytes
+        assert verify.verify(out)["blocks"] == 2
+        given = tensor_names(directory)
+        assert all(given[name] == data for name, data in tensor_names(out).items())
+    options = ("--text", str(TEXT), "--max-tokens", "128", "--seq-len", "64", "--json")
+    places = [(str(directory),), (str(directory), "--level", "32"), (str(tmp_path / "of32"),)]
+    scores = [json.loads(cli("eval", *place, *options).out)["perplexity"] for place in places]
+    assert len(set(scores)) == 1

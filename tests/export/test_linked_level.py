@@ -14,7 +14,7 @@ import torch
 
 from compress import api
 from compress.errors import CheckpointError, OutputError
-from compress.export import linked_level
+from compress.export import level, linked_level
 from compress.model.load import load_model
 from compress.run import verify
 from compress.runtime.levels import at_level
@@ -44,9 +44,9 @@ def test_it_is_the_level_and_takes_no_space(nested: Path, tmp_path: Path) -> Non
     }
     verify.verify(view)
     ids = torch.arange(20)[None]
-    whole, level = load_model(nested, dtype=torch.float32), load_model(view, dtype=torch.float32)
+    whole, low = load_model(nested, dtype=torch.float32), load_model(view, dtype=torch.float32)
     with at_level(whole, 4):
-        assert torch.equal(level(ids).logits, whole(ids).logits)
+        assert torch.equal(low(ids).logits, whole(ids).logits)
     assert files_of(nested) == before
 
 
@@ -69,6 +69,19 @@ def test_a_checkpoint_without_manifest_and_what_lies_beside_it(nested: Path, tmp
     linked_level.link(nested, 4, tmp_path / "view")
     assert not {"key.pem", "tokenizer.model"} & {path.name for path in (tmp_path / "view").iterdir()}
     verify.verify(tmp_path / "view")
+
+
+@pytest.mark.parametrize(
+    ("stored", "kept"),
+    [("ngram+level=4,skip=even", "ngram"), ("ngram+skip=even", "ngram+skip=even"), ("level=4", None)],
+)
+def test_stored_drafts_by_levels_that_are_gone_go(nested: Path, tmp_path: Path, stored: str, kept: str | None) -> None:
+    config = json.loads((nested / "config.json").read_text())
+    (nested / "config.json").write_text(json.dumps({**config, "speculate": stored}))
+    linked_level.link(nested, 4, tmp_path / "linked")
+    level.export(nested, 4, tmp_path / "copied")
+    for name in ("linked", "copied"):
+        assert json.loads((tmp_path / name / "config.json").read_text()).get("speculate") == kept
 
 
 def test_what_cannot_be_is_said(nested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compress import formats
 from compress.errors import CheckpointError
-from compress.formats import e8p, levels, nested, sliced, stored, trellis
+from compress.formats import dense, e8p, levels, nested, sliced, stored, trellis
 from compress.formats import int as int_format
 from compress.types import PackedWeight, Stored, WeightTransforms
 from helpers.stored import random_weight
@@ -150,8 +150,11 @@ def test_parts_may_be_of_any_format() -> None:
     assert torch.allclose(formats.decode(weight, torch.float32).double(), wanted, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("weight", [nested.join(of_ints((4, 32, True), (4, 64, False)), (4, 8)), planes((2, 2, 4))])
-def test_rows_lie_apart(weight: PackedWeight) -> None:
+@pytest.mark.parametrize(
+    "weight", [nested.join(of_ints((4, 32, True), (4, 64, False)), (4, 8)), planes((2, 2, 4)), None]
+)
+def test_rows_lie_apart(weight: PackedWeight | None) -> None:
+    weight = weight or beside_original((4, 32, True))
     assert formats.has_rows(weight.stored)
     whole = formats.decode(weight, torch.bfloat16)
     rows = torch.tensor([39, 0, 16, 5, 5])
@@ -181,6 +184,38 @@ def test_impossible_sums_are_refused(changes: dict[str, Any], said: str) -> None
     with pytest.raises(CheckpointError, match=said) as raised:
         stored.from_dict(table, "here")
     assert "\n" not in str(raised.value)
+
+
+def beside_original(*settings: tuple[int, int, bool], levels: tuple[int, ...] = (4, 16)) -> PackedWeight:
+    """Random integers, and another weight of bfloat16 beside them."""
+    original = random_weight("dense", dense.Params(), SHAPE, 9)
+    return nested.join([*of_ints(*settings), original], levels)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_original_is_the_whole_weight_by_itself(count: int) -> None:
+    weight = beside_original(*((4, 32, True), (4, 64, False))[:count], levels=(*(4, 8)[:count], 16))
+    formats.check(weight, "weight")
+    assert through_json(weight) == weight.stored
+    assert levels.levels(weight.stored) == (*(4, 8)[:count], 16)
+    values = weight.tensors["values"]
+    assert torch.equal(formats.decode(weight, torch.bfloat16), values)
+    assert torch.equal(formats.decode(weight, torch.float64), values.double())
+    for level in (16, 20, None):
+        view = levels.view(weight, level)
+        assert view.stored == Stored("dense", dense.Params()) and [*view.tensors] == ["values"]
+        assert view.tensors["values"] is values
+    low, parts = levels.view(weight, 4), nested.split(weight.tensors, weight.params, SHAPE)
+    assert low.stored == parts[0].stored and torch.equal(formats.decode(low, torch.float32).double(), exact(parts[0]))
+    between = levels.view(weight, 9)
+    assert between.nbytes == sum(part.nbytes for part in parts[:count])
+    assert weight.nbytes == formats.nbytes(weight.stored, SHAPE) == between.nbytes + values.nbytes
+
+
+def test_a_residual_is_not_an_original() -> None:
+    original = random_weight("dense", dense.Params(), SHAPE)
+    with pytest.raises(ValueError, match="a whole weight, of format dense, is not the last part"):
+        nested.join([original, *of_ints((4, 32, True))], (4, 16))
 
 
 def test_a_damaged_part_is_named() -> None:

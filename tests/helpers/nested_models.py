@@ -2,6 +2,7 @@
 
 model = nested_model("llama")               # every linear 4 + 4 bits, in memory, ready to be saved
 model = nested_model("llama_tied", (2, 2, 4), tables=True)
+model = nested_model("llama", (4,), original=torch.bfloat16)  # and the weights of this type themselves
 """
 
 from __future__ import annotations
@@ -14,21 +15,32 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from compress import formats
-from compress.formats import nested
+from compress.formats import dense, nested
 from compress.runtime import levels
 from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.hf import CompressQuantizer, build_config, swap
-from compress.types import PackedWeight
+from compress.types import PackedWeight, Stored
 from helpers.pico import PICO, round_to_nearest
 
 
-def rounded_in_parts(weight: torch.Tensor, bits: Sequence[int] = (4, 4), group_size: int = 32) -> PackedWeight:
-    """A weight [out, in] as a sum of integers of so many bits, each rounded to what the ones before it leave."""
+def rounded_in_parts(
+    weight: torch.Tensor, bits: Sequence[int] = (4, 4), group_size: int = 32, original: torch.dtype | None = None
+) -> PackedWeight:
+    """A weight [out, in] as a sum of integers of so many bits, each rounded to what the ones before it leave.
+
+    original: the type that the weight itself is stored in beside the sum, as the last level.
+    """
     parts, rest = [], weight.float()
     for each in bits:
         parts.append(round_to_nearest(rest, each, group_size))
         rest = rest - formats.decode(parts[-1], torch.float32)
-    return nested.join(parts, tuple(accumulate(bits)))
+    names = list(accumulate(bits))
+    if original is not None:
+        params = dense.Params(str(original).removeprefix("torch."))
+        shape = (weight.shape[0], weight.shape[1])
+        parts.append(PackedWeight(Stored("dense", params), dense.pack(weight, params), shape))
+        names.append(8 * original.itemsize)
+    return nested.join(parts, names)
 
 
 def pack_model(model: PreTrainedModel, weights: dict[str, PackedWeight]) -> PreTrainedModel:
@@ -43,7 +55,9 @@ def pack_model(model: PreTrainedModel, weights: dict[str, PackedWeight]) -> PreT
     return model.eval()
 
 
-def nested_model(name: str, bits: Sequence[int] = (4, 4), tables: bool = False) -> PreTrainedModel:
+def nested_model(
+    name: str, bits: Sequence[int] = (4, 4), tables: bool = False, original: torch.dtype | None = None
+) -> PreTrainedModel:
     """A pico model with all linears of its blocks in parts, `tables`: and the table of embeddings, tied or not."""
     model = PICO[name]()
     opened = {key: Experts.from_fused(module) for key, module in model.named_modules() if is_fused_experts(module)}
@@ -55,7 +69,8 @@ def nested_model(name: str, bits: Sequence[int] = (4, 4), tables: bool = False) 
         if isinstance(each, nn.Linear)
     }
     linears = {key: each for key, each in linears.items() if not key.endswith((".gate", ".router"))}
-    weights = {key: rounded_in_parts(each.weight.detach(), bits) for key, each in linears.items()}
+    dense_weights = {key: each.weight.detach() for key, each in linears.items()}
     if tables:
-        weights["model.embed_tokens"] = rounded_in_parts(model.get_input_embeddings().weight.detach(), bits)
+        dense_weights["model.embed_tokens"] = model.get_input_embeddings().weight.detach()
+    weights = {key: rounded_in_parts(each, bits, original=original) for key, each in dense_weights.items()}
     return pack_model(model, weights)

@@ -188,7 +188,9 @@ def of_levels(name: str, shape: tuple[int, int]) -> list[PackedWeight]:
         for bits, symmetric in ((4, True), (3, False), (2, True))
     ]
     trits = random_weight("ternary", ternary.Params("base3", 64), shape)
-    return [nested.join(integers[:2], (4, 7)), nested.join([trits, *integers[1:]], (2, 5, 7))]
+    original = random_weight("dense", dense.Params(), shape)
+    sums = [nested.join(integers[:2], (4, 7)), nested.join([trits, *integers[1:]], (2, 5, 7))]
+    return [*sums, nested.join([integers[0], original], (4, 16))]
 
 
 def columnar(weight: Tensor, settings: Sequence[dict[str, Any]]) -> list[PackedWeight]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compress import formats
-from compress.formats import e8p, levels, nested, trellis
+from compress.formats import e8p, levels, nested, sliced, trellis
 from compress.formats import int as int_format
 from compress.kernels import dispatch, llvm
 from compress.kernels.calls import ActivationRows
@@ -124,8 +124,8 @@ def test_sums_share_integers_with_each_other_and_with_their_parts() -> None:
 
 def test_a_part_without_a_kernel_is_decoded() -> None:
     part = stored.random_weight("int", int_format.params_for(4, 64, True, 512), (64, 512))
-    dense = stored.samples("dense", (64, 512))[0]
-    weight = nested.join([part, dense], (4, 16))
+    slices = stored.random_weight("sliced", sliced.params_for((2, 2), 64, True, 512), (64, 512))
+    weight = nested.join([part, slices], (4, 8))
     x = problems.random(3, 512)
     expected = stored.product(x, weight)
     y = dispatch.product(x, weight.tensors, weight.format, weight.params, weight.shape)

@@ -15,8 +15,8 @@ from compress.export.source import open_source
 from compress.formats import levels
 from compress.quant import parts
 from compress.recipe.schema import dump, fingerprint
-from compress.run import counts, predict, prepare, sizes, verify
-from helpers.runs import GPTQ, KEEP_TABLES, SMALL, Setup, cli, command, contents, interrupt, job, stored_tensors
+from compress.run import counts, predict, prepare, shards, sizes, verify
+from helpers.runs import GPTQ, KEEP_TABLES, SMALL, Setup, contents, job, stored_tensors
 
 NESTED = GPTQ.set("bits=8", "nested=true")
 TRELLIS = Setup("vq2bit", (*KEEP_TABLES, *SMALL, "state_bits=8", "tile_rows=32", "out_scales=rms", "two_sided=false"))
@@ -27,6 +27,12 @@ PAIRS = {
     "trellis": (TRELLIS, ("nested=[2, 4.5]",)),
     "lowrank": (GPTQ.set("lowrank={rank: 2, iterations: 2}"), ("bits=8", "nested=true")),
     "awq": (GPTQ.set("method=rtn", "transform=[{method: awq}]"), ("bits=8", "nested=true")),
+    "original": (GPTQ, ("nested=[4, 32]",)),
+    "original3": (GPTQ.set("bits=2"), ("nested=[2, 4, 32]",)),
+    "original_tables": (
+        GPTQ.set("embeddings={bits: 4, group_size: 16}"),
+        ("embeddings.bits=4", "embeddings.nested=[4, 32]", "nested=[4, 32]"),
+    ),
     "tables": (
         GPTQ.set("embeddings={bits: 4, group_size: 16}"),
         ("embeddings.bits=8", "embeddings.nested=true", "bits=8", "nested=true"),
@@ -49,7 +55,7 @@ def errors(directory: Path, original: Path) -> dict[int, float]:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_lowest_level_is_what_it_is_alone(name: str, pico_dir: Callable[..., Path], tmp_path: Path) -> None:
-    source = pico_dir("llama_tied" if name == "tables" else "llama")
+    source = pico_dir("llama_tied" if name.endswith("tables") else "llama")
     alone, added = PAIRS[name]
     api.quantize(job(source, alone, tmp_path / "alone"))
     report = api.quantize(job(source, alone.set(*added), tmp_path / "nested"))
@@ -61,7 +67,8 @@ def test_the_lowest_level_is_what_it_is_alone(name: str, pico_dir: Callable[...,
     if name != "awq":  # which changes what is rounded
         lost = errors(tmp_path / "nested", source)
         by_level = [lost[level] for level in sorted(lost)]
-        assert len(by_level) == (3 if name == "three" else 2)
+        assert len(by_level) == (3 if name in ("three", "original3") else 2)
+        assert not name.startswith("original") or by_level[-1] == 0
         assert all(high < 0.4 * low for low, high in pairwise(by_level))
 
 
@@ -86,13 +93,26 @@ def test_experts_have_levels(pico_dir: Callable[..., Path], tmp_path: Path) -> N
     assert experts and all(levels.levels(weight.stored) == (4, 8) for weight in experts)
 
 
-def test_an_interrupted_run_goes_on_to_the_same_bytes(pico_dir: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_to_the_same_bytes(
+    pico_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Behind a restored block, too, the lowest level goes on."""
     source, whole, out = pico_dir("llama"), tmp_path / "whole", tmp_path / "out"
     api.quantize(job(source, NESTED, whole))
-    killed = cli(*command(source, NESTED, out), prepare=interrupt("compress.run.shards", "write_block", 2))
-    assert killed.code < 0
-    assert cli(*command(source, NESTED, out)).code == 0
+    write, written = shards.write_block, list[object]()
+
+    def interrupted(*args: object, **kwargs: object) -> object:
+        written.append(args)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        return write(*args, **kwargs)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shards, "write_block", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            api.quantize(job(source, NESTED, out))
+    assert len(written) == 2 and not out.exists()
+    api.quantize(job(source, NESTED, out))
     assert contents(out) == contents(whole)
 
 
@@ -126,6 +146,12 @@ def test_calibration_text_is_chosen_for_the_lowest_level(pico_dir: Callable[...,
         (("nested=[4, 2, 8]",), "are no two or more rising levels"),
         (("nested=[4, 6]",), "are no two or more rising levels"),
         (("nested=[7, 8]",), "a part cannot be: bits 1 is not one of 2..8"),
+        (("bits=4", "nested=[4, 16]"), "nested: the original weight is the last level and has 32 bits"),
+        (("nested=[16]",), "are no two or more rising levels"),
+        (("bits=4", "nested=[4, 32]", "incoherence=true"), "level 32 is the original; remove incoherence"),
+        (("bits=4", "nested=[4, 32]", "lowrank={rank: 2}"), "level 32 is the original; remove incoherence"),
+        (("bits=4", "nested=[4, 32]", "activations={bits: 8}"), "level 32 is the original; remove incoherence"),
+        (("bits=4", "nested=[4, 32]", "transform=[{method: awq}]"), "which transform awq would change"),
         (("nested=5",), "nested must be true or false or a list"),
         (("nested=[a, 8]",), "nested must be an integer"),
     ],

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
 
 from compress.errors import CheckpointError
 from compress.formats import e8p
+from compress.model.skeleton import Skeleton
+from compress.run.source import resolve
 from compress.runtime.embedding import PackedEmbedding
+from compress.runtime.experts import Experts, is_fused_experts
 from compress.runtime.levels import at_level
 from compress.runtime.linear import PackedLinear, PackedModule
-from helpers.nested_models import nested_model, pack_model
-from helpers.pico import PICO
+from compress.storage.checkpoint import open_checkpoint
+from helpers.nested_models import nested_model, pack_model, rounded_in_parts
+from helpers.pico import PICO, round_to_nearest
 from helpers.stored import random_weight
 
 IDS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -42,6 +47,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, bits, tables in (("llama", (2, 2, 4), False), ("llama_tied", (4, 4), True), ("mixtral", (4, 4), False)):
         made[name] = tmp_path_factory.mktemp(name)
         nested_model(name, bits, tables).save_pretrained(made[name])
+    made["original"] = tmp_path_factory.mktemp("original")
+    nested_model("llama_tied", (4,), True, torch.float32).save_pretrained(made["original"])
     return made
 
 
@@ -75,7 +82,14 @@ class Slice:
 
 @pytest.mark.parametrize(
     ("name", "level", "format"),
-    [("llama", 2, "int"), ("llama", 4, "nested"), ("llama_tied", 4, "int"), ("mixtral", 4, "int")],
+    [
+        ("llama", 2, "int"),
+        ("llama", 4, "nested"),
+        ("llama_tied", 4, "int"),
+        ("mixtral", 4, "int"),
+        ("original", 4, "int"),
+        ("original", 32, "dense"),
+    ],
 )
 def test_only_the_bytes_of_the_level_are_read(
     name: str, level: int, format: str, saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
@@ -98,7 +112,7 @@ def test_only_the_bytes_of_the_level_are_read(
     whole.set_level(level)
     assert torch.equal(logits(model), logits(whole))
     whole.set_level(None)
-    assert not torch.equal(logits(model), logits(whole))
+    assert torch.equal(logits(model), logits(whole)) == (format == "dense")
 
 
 def test_a_level_of_integers_is_a_plain_checkpoint_of_them(saved: dict[str, Path], tmp_path: Path) -> None:
@@ -121,7 +135,7 @@ def test_a_model_at_a_level_is_saved_whole(saved: dict[str, Path], tmp_path: Pat
     assert torch.equal(logits(load(tmp_path)), expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral", "original"])
 def test_levels_change_back_and_forth(name: str, saved: dict[str, Path]) -> None:
     model = load(saved[name])
     by_level = {level: logits(load(saved[name], level=level)) for level in model.levels}
@@ -139,6 +153,18 @@ def test_levels_change_back_and_forth(name: str, saved: dict[str, Path]) -> None
     assert torch.equal(logits(other), by_level[model.levels[0]])
 
 
+def test_levels_reach_wrapped_modules_and_copies_alone(saved: dict[str, Path]) -> None:
+    model = load(next(iter(saved.values())))
+    copied, level = copy.deepcopy(model), model.levels[0]
+    copied.set_level(level)
+    name, wrapped = next((n, m) for n, m in model.named_modules() if isinstance(m, PackedLinear) and m.levels)
+    assert wrapped.level is None and copied.get_submodule(name).level == level
+    model.set_submodule(name, torch.nn.Sequential(wrapped))
+    with at_level(model, level):
+        assert wrapped.level == level
+    assert wrapped.level is None and copied.get_submodule(name).level == level
+
+
 def test_a_level_is_what_is_decoded(saved: dict[str, Path]) -> None:
     model = load(saved["llama_tied"])
     packed = next(each for each in model.modules() if isinstance(each, PackedLinear))
@@ -153,6 +179,19 @@ def test_a_level_is_what_is_decoded(saved: dict[str, Path]) -> None:
     expected = logits(model)
     torch.testing.assert_close(logits(model.dequantize()), expected, rtol=0, atol=1e-4)
     assert model.levels == ()
+
+
+def test_an_original_computes_what_the_model_did(saved: dict[str, Path], tmp_path: Path) -> None:
+    """Weights are equal to the bit, at the last level and whole; products are those of the kernel of plain weights."""
+    before = PICO["llama_tied"]().eval()
+    for model in (load(saved["original"]), load(saved["original"], level=32)):
+        assert torch.equal(model.get_input_embeddings().dequantize(torch.float32), before.get_input_embeddings().weight)
+        for name, module in model.named_modules():
+            if isinstance(module, PackedLinear) and name != "lm_head":
+                assert torch.equal(module.dequantize(torch.float32), before.get_submodule(name).weight)
+        torch.testing.assert_close(logits(model), logits(before), rtol=0, atol=1e-4)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(load(tmp_path)), logits(model)) and load(tmp_path).levels == ()
 
 
 def test_unknown_levels_are_named(saved: dict[str, Path]) -> None:
@@ -187,3 +226,47 @@ def test_a_level_of_e8p_takes_no_bytes(tmp_path: Path) -> None:
     assert not any(name.endswith("residual") for name in low.state_dict())
     whole.set_level(2)
     assert torch.equal(logits(whole), logits(low))
+
+
+def mixed_model(name: str, kinds: Sequence[tuple[int, ...]]) -> PreTrainedModel:
+    """A pico model whose linears have these kinds of parts in turn; one part has no levels."""
+    model = PICO[name]()
+    opened = {key: Experts.from_fused(each) for key, each in model.named_modules() if is_fused_experts(each)}
+    linears = {key: each for key, each in model.named_modules() if isinstance(each, nn.Linear)}
+    for key, experts in opened.items():
+        linears |= {f"{key}.{inner}": each for inner, each in experts.named_modules() if isinstance(each, nn.Linear)}
+    linears = {
+        key: each for key, each in linears.items() if ".layers." in key and not key.endswith((".gate", ".router"))
+    }
+    weights = {}
+    for number, (key, each) in enumerate(linears.items()):
+        bits, weight = kinds[number % len(kinds)], each.weight.detach()
+        weights[key] = rounded_in_parts(weight, bits) if len(bits) > 1 else round_to_nearest(weight, bits[0], 32)
+    return pack_model(model, weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("llama", ((4, 4), (2, 2, 4), (2, 2), (4,))), ("mixtral", ((4,), (4, 4))), ("mixtral", ((4, 4), (2, 2, 4)))],
+)
+def test_weights_of_one_block_may_have_different_levels(
+    name: str, kinds: Sequence[tuple[int, ...]], tmp_path: Path
+) -> None:
+    mixed_model(name, kinds).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    low, *_, top = model.levels
+    by_level = {level: logits(load(tmp_path, level=level)) for level in (None, *model.levels)}
+    assert torch.equal(by_level[None], by_level[top])
+    for level in (low, None, *reversed(model.levels), low, None):
+        with at_level(model, level):
+            assert torch.equal(logits(model), by_level[level]), level
+    for level in model.levels[:-1]:
+        skeleton = Skeleton(open_checkpoint(resolve(str(tmp_path), level=level)))
+        skeleton.check_tensors()
+        assert len(skeleton.checkpoint.tensors) == len(load(tmp_path, level=level).state_dict())
+
+
+def test_a_plain_model_has_no_levels() -> None:
+    model = PICO["llama"]()
+    with pytest.raises(CheckpointError, match="has no levels, so no level 4"), at_level(model, 4):
+        pass

@@ -175,9 +175,12 @@ def test_bodies_are_read_whole_though_sublayers_are_passed_over() -> None:
 
 
 @pytest.mark.usefixtures("small_weights_too")
-def test_programs_of_levels_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_original", [False, True])
+def test_programs_of_levels_alternate(has_original: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts at the lowest level, without a sublayer or with all, and checks at the whole: each by a program."""
-    model, results, made, make = nested_model("llama").bfloat16(), list[list[Tensor]](), list[Any](), decode.StepProgram
+    model = nested_model("llama", (4,), original=torch.bfloat16) if has_original else nested_model("llama")
+    model = model.bfloat16()
+    results, made, make = list[list[Tensor]](), list[Any](), decode.StepProgram
 
     def count(*args: Any) -> Any:
         made.append(make(*args))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -63,11 +64,15 @@ def even(step: float, further: float) -> object:
     return lambda rows: step * (1 + further * (rows - 1))
 
 
+def always(seconds: float) -> Callable[[int], float]:
+    return lambda count: seconds
+
+
 def test_nothing_is_drafted_before_a_plain_step_is_timed() -> None:
-    assert LengthPolicy().choose(0.0, 0.0, lambda rows: 0.0, 8) == 0
-    assert LengthPolicy().choose(1.0, 0.0, lambda rows: 1.0, 8) > 0
-    assert LengthPolicy().choose(1.0, 0.0, lambda rows: 1.0, 2) == 2
-    assert LengthPolicy(fixed=3).choose(0.0, 0.0, lambda rows: 0.0, 8) == 3
+    assert LengthPolicy().choose(0.0, always(0.0), always(0.0), 8) == 0
+    assert LengthPolicy().choose(1.0, always(0.0), always(1.0), 8) > 0
+    assert LengthPolicy().choose(1.0, always(0.0), always(1.0), 2) == 2
+    assert LengthPolicy(fixed=3).choose(0.0, always(0.0), always(0.0), 8) == 3
 
 
 @pytest.mark.parametrize(("alpha", "draft"), [(0.9, 0.3), (0.7, 0.1), (0.95, 0.6)])
@@ -79,7 +84,7 @@ def test_the_length_is_the_best_one_for_a_known_acceptance(alpha: float, draft: 
             accepted += 1
         policy.observe(8, accepted)
     check = even(1.0, 0.1)
-    chosen = policy.choose(1.0, draft, check, 8)  # type: ignore[arg-type]
+    chosen = policy.choose(1.0, always(draft), check, 8)  # type: ignore[arg-type]
     best, gain = cost.best_length(alpha, draft, check)  # type: ignore[arg-type]
     assert cost.speedup(alpha, chosen, draft, check(chosen + 1)) > gain - 0.1  # type: ignore[operator]
     assert 0 < policy.threshold <= 0.9
@@ -90,13 +95,13 @@ def test_places_have_acceptances_of_their_own() -> None:
     policy = policy_after([(4, 1)] * 200)
     expected = policy.acceptance.expect_tokens(4)
     assert expected[1] == pytest.approx(2, abs=0.1) and expected[4] == pytest.approx(2, abs=0.25)
-    assert policy.choose(1.0, 0.3, lambda rows: 1.0, 8) == 1
+    assert policy.choose(1.0, always(0.3), always(1.0), 8) == 1
 
 
 def test_a_draft_that_does_not_pay_is_tried_ever_more_seldom() -> None:
     policy, tries = policy_after([(3, 0)] * 100), []
     for step in range(500):
-        count = policy.choose(1.0, 0.5, lambda rows: 1.0, 8)
+        count = policy.choose(1.0, always(0.5), always(1.0), 8)
         if count:
             policy.observe(count, 0)
             tries.append(step)
@@ -107,7 +112,7 @@ def test_a_draft_that_does_not_pay_is_tried_ever_more_seldom() -> None:
 def test_a_draft_that_became_good_is_found() -> None:
     policy, steps = policy_after([(3, 0)] * 100), 0
     while policy.acceptance.expect_tokens(1)[1] < 1.8 and steps < 2000:
-        count = policy.choose(1.0, 0.3, lambda rows: 1.0, 8)
+        count = policy.choose(1.0, always(0.3), always(1.0), 8)
         if count:
             policy.observe(count, count)
         steps += 1
@@ -124,12 +129,21 @@ def test_acceptance_forgets() -> None:
 
 def test_times_are_medians_and_interpolated() -> None:
     timings = Timings()
-    assert timings.check(3) == 0 == timings.draft("a")
+    assert timings.check(3) == 0 == timings.draft("a", 1)
     for rows, seconds in ((1, 1.0), (5, 2.0)):
         for noise in (50.0, 1.0, 1.0, 9.0, 1.0):  # the first makes programs
             timings.add_check(rows, seconds * noise)
     assert [timings.check(rows) for rows in (1, 3, 5, 9)] == [1.0, 1.5, 2.0, 3.0]
-    timings.add_draft("a", 7.0)
-    assert timings.draft("a") == 0
-    timings.add_draft("a", 0.25)
-    assert timings.draft("a") == 0.25
+    timings.add_draft("a", 4, 28.0)
+    assert timings.draft("a", 4) == 0
+    timings.add_draft("a", 4, 1.0)
+    assert timings.draft("a", 4) == timings.draft("a", 1) == 0.25
+    for _ in range(2):
+        timings.add_draft("a", 1, 0.5)
+    assert [timings.draft("a", count) for count in (1, 2, 3, 8)] == [0.5, 0.5, 0.25, 0.25]
+
+
+def test_lengths_share_what_a_draft_costs_however_long() -> None:
+    """One token is 0.75 of a step, four are 0.6 each: one does not pay, four do."""
+    policy = policy_after([(4, 4)] * 8 + [(4, 3)])
+    assert policy.choose(1.0, lambda count: 0.55 + 0.2 / count, lambda rows: 1 + 0.12 * (rows - 1), 4) >= 3

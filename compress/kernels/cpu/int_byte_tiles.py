@@ -1,4 +1,4 @@
-"""Multiply the `int` format with one to many rows of activations in tiles of bytes: codes of 2, 4 and 8 bits on x86.
+"""Multiply the `int` format with one to many rows of activations in tiles of bytes: codes of 2, 4 and 8 bits with VNNI.
 
 As in int_tiles.py, sixteen rows of the weight are turned, so that each lane sums for its own row and no sums across a
 vector are needed. A lane of 32 bits holds four neighbouring columns as bytes: the low bytes of eight words are put
@@ -28,7 +28,6 @@ LINE = 32  # words of a line of the cache
 SPLIT = 32  # activations that become bytes together
 PLANES_OF_INPUTS = 2
 CHAINS = 16  # sums of products that are not waited for, where products are added to sums by one instruction
-UNROLLED = 8  # quads of a step of the loop where products of bytes are sums of 16 bits first
 
 
 def find_least_rows(bits: int, span: int) -> int:
@@ -127,46 +126,35 @@ class IntByteTiles(IntTiles):
 
     def _sum(self, u: Any, m: Any, column: Any, inside: Any, count: int, tokens: int) -> list[Any]:
         """Return the int32 sums of sixteen rows over `count` columns, for each row of activations."""
-        b, wide = self.b, "avx512bw" in llvm.features()
-        size = QUAD * BLOCK_ROWS // (1 if wide else 2)  # bytes of a register
+        b = self.b
         quad = b.udiv(b.add(b.mul(u, self.i64(self.span)), inside), self.i64(QUAD))
         inputs = b.add(b.mul(quad, self.step), b.mul(m, self.i64(PLANES_OF_INPUTS * QUAD)))
-        parts = []
-        for first in range(0, QUAD * BLOCK_ROWS, size):
-            weights = b.add(b.mul(column, self.i64(BLOCK_ROWS)), self.i64(first))
-            parts.append(self._sum_register(weights, inputs, count // QUAD, tokens, size))
+        sums = self._sum_bytes(b.mul(column, self.i64(BLOCK_ROWS)), inputs, count // QUAD, tokens)
         eight = self.constant(self.word, BLOCK_ROWS, BYTE)
-        totals = []
-        for of_register in zip(*parts, strict=True):
-            low, high = (
-                each[0] if wide else self.shuffled(each[0], each[1], range(BLOCK_ROWS))
-                for each in zip(*of_register, strict=True)
-            )
-            totals.append(b.add(low, b.shl(high, eight)))
-        return totals
+        return [b.add(low, b.shl(high, eight)) for low, high in sums]
 
-    def _sum_register(self, weights: Any, inputs: Any, quads: int, tokens: int, size: int) -> list[list[Any]]:
-        """Return [rows of activations][low, high] int32 sums of the rows of the weight in a register."""
-        b, int32, cells = self.b, self.vector(self.word, size // QUAD), PLANES_OF_INPUTS * tokens
-        is_one = has_byte_sums()
-        chains = max(1, min(CHAINS // cells, quads)) if is_one else 1
-        unrolled = min(quads, max(2, chains) if is_one else UNROLLED)
+    def _sum_bytes(self, weights: Any, inputs: Any, quads: int, tokens: int) -> list[list[Any]]:
+        """Return [rows of activations][low, high] int32 sums of sixteen rows of the weight."""
+        b, int32, cells = self.b, self.vector(self.word, BLOCK_ROWS), PLANES_OF_INPUTS * tokens
+        chains = max(1, min(CHAINS // cells, quads))
+        unrolled = min(quads, max(2, chains))
         totals = [[self.variable(int32) for _ in range(chains)] for _ in range(cells)]
         for variable in chain.from_iterable(totals):
-            b.store(self.constant(self.word, size // QUAD, 0), variable)
+            b.store(self.constant(self.word, BLOCK_ROWS, 0), variable)
         with self.loop(self.i64(quads // unrolled)) as i:
             first = b.mul(i, self.i64(unrolled))
-            sums = [[ByteProducts(self, size, 2**self.bits - 1, not is_one) for _ in cell] for cell in totals]
+            sums = [[ByteProducts(self, QUAD * BLOCK_ROWS, 2**self.bits - 1) for _ in cell] for cell in totals]
             pairs = list(zip(chain.from_iterable(sums), chain.from_iterable(totals), strict=True))
             for each, variable in pairs:
                 each.whole = b.load(variable)
             for j in range(unrolled):
                 place = b.add(first, self.i64(j))
                 at = b.add(weights, b.mul(place, self.i64(QUAD * BLOCK_ROWS)))
-                codes, line = self.load(self.turned, at, self.byte, size), b.add(inputs, b.mul(place, self.step))
+                codes = self.load(self.turned, at, self.byte, QUAD * BLOCK_ROWS)
+                line = b.add(inputs, b.mul(place, self.step))
                 for number, cell in enumerate(sums):
                     x = self.at(self.bytes, b.add(line, self.i64(number * QUAD)), self.byte)
-                    copied = self.splat(b.load(x, typ=self.word, align=QUAD), size // QUAD)
+                    copied = self.splat(b.load(x, typ=self.word, align=QUAD), BLOCK_ROWS)
                     cell[j % chains].add(codes, b.bitcast(copied, codes.type))
             for each, variable in pairs:
                 b.store(each.total(), variable)

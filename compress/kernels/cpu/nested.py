@@ -25,7 +25,7 @@ from compress.kernels.cpu.small_matmul import ALIGNED, OUT, Product, _Steps
 def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> NestedProduct | None:
     """Return the product; None where a part has no kernel that reads integers of activations."""
     parts = []
-    for part in nested.split(tensors, params, shape):
+    for part in nested.summands(tensors, params, shape):
         kernel = dispatch.prepare_part("cpu", part)
         if not isinstance(kernel, Product):
             return None
@@ -37,7 +37,7 @@ def look_up(
     tensors: Mapping[str, Tensor], params: Params, shape: Shape, ids: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
     """Return the rows ids [n] of a table, [n, in]; the parts of a row are added in float32, and rounded once."""
-    first, *rest = nested.split(tensors, params, shape)
+    first, *rest = nested.summands(tensors, params, shape)
     total = dispatch.rows(ids, first.tensors, first.format, first.params, shape, torch.float32)
     for part in rest:
         total += dispatch.rows(ids, part.tensors, part.format, part.params, shape, torch.float32)

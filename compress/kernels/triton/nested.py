@@ -29,7 +29,7 @@ ROWS = 8  # rows of activations of a launch: more have no registers left for the
 
 def prepare(tensors: Mapping[str, Tensor], params: Params, shape: Shape) -> GpuProduct | None:
     """Return the product with the sum of two `int` weights whose rows are stored as wide as each other."""
-    parts = nested.split(tensors, params, shape)
+    parts = nested.summands(tensors, params, shape)
     if len(parts) != 2 or any(part.format != "int" for part in parts):
         return None
     kernels = [plane.prepare(part.tensors, part.params, shape) for part in parts]
@@ -42,7 +42,7 @@ def look_up(
     tensors: Mapping[str, Tensor], params: Params, shape: Shape, ids: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
     """Return rows [n, in] as `decode_rows` of the format; None where a part is no `int` weight."""
-    parts = nested.split(tensors, params, shape)
+    parts = nested.summands(tensors, params, shape)
     if any(part.format != "int" for part in parts) or dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return None
     total: Any = 0

@@ -295,7 +295,7 @@ class EvictingLayer(CodedLayer):
         if isinstance(self.stores["keys"], HeadStores):
             both_by_head, self.pads = by_head(dense, kept)
             for kind, by_kind in zip(KINDS, both_by_head, strict=True):
-                self.stores[kind].place(by_kind, self.pads)  # type: ignore[attr-defined]
+                self.stores[kind].place(by_kind, self.pads)
             return
         both, self.pads = kept.gather(dense)
         pads = self.pads[:, 0] if bool(self.pads.any()) else None
