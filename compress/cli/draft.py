@@ -63,17 +63,18 @@ def draft(
         from compress.evaluate import drafts
         from compress.evaluate.reader import Execution
         from compress.run.source import resolve
+        from compress.speculate import default
 
         directory = resolve(model)
         shares = tuple(share) if share else drafts.DraftRequest.shares
         asked = drafts.DraftRequest(text, shares, by, seq_len, choice_tokens, max_tokens, seed)
-        if not (is_stored := not dry_run and drafts.can_store(directory)) and not dry_run:
+        if not (is_stored := not dry_run and default.can_store(directory)) and not dry_run:
             note(f"nothing is stored: {directory} is no checkpoint that compress wrote")
         note_prefix(directory, bos)
         with tables.progress_bar() as progress:
             result = drafts.choose(directory, asked, Execution(dtype, device_named(device), bos=bos), progress)
         if is_stored:
-            drafts.store(directory, result.best)
+            default.store(directory, result.best)
         if as_json:
             print(json.dumps(result.plain() | {"stored": is_stored}))
             return

@@ -17,7 +17,6 @@ is accepted somewhat more often. All experts of a mixture count as read.
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from compress import plugins
-from compress.errors import CalibrationError, CheckpointError, RecipeError
+from compress.errors import CalibrationError, RecipeError
 from compress.evaluate import scores
 from compress.evaluate.reader import Execution, Reader
 from compress.formats import levels as stored_levels
@@ -38,11 +37,7 @@ from compress.runtime import bypass, levels
 from compress.runtime.bypass import Sublayer
 from compress.runtime.linear import PackedModule
 from compress.speculate import cost
-from compress.speculate.generation import CONFIG_KEY
 from compress.speculate.skipping import inner_sublayers, write_set
-from compress.storage import manifest
-from compress.storage.checkpoint import read_json
-from compress.storage.paths import CONFIG
 
 GREEDY = "greedy"
 PLUGIN_KIND = "speculate"
@@ -116,28 +111,6 @@ def choose(directory: Path, asked: DraftRequest, execution: Execution, progress:
     pays = best is not None and best.speedup > 1
     tokens = (len(windows) - first) * (asked.seq_len - 1)
     return DraftChoice(rows, best.specification if best and pays else "", tokens, first * (asked.seq_len - 1))
-
-
-def can_store(directory: Path) -> bool:
-    """Return whether compress wrote a checkpoint, whose configuration it may change."""
-    return (directory / manifest.MANIFEST).is_file()
-
-
-def store(directory: Path, specification: str) -> None:
-    """Write a checkpoint's default draft into its config.json, "": none; CheckpointError where compress wrote none.
-
-    Nothing else changes; the manifest has the new hash.
-    """
-    if not can_store(directory):
-        raise CheckpointError(f"{directory} is no checkpoint that compress wrote; give the draft to --speculate")
-    values = read_json(directory / CONFIG)
-    if specification:
-        values[CONFIG_KEY] = f"ngram+{specification}"
-    elif CONFIG_KEY not in values:
-        return
-    else:
-        del values[CONFIG_KEY]
-    manifest.replace(directory, CONFIG, json.dumps(values, indent=2) + "\n")
 
 
 def measure(

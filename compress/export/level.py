@@ -19,7 +19,7 @@ from compress.run import companion_files, source
 from compress.runtime import kv_config
 from compress.runtime.hf import CompressConfig
 from compress.speculate import specification
-from compress.speculate.generation import CONFIG_KEY
+from compress.speculate.default import CONFIG_KEY
 from compress.storage import files, json_text, manifest
 from compress.storage.checkpoint import CONFIG, MANIFEST, SINGLE, Readable, open_checkpoint, write_shard, write_text
 from compress.storage.workdir import check_space

@@ -22,6 +22,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from compress.errors import RecipeError, first_line, shown
 from compress.progress import note
 from compress.speculate import specification
+from compress.speculate.default import CONFIG_KEY
 from compress.speculate.length import LengthPolicy
 from compress.speculate.loop import Loop, Planned, Records
 from compress.speculate.passes import Passes
@@ -31,7 +32,6 @@ from compress.speculate.stopping import Stopping
 from compress.speculate.timings import Timings
 
 # The drafts of a checkpoint stand under this key of config.json, as text.
-CONFIG_KEY = "speculate"
 FREE_DRAFT, LEVEL_DRAFT = "ngram", "level"  # the first for any model
 # Processors that run the model, or count their calls: they would see drafted tokens.
 STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)

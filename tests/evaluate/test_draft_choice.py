@@ -22,7 +22,7 @@ from compress.evaluate.reader import Execution, Reader
 from compress.papers.speculate import draft_verify
 from compress.run import verify
 from compress.runtime.bypass import bypassed
-from compress.speculate import generation
+from compress.speculate import default, generation
 from compress.speculate.skipping import read_set
 from compress.storage import manifest
 from helpers.pico import of_type, save_pico
@@ -136,7 +136,7 @@ def test_the_best_draft_is_stored_and_read(packed: Path) -> None:
     assert torch.equal(
         model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None, custom_generate=own), plain
     )
-    drafts.store(packed, "")
+    default.store(packed, "")
     assert json.loads((packed / "config.json").read_text()) == json.loads(before["config.json"])
     verify.verify(packed)
 
