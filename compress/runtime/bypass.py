@@ -212,7 +212,8 @@ def _mark(body: nn.Module) -> Bypass:
 
 def _run(body: Any) -> None:
     device = next(body.parameters()).device
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    token = body.config.get_text_config(decoder=True).vocab_size // 2  # of the first one, padding, all may be zeros
+    ids = torch.full((1, 1), token, dtype=torch.int64, device=device)
     try:
         body(input_ids=ids, past_key_values=DynamicCache(config=body.config), use_cache=True)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+LEAST_TIMED_TOKENS, LEAST_PLAIN_STEPS = 64, 8  # fewer say little of a speed-up: programs are made meanwhile
+
 
 @dataclass
 class Statistics:
@@ -44,8 +46,10 @@ class Statistics:
 
     @property
     def speedup(self) -> float:
-        """Estimated: seconds of as many plain steps, over the seconds taken; 0 if no plain step was timed."""
-        return self.timed_tokens * self.plain_seconds / self.timed_seconds if self.timed_seconds else 0.0
+        """Estimated: seconds of as many plain steps, over the seconds taken; 0 if too little was timed to say."""
+        if self.timed_tokens < LEAST_TIMED_TOKENS or self.plain_steps < LEAST_PLAIN_STEPS:
+            return 0.0
+        return self.timed_tokens * self.plain_seconds / self.timed_seconds
 
     def add_round(self, drafted: int, accepted: int) -> None:
         """Take note of a pass of the target."""
@@ -83,5 +87,5 @@ class Statistics:
         if not self.rounds:
             return f"no token was drafted{f': {self.reason}' if self.reason else ''}{notes}"
         share = f"{self.accepted} of {self.drafted} drafted tokens accepted in {self.rounds} rounds"
-        gain = f", about {self.speedup:.2f} times as fast as plain steps" if self.plain_seconds else ""
+        gain = f", about {self.speedup:.2f} times as fast as plain steps" if self.speedup else ""
         return f"{share} ({self.tokens_per_round:.2f} tokens a round), {self.plain_steps} plain steps{gain}{notes}"

@@ -147,6 +147,13 @@ def test_early_exit_is_the_first_blocks_alone() -> None:
         assert torch.equal(logits(model), logits(short))
 
 
+def test_a_first_token_without_an_embedding_says_nothing() -> None:
+    model = build("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] = 0  # padding
+    assert len(bypass.sublayers_of(model)) == 2 * len(model.model.layers)
+
+
 def test_bypasses_nest_and_are_of_their_thread_and_their_model() -> None:
     model, other = build("llama"), build("llama")
     whole, inside = logits(model), list[Tensor]()
