@@ -94,6 +94,8 @@ class CoupledDraw(LogitsProcessor):
     The first half of the rows of a setting draw by uniform numbers, the second half by Gumbel noise.
     """
 
+    leaves_choice = False  # as of compress.model.writing.Draw
+
     def __init__(self, name: str, settings: Sequence[SamplingSetting], rows: int, seed: int) -> None:
         self.name, self.settings = name, settings
         self.generators = [_generator(seed, row) for row in range(rows)]

@@ -55,7 +55,7 @@ class PackedModule(nn.Module):
         """Reserve uninitialized storage. Raises ValueError if operations of the weight cannot have this shape."""
         super().__init__()
         self.stored, self.format, self.params, self.shape = stored, stored.format, stored.params, shape
-        self.specs, self.levels = formats.specs(stored, shape), levels.levels(stored)
+        self.specs, self.known_levels = formats.specs(stored, shape), levels.levels(stored)
         self._ways: dict[int | None, dict[str, Any]] = {}  # level -> what forward passes read
         self.set_level(None)
         self._unchecked: str | None = None  # its name, while `check` waits for tensors that are offloaded
@@ -65,9 +65,9 @@ class PackedModule(nn.Module):
 
     def set_level(self, level: int | None) -> None:
         """Compute at a level of the weight from now on, None: with all of it; see `levels.at_level` for others."""
-        if not self.levels and self._ways:
+        if not self.known_levels and self._ways:
             return
-        level = None if level is None or level >= self.levels[-1] else level
+        level = None if level is None or level >= self.known_levels[-1] else level
         if level not in self._ways:
             self._ways[level] = self._way(levels.at_level(self.stored, level)) | {"level": level}
         vars(self).update(self._ways[level])

@@ -119,7 +119,7 @@ def test_a_copy_of_what_has_run_has_tensors_of_its_own() -> None:
         linear.scales.zero_()
     found = other.product(x)
     assert expected is not None and found is not None and torch.equal(found, expected)
-    assert [linear._weight for linear in other.linears] == other._weights[None].weights
+    assert [linear._weight for linear in other.linears] == other._weights.weights
 
 
 def test_replaced_tensors_are_freed() -> None:

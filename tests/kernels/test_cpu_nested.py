@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from compress import formats
-from compress.formats import e8p, levels, nested, sliced, trellis
+from compress.formats import e8p, levels, nested, trellis
 from compress.formats import int as int_format
 from compress.kernels import dispatch, llvm
 from compress.kernels.calls import ActivationRows
 from compress.kernels.cpu.activations import Quantize
+from compress.papers.formats import pvq
 from compress.types import PackedWeight
 from helpers import problems, stored
 from helpers.cpu_weights import kernel_of
@@ -124,8 +125,8 @@ def test_sums_share_integers_with_each_other_and_with_their_parts() -> None:
 
 def test_a_part_without_a_kernel_is_decoded() -> None:
     part = stored.random_weight("int", int_format.params_for(4, 64, True, 512), (64, 512))
-    slices = stored.random_weight("sliced", sliced.params_for((2, 2), 64, True, 512), (64, 512))
-    weight = nested.join([part, slices], (4, 8))
+    rest = stored.random_weight("pvq", pvq.Params(8, 6, 3), (64, 512))
+    weight = nested.join([part, rest], (4, 8))
     x = problems.random(3, 512)
     expected = stored.product(x, weight)
     y = dispatch.product(x, weight.tensors, weight.format, weight.params, weight.shape)

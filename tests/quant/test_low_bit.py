@@ -75,7 +75,10 @@ IDS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
 def small(name: str, *overrides: str) -> Setup:
     steps = recipe.load(name).transform
     transforms = SMALL_TRANSFORM.get(steps[0].method, ()) if steps else ()
-    return Setup(name, (*CALIBRATION, *SMALL.get(METHOD[name], ()), *transforms, *short_tuning(name), *overrides))
+    original = ("nested=[4, 32]",) if name == "draft4bit" else ()  # the small models are in float32
+    return Setup(
+        name, (*CALIBRATION, *SMALL.get(METHOD[name], ()), *transforms, *short_tuning(name), *original, *overrides)
+    )
 
 
 def short_tuning(name: str) -> tuple[str, ...]:

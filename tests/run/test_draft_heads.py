@@ -217,7 +217,7 @@ def test_a_device_holds_heads_once(devices: int, model: Path, report: dict[str, 
 
 def test_engines_find_heads_by_their_names(model: Path, report: dict[str, Any]) -> None:
     config = open_checkpoint(model.with_name("packed")).config["quantization_config"]
-    listed = PackedModules(hf.CompressConfig.read(config))
+    listed = PackedModules(config)
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     found = listed.linears(f"{HEAD}self_attn.qkv_proj", fused)
     assert found is not None and all(found.values()) and found.keys() == ATTENTION - {f"{HEAD}self_attn.o_proj"}

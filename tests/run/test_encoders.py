@@ -206,7 +206,7 @@ def test_scores_of_a_reranker(packed: Callable[..., Packed]) -> None:
 def test_scores_of_a_model_of_masked_words(packed: Callable[..., Packed]) -> None:
     scores = compare(packed("ModernBertForMaskedLM"))
     assert scores.kl_mean is not None and 0 < scores.kl_mean < 0.2 and scores.kendall_tau is None
-    assert scores.same_choice is not None and 0.5 < scores.same_choice < 1
+    assert scores.same_choice is not None and 0.5 < scores.same_choice <= 1
 
 
 def test_the_command_needs_the_original(packed: Callable[..., Packed]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from threading import Barrier, Thread
 from time import sleep
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -257,6 +257,11 @@ def linears_of(made: Experts) -> list[list[PackedLinear]]:
     return [[made.get_submodule(f"{i}.{name}") for name in PROJECTIONS] for i in range(COUNT)]  # type: ignore[misc]
 
 
+def runner_of(made: Experts) -> ExpertRunner:
+    (runner,) = made.__dict__["_runners"].values()
+    return cast(ExpertRunner, runner)
+
+
 @torch.no_grad()
 def test_a_module_runs_its_experts_together_while_they_are_what_they_were() -> None:
     made = module()
@@ -264,11 +269,11 @@ def test_a_module_runs_its_experts_together_while_they_are_what_they_were() -> N
     wanted = exact(linears_of(made), x, ids, weights)
     for _ in range(2):
         assert apart(made(x, ids, weights), wanted) < 2e-3
-    runner = made.__dict__["_runners"][None]
+    runner = runner_of(made)
     assert runner.together is not None
     other = copy.deepcopy(made)
-    assert other.__dict__["_runners"][None] is None and torch.equal(other(x, ids, weights), made(x, ids, weights))
-    assert made(x, ids, weights) is not None and made.__dict__["_runners"][None] is runner
+    assert runner_of(other) is None and torch.equal(other(x, ids, weights), made(x, ids, weights))
+    assert made(x, ids, weights) is not None and runner_of(made) is runner
     made.set_submodule("0.up_proj", weight(99, SHAPES["up_proj"], "int4", False))
     assert apart(made(x, ids, weights), exact(linears_of(made), x, ids, weights)) < 2e-3
     linear = made.get_submodule("1.down_proj")
@@ -280,7 +285,7 @@ def test_a_module_runs_its_experts_together_while_they_are_what_they_were() -> N
     hook.remove()
     made(x, torch.ones_like(ids), weights)
     assert seen == ["seen"], "a linear that is watched is called"
-    assert made.__dict__["_runners"][None].together is not None, made.__dict__["_runners"][None].reason
+    assert runner_of(made).together is not None, runner_of(made).reason
 
 
 def test_gradients_pass() -> None:

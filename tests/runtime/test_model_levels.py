@@ -157,7 +157,7 @@ def test_levels_reach_wrapped_modules_and_copies_alone(saved: dict[str, Path]) -
     model = load(next(iter(saved.values())))
     copied, level = copy.deepcopy(model), model.levels[0]
     copied.set_level(level)
-    name, wrapped = next((n, m) for n, m in model.named_modules() if isinstance(m, PackedLinear) and m.levels)
+    name, wrapped = next((n, m) for n, m in model.named_modules() if isinstance(m, PackedLinear) and m.known_levels)
     assert wrapped.level is None and copied.get_submodule(name).level == level
     model.set_submodule(name, torch.nn.Sequential(wrapped))
     with at_level(model, level):

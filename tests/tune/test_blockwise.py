@@ -58,6 +58,8 @@ def test_gradients_go_through_every_format(name: str) -> None:
         if not floats:
             assert name in ALL_INTEGERS
             continue
+        if name == "nested" and packed.params.has_original:
+            continue  # the whole weight reads none of the lower parts
         leaves = {key: tensor.float().requires_grad_() for key, tensor in floats.items()}
 
         def decoded(changed: dict[str, Tensor], packed: PackedWeight = packed) -> Tensor:

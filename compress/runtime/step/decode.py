@@ -126,7 +126,7 @@ class StepState:
             self.refused = f"{type(error).__name__}: {error}"
             _log.info("%s decodes without a program: %s", type(body).__name__, self.refused)
         self._unchanged = Unchanged(known, own)
-        self._leveled = [vars(each) for each in known if isinstance(each, PackedModule) and each.levels]
+        self._leveled = [vars(each) for each in known if isinstance(each, PackedModule) and each.known_levels]
         return self._reading is not None
 
     def _held_of(self, reading: BodyReading, request: StepRequest) -> Held | None:
