@@ -143,9 +143,8 @@ def check(out: Path, original: PreTrainedModel, transformed: bool = False) -> di
     assert (found - expected).abs().max() < rounding * float(expected.abs().max())
     few = min(row["bpw"] for row in report["layers"]) < 1.9 or report["layers"][0]["method"] in BINARY
     for row in report["layers"]:  # at 1 bit a weight loses a quarter of a Gaussian, and fed-back errors as much again
-        assert (
-            (row["weight_error"] == 0) if row["method"] in LOSSLESS else 0 < row["weight_error"] < (0.8 if few else 0.5)
-        )
+        is_exact = row["method"] in LOSSLESS or report["recipe"] == "draft4bit"
+        assert row["weight_error"] == 0 if is_exact else 0 < row["weight_error"] < (0.8 if few else 0.5)
         assert (row["output_error"] or 0) < (0.35 if few else 0.1)
     return report
 
