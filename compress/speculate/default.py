@@ -10,7 +10,7 @@ from compress.storage import manifest
 from compress.storage.checkpoint import read_json
 from compress.storage.paths import CONFIG
 
-CONFIG_KEY = "speculate"  # of config.json: the drafts of a checkpoint, as text
+CONFIG_KEY = "speculate"  # a specification of drafts, in config.json
 
 
 def can_store(directory: Path) -> bool:
