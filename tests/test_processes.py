@@ -112,6 +112,7 @@ def test_children_execute_nothing_of_the_working_directory(hostile: Path, has_sa
     assert executed(hostile) == "" and log.read_text() == ""
 
 
+@pytest.mark.slow
 def test_a_study_executes_nothing_of_the_working_directory(hostile: Path) -> None:
     model = save_pico("llama", hostile / "model")
     words = ["--recipes", "int8", "--text", str(TEXT), "--window", "64", "--max-tokens", "64", "--out", "st"]
