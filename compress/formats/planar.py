@@ -234,6 +234,14 @@ def join_rows(parts: Sequence[Mapping[str, Tensor]], params: PlanarParams) -> di
     }
 
 
+def group_from(group_size: int, start: int) -> int:
+    """Return the columns that share a scale where a weight is cut at the column `start`; ValueError if too few do."""
+    group = math.gcd(group_size, start) if start and group_size != -1 else group_size
+    if group < min(group_size, LEAST_GROUP):
+        raise ValueError(f"column {start} lies within a group of {group_size} columns")
+    return group
+
+
 def cut(
     tensors: Mapping[str, Tensor], params: P, shape: tuple[int, int], rows: range, columns: range
 ) -> tuple[P, dict[str, Tensor]]:
@@ -241,11 +249,7 @@ def cut(
 
     Where the columns do not begin with a group, groups become smaller, down to LEAST_GROUP columns.
     """
-    group = params.group_size
-    if columns.start and group != -1:
-        group = math.gcd(group, columns.start)
-        if group < min(params.group_size, LEAST_GROUP):
-            raise ValueError(f"column {columns.start} lies within a group of {params.group_size} columns")
+    group = group_from(params.group_size, columns.start)
     part = slice(rows.start, rows.stop)
     first = torch.arange(columns.start, columns.stop, len(columns) if group == -1 else group, device="cpu")
     owner = (first // params.group(shape[1])).to(tensors["scales"].device)  # the group of the weight, of each new one

@@ -22,7 +22,6 @@ at parts of groups that are multiples of 16.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -30,12 +29,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from compress.formats import planar
+
 BASE3, PLANAR, BINARY = "base3", "planar", "binary"
 BYTE_DIGITS = {BASE3: 5, PLANAR: 4, BINARY: 8}
 FIELD_BITS = {PLANAR: 2, BINARY: 1}
 ROW_MULTIPLE = 16
 TOGETHER = 4  # neighbouring columns of neighbouring bytes
-LEAST_GROUP = 16  # columns that share a scale in a weight that was cut within a group
 LARGEST_ZERO = 42  # the largest signed byte whose first digit is 0
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 DECODE_CHUNK = 1 << 22  # weights decoded at a time: bounds the temporaries to a few tens of MB
@@ -161,11 +161,7 @@ def cut(
 
     Where the columns do not begin with a group, groups become smaller, down to LEAST_GROUP columns.
     """
-    group = params.group_size
-    if columns.start and group != -1:
-        group = math.gcd(group, columns.start)
-        if group < min(params.group_size, LEAST_GROUP):
-            raise ValueError(f"column {columns.start} lies within a group of {params.group_size} columns")
+    group = planar.group_from(params.group_size, columns.start)
     chosen = Params(params.packing, group, params.scale_dtype, params.tensor_scale)
     blocks = slice(rows.start // ROW_MULTIPLE, -(-rows.stop // ROW_MULTIPLE))
     first = rows.start % ROW_MULTIPLE
