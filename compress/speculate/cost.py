@@ -1,4 +1,4 @@
-"""What drafting brings: expected tokens a round, speed-up, the best length, and a prediction from bytes.
+"""Predict what drafting brings: expected tokens a round, speed-up, the best length, also from bytes alone.
 
 A round drafts g tokens, each at c times a plain step of the target, and checks them by one pass of g + 1 tokens at v(g)
 times a plain step. With an acceptance alpha of each token it brings E = (1 - alpha^(g+1)) / (1 - alpha) tokens, and the

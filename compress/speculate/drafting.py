@@ -1,4 +1,4 @@
-"""What drafts are: a few tokens that the target then checks in one pass. The contract of plugins of kind "speculate".
+"""Define drafts, a few tokens that the target then checks in one pass: the contract of plugins of kind "speculate".
 
 A plugin is one file compress/speculate/drafts/<name>.py, or compress/papers/speculate/<name>.py, that defines
 

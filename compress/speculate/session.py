@@ -1,4 +1,4 @@
-"""What a draft sees of one call of generate: the model, the cache, the tokens so far, and how tokens are chosen."""
+"""Show drafts one call of generate: the model, the cache, the tokens so far, and how tokens are chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drafts that pass over sublayers share: the choice among inner blocks, how a set is written, how one is scored.
+"""Choose, write and score sets of sublayers among inner blocks, for drafts that pass over them.
 
 A set of sublayers is written like `3/7-9/12a/15m`: blocks 3 and 7 to 9, the attention of 12, the MLP of 15.
 """

@@ -1,4 +1,4 @@
-"""What a call of generate with drafts has done: rounds, drafted and accepted tokens, seconds, the gain."""
+"""Count what a call of generate with drafts has done: rounds, drafted and accepted tokens, seconds, the gain."""
 
 from __future__ import annotations
 

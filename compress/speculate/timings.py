@@ -1,4 +1,4 @@
-"""What passes take: medians of the newest ones, by their number of tokens, and of each draft's steps."""
+"""Time passes: medians of the newest ones, by their number of tokens, and of each draft's steps."""
 
 from __future__ import annotations
 

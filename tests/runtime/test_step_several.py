@@ -134,16 +134,22 @@ def test_attention_that_sees_all_is_left_to_the_model() -> None:
 SETS = [frozenset[tuple[int, str]](), frozenset({(0, "attention")}), frozenset({(0, "mlp"), (1, "attention")})]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe"])
-def test_programs_without_sublayers_alternate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts that pass over sublayers, checks that do not, on one cache; what is not computed is zeros in it."""
-    model, results, made, make = ready(name), list[list[Tensor]](), list[Any](), decode.StepProgram
+def programs_made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the list that programs are added to as they are made."""
+    made, make = list[Any](), decode.StepProgram
 
     def count(*args: Any) -> Any:
         made.append(make(*args))
         return made[-1]
 
     monkeypatch.setattr(decode, "StepProgram", count)
+    return made
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe"])
+def test_programs_without_sublayers_alternate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that pass over sublayers, checks that do not, on one cache; what is not computed is zeros in it."""
+    model, results, made = ready(name), list[list[Tensor]](), programs_made(monkeypatch)
     for is_installed in (False, True):
         if is_installed:
             decode.install(model)
@@ -180,13 +186,7 @@ def test_programs_of_levels_alternate(has_original: bool, monkeypatch: pytest.Mo
     """Drafts at the lowest level, without a sublayer or with all, and checks at the whole: each by a program."""
     model = nested_model("llama", (4,), original=torch.bfloat16) if has_original else nested_model("llama")
     model = model.bfloat16()
-    results, made, make = list[list[Tensor]](), list[Any](), decode.StepProgram
-
-    def count(*args: Any) -> Any:
-        made.append(make(*args))
-        return made[-1]
-
-    monkeypatch.setattr(decode, "StepProgram", count)
+    results, made = list[list[Tensor]](), programs_made(monkeypatch)
     for is_installed in (False, True):
         if is_installed:
             decode.install(model)
