@@ -183,15 +183,15 @@ class TieredLayer(EvictingLayer):
         others = [_without(x, first, self.seen) for x, first in zip(chosen, firsts, strict=True)]
         tiers = [others, chosen] if self.eviction.config.low else [chosen]
         placed = [_aligned(rows, self.seen) for rows in tiers]
+        if self.stores["keys"].codec.rope == "pre":
+            for rope, (index, _) in zip([self.rope, self.low_rope], reversed(placed), strict=False):
+                rope.place(index, self.seen)
         for kind, x in zip(KINDS, new, strict=True):
             stores = self.stores[kind]
             assert isinstance(stores, TierStores)
             for store, (index, pads) in zip(stores.tiers, placed, strict=True):
                 kept = x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
                 store.append(kept, pads if bool(pads.any()) else None, queries[:, :, -self.eviction.budget.recent :])
-        if self.stores["keys"].codec.rope == "pre":
-            for rope, (index, _) in zip([self.rope, self.low_rope], reversed(placed), strict=False):
-                rope.place(index, self.seen)
         closed = torch.cat([torch.arange(i.shape[1], device=keys.device) < pads[:, None] for i, pads in placed], 1)
         self.closed = closed if bool(closed.any()) else None
         self.pads = placed[-1][1][:, None]
