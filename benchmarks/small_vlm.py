@@ -83,8 +83,13 @@ def build() -> LlavaForConditionalGeneration:
 def pictures(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return the colours of cells int64 [count, SIDE, SIDE] and the pixels [count, 3, SIDE PATCH, SIDE PATCH]."""
     cells = torch.randint(len(COLOURS), (count, SIDE, SIDE), generator=generator)
+    return cells, pixels_of(cells, generator)
+
+
+def pixels_of(cells: Tensor, generator: torch.Generator) -> Tensor:
+    """Return the pixels [count, 3, SIDE PATCH, SIDE PATCH] of cells int64 [count, SIDE, SIDE]."""
     pixels = COLOURS[cells].permute(0, 3, 1, 2).repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)
-    return cells, pixels + NOISE * torch.randn(pixels.shape, generator=generator)
+    return pixels + NOISE * torch.randn(pixels.shape, generator=generator)
 
 
 def cell_questions(cells: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
