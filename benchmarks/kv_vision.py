@@ -20,9 +20,8 @@ import small_vlm as vlm
 import torch
 from kv_prompt import nbytes_in_16_bits
 from torch import Tensor
-from transformers import LlavaForConditionalGeneration
 
-from compress.kv import hooks
+from compress.evaluate.reader import Execution, load_model
 from compress.kv.cache import make_cache
 
 EXACT: dict[str, Any] = {"method": "identity", "sink": 0, "residual_length": 0}
@@ -94,8 +93,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model: Any = LlavaForConditionalGeneration.from_pretrained(args.model).eval()
-    hooks.attach(model)
+    model: Any = load_model(args.model.resolve(), Execution("float32", "cpu"))
     generator = torch.Generator().manual_seed(args.seed)
     cells, _ = vlm.pictures(args.pictures, generator)
     kinds = {name: (x, vlm.pixels_of(x, generator)) for name, x in (("random", cells), ("paired", paired(cells)))}

@@ -182,7 +182,7 @@ class TieredLayer(EvictingLayer):
             return
         others = [_without(x, first, self.seen) for x, first in zip(chosen, firsts, strict=True)]
         tiers = [others, chosen] if self.eviction.config.low else [chosen]
-        placed = [_aligned(rows, self.seen) for rows in tiers]
+        placed = [_align(rows, self.seen) for rows in tiers]
         if self.stores["keys"].codec.rope == "pre":
             for rope, (index, _) in zip([self.rope, self.low_rope], reversed(placed), strict=False):
                 rope.place(index, self.seen)
@@ -216,7 +216,7 @@ def _without(chosen: Tensor, first: int, stop: int) -> Tensor:
     return is_left.nonzero()[:, 0]
 
 
-def _aligned(rows: Sequence[Tensor], tokens: int) -> tuple[Tensor, Tensor]:
+def _align(rows: Sequence[Tensor], tokens: int) -> tuple[Tensor, Tensor]:
     """Return the columns [B, m] of all rows, filled up at the left with the first one, and by how many, int64 [B]."""
     longest = max(len(x) for x in rows)
     last = rows[0].new_tensor([tokens - 1])

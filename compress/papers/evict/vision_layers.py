@@ -18,8 +18,34 @@ from compress.kv.evict import select
 from compress.kv.evict.layer import UNSEEN, EvictingLayer, Judged
 from compress.kv.layer import MakeLayer
 from compress.kv.settings import CacheSettings
-from compress.papers.evict.placeholders import vision_tokens
 from compress.papers.evict.pruned import PrunedLayer
+
+CONFIG_FIELDS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+
+
+def placeholder_ids(config: Any) -> list[int]:
+    """Return the ids that stand where states of images and videos go, ascending; none for a model of text alone."""
+    return sorted({x for name in CONFIG_FIELDS if isinstance(x := getattr(config, name, None), int)})
+
+
+def vision_tokens(model: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    """Return which tokens of a forward pass stand for images, bool [B, n].
+
+    CompressError where the model has no such tokens, or its ids are not among the arguments.
+    """
+    ids = placeholder_ids(model.config)
+    if not ids:
+        raise CompressError(
+            "kv_cache.evict: the configuration of this model names no tokens that stand for images (image_token_id); "
+            "choose another method, such as snapkv"
+        )
+    given = kwargs.get("input_ids")
+    if not isinstance(given, Tensor):
+        raise CompressError(
+            "kv_cache.evict: vision tokens are found by their ids, which this forward pass was not given; pass "
+            "input_ids=... by name"
+        )
+    return torch.isin(given, given.new_tensor(ids))
 
 
 def check_share(method: str, budget: Any, merges: bool = False) -> None:

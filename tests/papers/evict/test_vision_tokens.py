@@ -16,8 +16,8 @@ from compress.kv.cache import make_cache
 from compress.kv.layer import CachePath, KVCache
 from compress.kv.settings import cache_settings
 from compress.papers.evict import fastv, mustdrop, vision
-from compress.papers.evict.placeholders import placeholder_ids
 from compress.papers.evict.pruning import PromptPruning
+from compress.papers.evict.vision_layers import placeholder_ids
 from helpers import pico, wrappers
 
 BOTH: tuple[CachePath, ...] = ("decode", "fused")
