@@ -8,7 +8,7 @@ is filled up at its left with copies, which the layer's mask closes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from compress.kv.codec import Codec
 from compress.kv.evict.head_stores import in_storage_order, in_token_order
 from compress.kv.evict.layer import UNSEEN, EvictingLayer, join_mask
 from compress.kv.evict.placing import KeptRope
-from compress.kv.layer import Call, Logits, build
-from compress.kv.settings import KINDS, Coding, Policy
+from compress.kv.layer import Call, Logits, MakeLayer, build
+from compress.kv.settings import KINDS, CacheSettings, Coding, Policy
 from compress.kv.token_store import Bytes, Store
 
 SCORES = 1 << 24  # float32 scores held at a time
@@ -103,6 +103,13 @@ class TierStores:
 
 class TieredLayer(EvictingLayer):
     """A layer whose prompt is judged before its attention runs, and then kept in two tiers."""
+
+    @classmethod
+    def of_cache(cls, config: Any, settings: CacheSettings, types: Collection[str]) -> MakeLayer:
+        """Return what makes the layers. RecipeError where each is given a share of its own."""
+        if settings.evict is not None and settings.evict.budget.keep is None:
+            raise RecipeError("kv_cache.evict: keep_by_layer is not possible with zipvl; set tau, or keep")
+        return super().of_cache(config, settings, types)
 
     def _begin(self) -> None:
         super()._begin()

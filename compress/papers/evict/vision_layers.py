@@ -78,6 +78,8 @@ class VisionLayer(EvictingLayer):
     @classmethod
     def of_cache(cls, config: Any, settings: CacheSettings, types: Collection[str]) -> MakeLayer:
         """Return what makes the layers. RecipeError where the first one would not see whole passes."""
+        if settings.evict is not None and settings.evict.budget.keep is None:
+            raise RecipeError("kv_cache.evict: keep_by_layer is not possible with vision; set keep")
         if next(iter(types)) != CODED:
             raise RecipeError(
                 "kv_cache.evict: vision tokens are found by a first layer with full attention, which this model has "
