@@ -3,7 +3,7 @@
     python benchmarks/kv_vision.py models_out/small-vlm [--pictures 256 --seed 7] [--json FILE]
 
 Three figures, each the share of right answer tokens, teacher forced: `cell`, one question whose one answer the prompt's
-own pass gives; `row`, one question whose answer of eight tokens is written behind the prompt (the last seven read the
+own pass gives; `row`, one question whose answer of six tokens is written behind the prompt (the last five read the
 cache); `later`, a second question about another cell, asked behind the prompt of the first. Pictures have random cells,
 or pairs of equal neighbours, so that half of the vision tokens say what the one before them said. Bytes are those of a
 picture's prompt in 16 bits by those of the exact cache. One thread, float32.

@@ -1,11 +1,11 @@
 """Train a small vision-language model on the CPU, for measuring what is lost where vision tokens leave the cache.
 
-    python benchmarks/small_vlm.py models_out/small-vlm [--steps 1500 --threads 1 --seed 0]
+    python benchmarks/small_vlm.py models_out/small-vlm [--steps 1200 --threads 1 --seed 0]
 
-A picture is a grid of 8 x 8 cells in eight colours, and one vision token sees one cell. Two questions are asked of it,
+A picture is a grid of 6 x 6 cells in eight colours, and one vision token sees one cell. Two questions are asked of it,
 in tokens of their own: the colour of the cell in row r and column c (one token answers), and all colours of row r from
-left to right (eight tokens do). So an answer depends on one vision token of 64, or on eight, and a random model's
-attention would tell nothing. LLaVA of transformers: a tower of one block, a projector, a Llama of four blocks of hidden
+left to right (six tokens do). So an answer depends on one vision token of 36, or on six, and a random model's attention
+would tell nothing. LLaVA of transformers: a tower of one block, a projector, a Llama of four blocks of hidden
 size 128; 0.7 million parameters. Training sequences hold a picture and QUESTIONS questions; answers alone are trained.
 
 The number of steps is fixed by --steps, not by the clock, so that a seed gives the same model whatever else the machine
@@ -25,7 +25,7 @@ from small_moe import rate
 from torch import Tensor
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-SIDE, PATCH = 8, 4  # cells of a side, pixels of a side of a cell
+SIDE, PATCH = 6, 4  # cells of a side, pixels of a side of a cell
 CELLS = SIDE * SIDE
 COLOURS = torch.tensor([[r, g, b] for r in (-1.0, 1.0) for g in (-1.0, 1.0) for b in (-1.0, 1.0)])
 NOISE = 0.2  # of a pixel, standard deviation
@@ -190,7 +190,7 @@ def make(out: Path, steps: int, minutes: float, threads: int, seed: int) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--minutes", type=float, default=10, help="stop after so long")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
