@@ -67,7 +67,7 @@ def build() -> LlavaForConditionalGeneration:
     config = LlavaConfig(
         text_config=text,
         vision_config=vision,
-        image_token_id=IMAGE,
+        image_token_index=IMAGE,
         image_seq_length=CELLS,
         vision_feature_layer=-1,
         tie_word_embeddings=False,

@@ -127,7 +127,8 @@ class VisionPrunedLayer(PrunedLayer):
         if not self.seen:
             vision = vision_tokens(model, kwargs)
             for layer in self.cache.layers:
-                layer.vision = vision
+                if isinstance(layer, VisionPrunedLayer):
+                    layer.vision = vision
         return super().enter(model, kwargs)
 
     def _choose(self, new: tuple[Tensor, Tensor], queries: Tensor, fraction: float) -> None:
