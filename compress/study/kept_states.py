@@ -27,7 +27,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,24 +59,27 @@ def score(study: Path, settings: Settings, number: int, checkpoint: Path, has_ca
     execution = Execution(settings.dtype, settings.device, bos=settings.bos)
     cut = scores.text_windows([checkpoint, base], text, settings.window, settings.max_tokens, settings.bos)
     windows = cut.tokens
-    if has_cache:
-        reader, original = open_reader(checkpoint, execution, {}, None), load_for_caches(base, execution)
-        assert reader.cache is not None
-        chunks = cache_scores.chunks_of(reader.model.config, [reader.cache], windows.shape[1])
-        batch = cache_scores.windows_at_a_time(reader.model, [reader.cache], windows.shape[1])
-    else:
+    if not has_cache:
         models = [lm.load_model(each, execution.dtype, execution.device) for each in (checkpoint, base)]
-        reader, original = Reader(models[0], name=checkpoint.name), models[1]
-        chunks, batch = [], scores.windows_at_a_time([reader, Reader(original)], windows.shape[1])
-    digest = hashlib.sha256(json.dumps([chunks, batch]).encode()).hexdigest()[:10]
-    with keep_states(original, study / FOLDER / f"{number}-{digest}.safetensors", windows.numel()):
-        if has_cache:
-            compared = cache_scores.compare_text(reader, original, cut, source_name(text))
-            return {**dataclasses.asdict(compared), "cache_read": readings(reader.model, reader.cache).text}
-        pair = [reader, Reader(original, name=base.name)]
-        columns = torch.cat([scores.positions(pair, part) for part in windows.split(batch)], 1)
+        pair = [Reader(model, name=each.name) for model, each in zip(models, (checkpoint, base), strict=True)]
+        batch = scores.windows_at_a_time(pair, windows.shape[1])
+        with keep_states(models[1], study / FOLDER / _file_name(number, [], batch), windows.numel()):
+            columns = torch.cat([scores.positions(pair, part) for part in windows.split(batch)], 1)
         figures = columns.view(len(columns), len(windows), -1)[..., cut.prefix.unscored :]
         return dataclasses.asdict(scores.summary(figures, source_name(text), windows.shape[1], cut.prefix.text))
+    reader, original = open_reader(checkpoint, execution, {}, None), load_for_caches(base, execution)
+    cache = reader.cache
+    assert cache is not None
+    chunks = cache_scores.chunks_of(reader.model.config, [cache], windows.shape[1])
+    batch = cache_scores.windows_at_a_time(reader.model, [cache], windows.shape[1])
+    with keep_states(original, study / FOLDER / _file_name(number, chunks, batch), windows.numel()):
+        compared = cache_scores.compare_text(reader, original, cut, source_name(text))
+    return {**dataclasses.asdict(compared), "cache_read": readings(reader.model, cache).text}
+
+
+def _file_name(number: int, chunks: Sequence[tuple[int, int]], batch: int) -> str:
+    """Return the name of a text's file for a way of reading it; chunks: none for whole windows."""
+    return f"{number}-{hashlib.sha256(json.dumps([chunks, batch]).encode()).hexdigest()[:10]}.safetensors"
 
 
 @contextmanager
@@ -194,7 +197,7 @@ def _hash(states: Mapping[str, Any]) -> str:
     for name, tensor in states.items():
         values = tensor if isinstance(tensor, Tensor) else tensor.read()
         digest.update(f"{name} {values.dtype} {tuple(values.shape)}\n".encode())
-        digest.update(values.contiguous().view(torch.uint8).numpy())
+        digest.update(cast(Any, values.contiguous().view(torch.uint8).numpy()))
     return digest.hexdigest()
 
 
