@@ -16,8 +16,7 @@ which that end begins; typical and eta remove from what is left, all equally lik
 float64; transformers filters in float32, so a probability within a rounding error of a threshold may fall on its other
 side. Filters keep other tokens of the compressed model than of its base, so KL may be infinite.
 
-These figures are finite
-whatever is kept; p is the base, q the compressed model, both filtered and renormalized:
+These figures are finite whatever is kept; p is the base, q the compressed model, both filtered and renormalized:
 
 - acceptance: sum of min(p, q) = 1 - total variation. It is also the probability that a token which q drafts is accepted
   in speculative sampling (Leviathan et al. 2023, arXiv 2211.17192).
