@@ -19,7 +19,7 @@ from compress.pages import html
 from compress.pages import study as page
 from compress.study import summary
 
-SHARED = ("version", "model", "fingerprint", "settings")
+SHARED = ("version", "fingerprint", "settings")
 
 
 def merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
