@@ -90,9 +90,7 @@ def sampling(
     typical_p: Annotated[list[float] | None, typer.Option(help="1: off. Repeatable. Default: off.")] = None,
     eta: Annotated[list[float] | None, typer.Option(help="0: off. Repeatable. Default: off.")] = None,
     repetition_penalty: Annotated[list[float] | None, typer.Option(help="1: off. Repeatable. Default: off.")] = None,
-    beams: Annotated[
-        list[int] | None, typer.Option(min=1, help="Also continue prompts by beam search. Repeatable.")
-    ] = None,
+    beams: Annotated[list[int] | None, typer.Option(min=1, help="Of a beam search, too. Repeatable.")] = None,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 256,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to compare on.")] = 8192,
     prompts: Annotated[int, typer.Option(min=0, help="Prompts that both continue; 0: none.")] = 8,

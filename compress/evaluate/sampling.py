@@ -167,7 +167,7 @@ def window_sums(
         plain = [each[part].double() for each in logits]
         by_setting: dict[SamplingSetting, Tensor] = {}
         for penalty in {setting.repetition_penalty for setting in settings}:
-            model, base = (order(_penalized(each, text, part, penalty)) for each in plain)
+            model, base = (order(_penalize_part(each, text, part, penalty)) for each in plain)
             ratios = distributions.by_ratio(base, model)
             for setting in settings:
                 if setting.repetition_penalty == penalty:
@@ -178,7 +178,7 @@ def window_sums(
     return figures, curves
 
 
-def _penalized(logits: Tensor, text: Tensor | None, part: slice, penalty: float) -> Tensor:
+def _penalize_part(logits: Tensor, text: Tensor | None, part: slice, penalty: float) -> Tensor:
     """Return the logits of some positions of a text with a repetition penalty."""
     if penalty == 1:
         return logits
