@@ -115,7 +115,7 @@ def search(
 ) -> Tensor:
     """Return start int64 [batch, seq] and what a beam search of transformers finds behind it, filled up with a stop."""
     asked = {"do_sample": False, "num_beams": beams, "max_new_tokens": new_tokens}
-    return _generate(model, model.name_or_path, start, asked, stop, [])
+    return _generate(model, str(model.name_or_path), start, asked, stop, [])
 
 
 def _generate(
