@@ -87,6 +87,10 @@ def sampling(
     top_k: Annotated[list[int] | None, typer.Option(help="0: off. Repeatable. Default: 0 and 50.")] = None,
     top_p: Annotated[list[float] | None, typer.Option(help="1: off. Repeatable. Default: 1 and 0.9.")] = None,
     min_p: Annotated[list[float] | None, typer.Option(help="0: off. Repeatable. Default: 0 and 0.05.")] = None,
+    typical_p: Annotated[list[float] | None, typer.Option(help="1: off. Repeatable. Default: off.")] = None,
+    eta: Annotated[list[float] | None, typer.Option(help="0: off. Repeatable. Default: off.")] = None,
+    repetition_penalty: Annotated[list[float] | None, typer.Option(help="1: off. Repeatable. Default: off.")] = None,
+    beams: Annotated[list[int] | None, typer.Option(min=1, help="Of a beam search, too. Repeatable.")] = None,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 256,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to compare on.")] = 8192,
     prompts: Annotated[int, typer.Option(min=0, help="Prompts that both continue; 0: none.")] = 8,
@@ -101,7 +105,7 @@ def sampling(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Compare what two models sample, over temperature, top-k, top-p and min-p; recommend a temperature.
+    """Compare what two models write over temperature, filters, repetition penalty and beams; recommend a temperature.
 
     The result is kept in scores.json of a checkpoint that compress wrote, for the page of `compress inspect --page`.
     """
@@ -120,10 +124,12 @@ def sampling(
         directory, original = Path(resolve(model)), Path(resolve(base))
         own = sampling_temperature.own_temperature(original)
         temperatures = sorted({*(temperature or measuring.TEMPERATURES), *([own] if write else [])})
-        settings = _settings(temperatures, top_k or [], top_p or [], min_p or [])
+        others = [typical_p or [], eta or [], repetition_penalty or []]
+        settings = _settings(temperatures, top_k or [], top_p or [], min_p or [], others)
         if write:
             sampling_temperature.check_writable(directory)
-        asked = measuring.SamplingRequest(text, settings, seq_len, max_tokens, prompts, prompt_tokens, new_tokens, seed)
+        sizes = seq_len, max_tokens, prompts, prompt_tokens, new_tokens
+        asked = measuring.SamplingRequest(text, settings, *sizes, seed, tuple(beams or ()))
         note_prefix(directory, bos)
         execution = Execution(dtype, device_named(device), bos=bos)
         with tables.progress_bar() as progress:
@@ -135,13 +141,13 @@ def sampling(
 
 
 def _settings(
-    temperature: list[float], top_k: list[int], top_p: list[float], min_p: list[float]
+    temperature: list[float], top_k: list[int], top_p: list[float], min_p: list[float], others: list[list[float]]
 ) -> list[SamplingSetting]:
     """Return the grid; wrong usage for an impossible value."""
     from compress.evaluate import sampling as measuring
 
     try:
-        return measuring.default_settings(temperature, top_k, top_p, min_p)
+        return measuring.default_settings(temperature, top_k, top_p, min_p, others)
     except ValueError as error:
         name = str(error).partition(" ")[0].replace("_", "-")
         raise typer.BadParameter(str(error), param_hint=f"--{name}") from error
@@ -160,9 +166,25 @@ def _show_sampling(comparison: SamplingComparison) -> None:
     tables.out.print(table)
     if comparison.sampled:
         tables.out.print(_sampled_table(comparison))
+    if comparison.beams:
+        tables.out.print(_beams_table(comparison))
     print("Temperature at which the compressed model is closest to its original, without filters:")
     for each in comparison.plain()["temperatures"]:
         print(f"  {words.verdict(each)}")
+
+
+def _beams_table(comparison: SamplingComparison) -> object:
+    from compress.cli import tables
+
+    names = ("beams", "rep-4", "distinct-2", "tokens", "nll by the original", "same tokens")
+    table = tables.new_table(names, "What beam search wrote: original -> compressed; tokens until both differ")
+    for row in comparison.beams:
+        figures = [
+            [each.repetition["4"], each.distinct["2"], each.length, each.base_nll] for each in (row.base, row.model)
+        ]
+        both = [f"{a:.3f} -> {b:.3f}" for a, b in zip(*figures, strict=True)]
+        table.add_row(str(row.beams), *both, f"{row.same:.1f}")
+    return table
 
 
 def _sampled_table(comparison: SamplingComparison) -> object:

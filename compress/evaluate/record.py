@@ -103,7 +103,7 @@ SPEED_LAYOUT = [  # `plain` of speed.Speed
 WITHOUT_PREFIX = {"begins_with": ""}  # windows of older files begin with no token of the tokenizer's
 LATER: dict[str, dict[str, Any]] = {  # what older files have not
     "texts": WITHOUT_PREFIX,
-    "sampling": WITHOUT_PREFIX,
+    "sampling": {**WITHOUT_PREFIX, "beams": []},
     "studies": WITHOUT_PREFIX,
     "suites": {**WITHOUT_PREFIX, "cache": "", "cache_read": "", "written": [], "lost": []},
     "speed": {"base": "", "base_prefill_tokens_per_s": None, "base_decode_tokens_per_s": None},

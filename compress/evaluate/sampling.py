@@ -1,4 +1,4 @@
-"""Compare what a compressed model and its base sample, over temperature, top-k, top-p and min-p.
+"""Compare what a compressed model and its base write: temperature, filters, repetition penalty, and beams.
 
 Compressed models react to generation settings in their own way (Roy 2023, arXiv 2309.05210): with an error d of the
 logits KL at temperature T is about Var(d) / (2 T^2), so it grows as T falls, until one token has all probability.
@@ -6,7 +6,7 @@ logits KL at temperature T is about Var(d) / (2 T^2), so it grows as T falls, un
 One pass over a text gives both models' logits, position by position, and with them everything that needs no sampling:
 how far apart the filtered distributions are in each setting (compress/evaluate/sampling_distributions.py), and the
 temperature at which the compressed model is closest to its base (compress/evaluate/sampling_temperature.py). Then both
-models continue prompts from the text with equal random numbers (compress/evaluate/sampling_runs.py).
+models continue prompts from the text, with equal random numbers and by beam search (sampling_runs.py beside it).
 
 Memory: the logits of one window and float64 copies of some positions. What is kept are sums over windows, so the text
 may be as long as one likes. Windows are the unit of standard errors.
@@ -28,8 +28,8 @@ from compress.errors import CalibrationError
 from compress.evaluate import sampling_distributions as distributions
 from compress.evaluate import sampling_temperature as best
 from compress.evaluate.reader import Execution, Reader
-from compress.evaluate.sampling_distributions import SamplingSetting, grid, order
-from compress.evaluate.sampling_runs import COPIES, Sampled, continue_prompts
+from compress.evaluate.sampling_distributions import SamplingSetting, grid, order, penalize
+from compress.evaluate.sampling_runs import COPIES, BeamSearch, Sampled, continue_prompts, search_beams
 from compress.evaluate.sampling_temperature import TemperatureAdvice
 from compress.evaluate.scores import text_windows
 from compress.model import load, writing
@@ -53,6 +53,7 @@ class SamplingRequest:
     prompt_tokens: int = 32
     new_tokens: int = 64
     seed: int = 0  # of everything random
+    beams: Sequence[int] = ()  # numbers of beams with which both models also continue the prompts
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class SamplingComparison:
     temperatures: list[TemperatureAdvice]
     sampled: list[Sampled]
     begins_with: str = ""  # what each window begins with, by the tokenizer's name of it
+    beams: Sequence[BeamSearch] = ()
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -80,9 +82,18 @@ def default_settings(
     top_k: Sequence[int] = (),
     top_p: Sequence[float] = (),
     min_p: Sequence[float] = (),
+    others: Sequence[Sequence[float]] = (),
 ) -> list[SamplingSetting]:
-    """Return the grid of these values, those above where none are given; ValueError for an impossible one."""
-    return grid(temperatures or TEMPERATURES, top_k or TOP_K, top_p or TOP_P, min_p or MIN_P)
+    """Return the grid of these values, those above where none are given; ValueError for an impossible one.
+
+    others: values of typical_p, eta and repetition_penalty; off where none are given. Where there are
+    any, filters that are not given are off, too.
+    """
+    filters: tuple[Sequence[float], ...] = (top_k or TOP_K, top_p or TOP_P, min_p or MIN_P)
+    if any(others):
+        filters = (top_k or (0,), top_p or (1.0,), min_p or (0.0,))
+    rest = [given or (off,) for given, off in zip(others, (1.0, 0.0, 1.0), strict=False)]
+    return grid(temperatures or TEMPERATURES, *filters, *rest)
 
 
 @torch.no_grad()
@@ -111,15 +122,17 @@ def measure(
     for index, window in enumerate(windows):
         tokens = window[None].to(execution.device)
         logits = [reader.predictions(tokens)[unscored:] for reader in readers]
-        for kept, sums in zip(parts, window_sums(logits, request.settings, temperatures, betas), strict=True):
+        sums_of = window_sums(logits, request.settings, temperatures, betas, tokens[0, unscored:])
+        for kept, sums in zip(parts, sums_of, strict=True):
             kept.append(sums)
         say("comparing distributions", index + 1, len(windows))
     positions = request.seq_len - 1 - unscored
     means, curves = (torch.stack(part, -1) / positions for part in parts)
-    runs: list[Sampled] = []
+    runs, searches = list[Sampled](), list[BeamSearch]()
     if len(prompts):
         some = sampled_settings(request.settings)
         runs = continue_prompts(readers, prompts, request.new_tokens, stop, some, request.seed, say)
+        searches = search_beams(readers, prompts, request.new_tokens, stop, request.beams)
     return SamplingComparison(
         text=source_name(request.text),
         base=base.name,
@@ -131,27 +144,48 @@ def measure(
         temperatures=best.recommend(curves, temperatures, betas, request.seed),
         sampled=runs,
         begins_with=cut.prefix.text,
+        beams=searches,
     )
 
 
 def window_sums(
-    logits: Sequence[Tensor], settings: Sequence[SamplingSetting], temperatures: Sequence[float], betas: Tensor
+    logits: Sequence[Tensor],
+    settings: Sequence[SamplingSetting],
+    temperatures: Sequence[float],
+    betas: Tensor,
+    text: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return sums over positions: [settings * figures + 1] and those of `sampling_temperature.sums`, float64, CPU.
 
     logits: those of the model and of its base [positions, vocabulary]. The last of the first is the count of positions
-    with the same likeliest token.
+    with the same likeliest token. text int64 [at least positions]: token i is the last in front of position i; what a
+    repetition penalty asks for.
     """
     figures = torch.zeros(len(settings) * len(distributions.NAMES) + 1, dtype=torch.float64)
     curves = torch.zeros(2 * len(temperatures) + 3 * len(betas), dtype=torch.float64)
     for part in kl.slices(len(logits[0]), COPIES * logits[0].shape[1]):
-        model, base = (order(each[part]) for each in logits)
-        ratios = distributions.by_ratio(base, model)
-        figures_of = [distributions.compare(base, model, setting, ratios).sum(-1) for setting in settings]
-        same = (model.logits.argmax(-1) == base.logits.argmax(-1)).sum().double()
-        figures += torch.cat([*figures_of, same[None]]).cpu()
-        curves += best.sums(base.logits, model.logits, temperatures, betas).sum(-1).cpu()
+        plain = [each[part].double() for each in logits]
+        by_setting: dict[SamplingSetting, Tensor] = {}
+        for penalty in {setting.repetition_penalty for setting in settings}:
+            model, base = (order(_penalize_part(each, text, part, penalty)) for each in plain)
+            ratios = distributions.by_ratio(base, model)
+            for setting in settings:
+                if setting.repetition_penalty == penalty:
+                    by_setting[setting] = distributions.compare(base, model, setting, ratios).sum(-1)
+        same = (plain[0].argmax(-1) == plain[1].argmax(-1)).sum().double()
+        figures += torch.cat([*(by_setting[setting] for setting in settings), same[None]]).cpu()
+        curves += best.sums(plain[1], plain[0], temperatures, betas).sum(-1).cpu()
     return figures, curves
+
+
+def _penalize_part(logits: Tensor, text: Tensor | None, part: slice, penalty: float) -> Tensor:
+    """Return the logits of some positions of a text with a repetition penalty."""
+    if penalty == 1:
+        return logits
+    assert text is not None
+    places = torch.arange(part.start, part.start + len(logits), device=text.device)
+    front = text[: int(places[-1]) + 1].expand(len(logits), -1)
+    return penalize(logits, front, penalty, torch.arange(front.shape[1], device=text.device) <= places[:, None])
 
 
 def rows(settings: Sequence[SamplingSetting], means: Tensor) -> list[dict[str, Any]]:

@@ -1,19 +1,22 @@
 """Compare filtered next-token distributions of two models, exactly and without drawing.
 
 Distributions are filtered and renormalized as transformers does before it draws a token: temperature, top-k, top-p
-(Holtzman et al. 2020, arXiv 1904.09751), min-p (Nguyen et al. 2024, arXiv 2407.01082). Each filter sees the
-distribution that the former one has left, renormalized.
+(Holtzman et al. 2020, arXiv 1904.09751), min-p (Nguyen et al. 2024, arXiv 2407.01082), typical (Meister et al. 2022,
+arXiv 2202.00666: the tokens whose surprise is nearest to the entropy), eta (Hewitt et al. 2022, arXiv 2210.15191: no
+token below min(e, sqrt(e) exp(-entropy))). Each filter sees the distribution that the former one has left,
+renormalized. A repetition penalty (CTRL, arXiv 1909.05858) comes first of all: logits of tokens that the text has had
+are divided by it where they are positive, and multiplied where they are not.
 
 Of ties as many are kept as transformers keeps. Top-k keeps every token as likely as the k-th one, min-p all that are as
 likely as its bound. Top-p sorts in ascending order and removes from below, so it may cut through equally likely tokens;
 which of them stay depends on the sorting there, and here those with the higher ids do (the sort is stable).
 
-What every filter keeps is therefore an end of one and the same ascending order, and a kept set is the place at which
-that end begins. All arithmetic is float64; transformers filters in float32, so a probability within a rounding error of
-a threshold may fall on its other side.
+What top-k, top-p and min-p keep is therefore an end of one and the same ascending order, and a kept set is the place at
+which that end begins; typical and eta remove from what is left, all equally likely tokens alike. All arithmetic is
+float64; transformers filters in float32, so a probability within a rounding error of a threshold may fall on its other
+side. Filters keep other tokens of the compressed model than of its base, so KL may be infinite.
 
-Filters keep other tokens of the compressed model than of its base, so KL may be infinite. These figures are finite
-whatever is kept; p is the base, q the compressed model, both filtered and renormalized:
+These figures are finite whatever is kept; p is the base, q the compressed model, both filtered and renormalized:
 
 - acceptance: sum of min(p, q) = 1 - total variation. It is also the probability that a token which q drafts is accepted
   in speculative sampling (Leviathan et al. 2023, arXiv 2211.17192).
@@ -33,7 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -49,14 +52,25 @@ class SamplingSetting(NamedTuple):
     top_k: int = 0  # tokens that stay; 0: all
     top_p: float = 1.0  # probability that stays, at least; 1: all
     min_p: float = 0.0  # of the likeliest token's probability, what a token needs to stay; 0: all
+    typical_p: float = 1.0  # probability that stays of the tokens nearest to the entropy, at least; 1: all
+    eta: float = 0.0  # cutoff of eta sampling; 0: all
+    repetition_penalty: float = 1.0  # of tokens that the text has had; 1: none
 
     @property
     def filters(self) -> str:
         """Name the filters, NONE without any."""
-        parts = [f"top-k {self.top_k}"] if self.top_k else []
-        parts += [f"top-p {self.top_p:g}"] if self.top_p < 1 else []
-        parts += [f"min-p {self.min_p:g}"] if self.min_p else []
+        default = SamplingSetting(self.temperature)
+        parts = [
+            f"{name.replace('_', '-')} {value:g}"
+            for name, value in self._asdict().items()
+            if value != getattr(default, name)
+        ]
         return ", ".join(parts) or NONE
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether a filter asks for the order of the logits."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
 
 
 class Ordered(NamedTuple):
@@ -89,15 +103,36 @@ def check(setting: SamplingSetting) -> SamplingSetting:
         raise ValueError(f"top_p {setting.top_p:g} is not above 0 and at most 1")
     if not 0 <= setting.min_p <= 1:
         raise ValueError(f"min_p {setting.min_p:g} is not 0 to 1")
+    if not 0 < setting.typical_p <= 1:
+        raise ValueError(f"typical_p {setting.typical_p:g} is not above 0 and at most 1")
+    if not 0 <= setting.eta < 1:
+        raise ValueError(f"eta {setting.eta:g} is not 0 to 1")
+    if not (math.isfinite(setting.repetition_penalty) and setting.repetition_penalty > 0):
+        raise ValueError(f"repetition_penalty {setting.repetition_penalty:g} is not positive")
     return setting
 
 
-def grid(
-    temperatures: Sequence[float], top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float]
-) -> list[SamplingSetting]:
-    """Return every combination, temperatures innermost, each once; ValueError for an impossible value."""
-    combined = product(top_k, top_p, min_p, sorted(temperatures))
-    return list(dict.fromkeys(check(SamplingSetting(t, k, p, m)) for k, p, m, t in combined))
+def grid(temperatures: Sequence[float], *filters: Sequence[float]) -> list[SamplingSetting]:
+    """Return every combination, temperatures innermost, each once; ValueError for an impossible value.
+
+    filters: values of top_k, top_p and the others, in the order of SamplingSetting; those left out are off.
+    """
+    combined = product(*filters, sorted(temperatures))
+    return list(dict.fromkeys(check(SamplingSetting(t, *cast(Any, kept))) for *kept, t in combined))
+
+
+def penalize(logits: Tensor, tokens: Tensor, penalty: float, seen: Tensor | None = None) -> Tensor:
+    """Return logits [positions, vocabulary] with a repetition penalty, float64.
+
+    tokens int64 [positions, n]: what stands in front of each position; seen bool, of the same shape: which of them
+    count, None: all.
+    """
+    logits = logits.double()
+    if penalty == 1:
+        return logits
+    counts = torch.ones_like(tokens, dtype=logits.dtype) if seen is None else seen.to(logits.dtype)
+    has_come = torch.zeros_like(logits).scatter_add_(1, tokens.to(logits.device), counts.to(logits.device)) > 0
+    return torch.where(has_come, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def order(logits: Tensor) -> Ordered:
@@ -127,6 +162,11 @@ def first_kept(values: Tensor, setting: SamplingSetting) -> Tensor:
 
 def filtered_law(ordered: Ordered, setting: SamplingSetting) -> FilteredLaw:
     """Return the filtered and renormalized distributions of a setting."""
+    return _narrow(_by_order(ordered, setting), setting)
+
+
+def _by_order(ordered: Ordered, setting: SamplingSetting) -> FilteredLaw:
+    """Return what top-k, top-p and min-p leave."""
     logits, values, ids = ordered
     vocab_size = values.shape[1]
     first = first_kept(values, setting)
@@ -142,11 +182,28 @@ def filtered_law(ordered: Ordered, setting: SamplingSetting) -> FilteredLaw:
     return FilteredLaw(ids, law.log_probs.gather(1, places), False)
 
 
+def _narrow(law: FilteredLaw, setting: SamplingSetting) -> FilteredLaw:
+    """Return what typical and eta sampling leave of a law, renormalized; the ids stay."""
+    log_probs = law.log_probs
+    if setting.typical_p < 1:
+        distance = (-log_probs - entropy(log_probs)[:, None]).abs()
+        ascending, places = distance.sort(-1)
+        mass = log_probs.gather(1, places).exp().cumsum(-1)
+        last = (mass < setting.typical_p).sum(-1, keepdim=True).clamp(max=mass.shape[1] - 1)
+        log_probs = log_probs.masked_fill(distance > ascending.gather(1, last), -torch.inf).log_softmax(-1)
+    if setting.eta > 0:
+        bound = (math.sqrt(setting.eta) * (-entropy(log_probs)).exp()).clamp(max=setting.eta)
+        is_low = (log_probs.exp() < bound[:, None]) & (log_probs < log_probs.amax(-1, keepdim=True))
+        log_probs = log_probs.masked_fill(is_low, -torch.inf).log_softmax(-1)
+    return law._replace(log_probs=log_probs)
+
+
 def of_logits(logits: Tensor, setting: SamplingSetting) -> FilteredLaw:
     """Return the same for logits [positions, vocabulary] in any floating type, sorted only where a filter asks."""
-    if setting.filters == NONE:
+    if not setting.is_ordered:
         logits = logits.double()
-        return FilteredLaw(_every(logits), (logits / setting.temperature).log_softmax(-1), True)
+        law = FilteredLaw(_every(logits), (logits / setting.temperature).log_softmax(-1), True)
+        return _narrow(law, setting)
     return filtered_law(order(logits), setting)
 
 

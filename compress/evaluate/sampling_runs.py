@@ -49,6 +49,7 @@ from compress.evaluate.sampling_distributions import (
     entropy,
     mean_log_ratio,
     of_logits,
+    penalize,
 )
 from compress.evaluate.scores import windows_at_a_time
 from compress.model import writing
@@ -106,8 +107,10 @@ class CoupledDraw(LogitsProcessor):
                 f"{self.name} has non-finite logits at token {input_ids.shape[1]}; its weights are damaged, or overflow"
             )
         uniform, noise = self._numbers(scores.shape[1], scores.device)
-        parts = scores.split(len(self.generators))
-        tokens = [_draw(of_logits(*each), uniform, noise) for each in zip(parts, self.settings, strict=True)]
+        tokens, rows = [], len(self.generators)
+        for setting, part, text in zip(self.settings, scores.split(rows), input_ids.split(rows), strict=True):
+            law = of_logits(penalize(part, text, setting.repetition_penalty), setting)
+            tokens.append(_draw(law, uniform, noise))
         return torch.full_like(scores, -torch.inf).scatter_(1, torch.cat(tokens), 0.0)
 
     def _numbers(self, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -162,6 +165,40 @@ def continue_prompts(
             for setting, *each in zip(part, *texts, strict=True)
         ]
     return continuations
+
+
+@dataclass(frozen=True)
+class BeamSearch:
+    """What both models write by beam search, which draws nothing: the likeliest text of those that are followed."""
+
+    beams: int  # 1: the likeliest token each time
+    base: ContinuationFigures
+    model: ContinuationFigures
+    same: float  # tokens until the two models differ, mean
+
+
+def search_beams(
+    readers: Sequence[Reader], prompts: Tensor, new_tokens: int, stop: Sequence[int], beams: Sequence[int]
+) -> list[BeamSearch]:
+    """Continue prompts int64 [prompts, seq] by (model, base) with each number of beams, and compare what they write.
+
+    Figures are those of draws at temperature 1 without filters. The cumulated log-probability is divided by the length,
+    as in transformers.
+    """
+    searches, plain = [], SamplingSetting(1.0)
+    for count in beams:
+        cuts = [
+            [
+                _cut(row, stop)
+                for part in prompts.split(max(1, len(prompts) // count))
+                for row in writing.search(reader.model, part, new_tokens, count, stop)[:, prompts.shape[1] :].tolist()
+            ]
+            for reader in readers
+        ]
+        base, model = (_describe(readers[i:], prompts, cuts[i], plain, frozenset(stop)) for i in (1, 0))
+        same = [float(_common(a, b)) for a, b in zip(*cuts, strict=True)]
+        searches.append(BeamSearch(count, base, model, sum(same) / len(same)))
+    return searches
 
 
 def _compare(
@@ -251,8 +288,12 @@ def _read(
             of_rows = reader.predictions(tokens)
             logits.append(of_rows.view(len(rows), -1, of_rows.shape[1])[:, begin:][where.to(of_rows.device)])
         targets = tokens[:, begin + 1 :][where.to(tokens.device)]
-        parts = kl.slices(len(targets), COPIES * logits[0].shape[1])
-        figures = [_figures(logits[0][part], logits[-1][part], targets[part], setting) for part in parts]
+        row, place = (each.to(tokens.device) for each in where.nonzero(as_tuple=True))
+        front = torch.arange(tokens.shape[1], device=tokens.device) <= begin + place[:, None]  # of each position
+        figures = []
+        for part in kl.slices(len(targets), COPIES * logits[0].shape[1]):
+            own = penalize(logits[0][part], tokens[row[part]], setting.repetition_penalty, front[part])
+            figures.append(_figures(own, logits[-1][part], targets[part], setting))
         sums.index_add_(0, rows.repeat_interleave(where.sum(1)), torch.cat(figures).cpu())
     return sums
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -104,24 +104,42 @@ def write(
     """
     if new_tokens < 1:
         return start
-    length, positions = start.shape[1] + new_tokens, max_positions(model.config.get_text_config())
-    if positions is not None and length > positions:
-        raise CalibrationError(f"{draw.name} has {positions} positions, {length} tokens are too many; ask for fewer")
     draws = {"do_sample": True, "top_k": 0} if draw.leaves_choice and draw.temperature else {"do_sample": False}
+    return _generate(
+        model, draw.name, start, {**draws, "num_beams": 1, "max_new_tokens": new_tokens}, stop, [draw], **kw
+    )
+
+
+def search(
+    model: transformers.PreTrainedModel, start: Tensor, new_tokens: int, beams: int, stop: Sequence[int] = ()
+) -> Tensor:
+    """Return start int64 [batch, seq] and what a beam search of transformers finds behind it, filled up with a stop."""
+    asked = {"do_sample": False, "num_beams": beams, "max_new_tokens": new_tokens}
+    return _generate(model, str(model.name_or_path), start, asked, stop, [])
+
+
+def _generate(
+    model: transformers.PreTrainedModel,
+    name: str,
+    start: Tensor,
+    asked: Mapping[str, Any],
+    stop: Sequence[int],
+    processors: list[LogitsProcessor],
+    **kw: Any,
+) -> Tensor:
+    """Return what `generate` gives with these settings alone."""
+    length, positions = start.shape[1] + asked["max_new_tokens"], max_positions(model.config.get_text_config())
+    if positions is not None and length > positions:
+        raise CalibrationError(f"{name} has {positions} positions, {length} tokens are too many; ask for fewer")
     settings = GenerationConfig(
-        **draws,
-        num_beams=1,
-        use_cache=True,
-        max_new_tokens=new_tokens,
-        eos_token_id=list(stop) or None,
-        pad_token_id=stop[0] if stop else None,
+        **asked, use_cache=True, eos_token_id=list(stop) or None, pad_token_id=stop[0] if stop else None
     )
     start = start.to(model.device)
     generate, own = cast(Callable[..., Tensor], model.generate), model.generation_config
     model.generation_config = GenerationConfig()  # unset fields of `settings` would be filled from the checkpoint's
     try:
         written = generate(
-            start, attention_mask=torch.ones_like(start), generation_config=settings, logits_processor=[draw], **kw
+            start, attention_mask=torch.ones_like(start), generation_config=settings, logits_processor=processors, **kw
         )
     finally:
         model.generation_config = own

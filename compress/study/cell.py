@@ -20,9 +20,9 @@ import torch
 from compress import evaluate as evaluation
 from compress import process_memory, recipe
 from compress.errors import CompressError, first_line
-from compress.evaluate import cache_scores, speed
+from compress.evaluate import speed
 from compress.run.source import resolve
-from compress.study import checkpoints, tasks
+from compress.study import checkpoints, kept_states, tasks
 from compress.study.folder import DONE, RECIPE, CellFolder, failure
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ def measure(own: CellFolder) -> dict[str, Any]:
     has_cache = resolved.kv_cache is not None
     process_memory.reset_peak()
     begun = time.monotonic()
-    texts = [_scores(own.checkpoint, settings, text, has_cache) for text in settings.texts]
+    numbers = range(len(settings.texts))
+    texts = [kept_states.score(own.study.folder, settings, i, own.checkpoint, has_cache) for i in numbers]
     scoring = round(time.monotonic() - begun, 2)
     figures = {
         "is_cache_only": not resolved.packs,
@@ -95,18 +96,6 @@ def _sizes(report: dict[str, Any]) -> dict[str, Any]:
         "nbytes": report["nbytes"]["total"],
         "cache": (report.get("kv_cache") or {}).get("size"),
     }
-
-
-def _scores(directory: Path, settings: Settings, text: str, has_cache: bool) -> dict[str, Any]:
-    """Return scores against the original: through the checkpoint's own cache if it has one."""
-    execution = evaluation.Execution(dtype=settings.dtype, device=settings.device, bos=settings.bos)
-    base = resolve(settings.model)
-    if not has_cache:
-        scores = evaluation.evaluate(directory, text, base, settings.window, settings.max_tokens, execution)
-        return dataclasses.asdict(scores)
-    lengths = settings.window, settings.max_tokens
-    through, read = cache_scores.evaluate([directory, base], text, {}, None, lengths, execution)
-    return {**dataclasses.asdict(through), "cache_read": read.text}
 
 
 def _original(own: CellFolder, settings: Settings) -> dict[str, Any]:

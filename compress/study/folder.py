@@ -8,6 +8,7 @@
     DIR/cells/KEY/log         what the cell's process has printed
     DIR/cells/KEY/checkpoint  and what an interrupted run leaves beside it; removed after scoring unless it is to stay
     DIR/answers/TASK.json     what the original has answered, where tasks are asked; DIR/answers/lock
+    DIR/states/N-HASH.safetensors  the original's last hidden states on each text (kept_states.py)
     DIR/study.json, study.csv, study.html
 
 Layouts of compress/storage/json_text.py say what each file holds: a damaged one, or one of another version, is refused.

@@ -9,20 +9,35 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    EtaLogitsWarper,
     LogitsProcessorList,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from compress.evaluate import sampling
 from compress.evaluate import sampling_distributions as distributions
 from compress.evaluate import sampling_temperature as best
-from compress.evaluate.sampling_distributions import SamplingSetting, dense, filtered_law, first_kept, grid, order
+from compress.evaluate.sampling_distributions import (
+    SamplingSetting,
+    dense,
+    filtered_law,
+    first_kept,
+    grid,
+    order,
+    penalize,
+)
 
 VOCAB = 40
 SETTINGS = grid((0.4, 1.0, 1.3), (0, 1, 4, 17, 99), (1.0, 0.9, 0.5), (0.0, 0.1, 1.0))
+
+
+# Typical and eta sampling, alone and behind each other and a filter.
+SETTINGS += grid((0.4, 1.3), (0, 9), (1.0, 0.8), (0.0,), (1.0, 0.9, 0.2), (0.0, 0.02, 0.3))
 
 
 def drawn(rows: int = 12, seed: int = 0, spread: float = 2.0) -> Tensor:
@@ -39,6 +54,8 @@ def as_transformers(logits: Tensor, setting: SamplingSetting) -> Tensor:
     chain += [TopKLogitsWarper(setting.top_k)] if setting.top_k else []
     chain += [TopPLogitsWarper(setting.top_p)] if setting.top_p < 1 else []
     chain += [MinPLogitsWarper(setting.min_p)] if setting.min_p else []
+    chain += [TypicalLogitsWarper(setting.typical_p)] if setting.typical_p < 1 else []
+    chain += [EtaLogitsWarper(setting.eta)] if setting.eta else []
     return chain(torch.zeros(len(logits), 1, dtype=torch.long), logits).softmax(-1)
 
 
@@ -54,7 +71,29 @@ def test_filters_are_those_of_transformers(make: Any, sparse: float, monkeypatch
             found, expected = found.sort(-1).values, expected.sort(-1).values
         assert torch.equal(found > 0, expected > 0), setting
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-        assert torch.equal((expected > 0).sum(-1), VOCAB - first_kept(order(logits).values, setting))
+        if setting.typical_p == 1 and not setting.eta:
+            assert torch.equal((expected > 0).sum(-1), VOCAB - first_kept(order(logits).values, setting))
+
+
+@pytest.mark.parametrize("penalty", [0.7, 1.0, 1.5])
+def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+    """With the whole text in front, and with the part of it that counts at each position."""
+    logits, text = drawn(), torch.randint(VOCAB, (12, 9), generator=torch.Generator().manual_seed(3))
+    theirs = RepetitionPenaltyLogitsProcessor(penalty)
+    assert torch.equal(penalize(logits, text, penalty), theirs(text, logits.clone()))
+    window = text[0]
+    seen = torch.arange(9) <= torch.arange(9)[:, None]
+    found = penalize(logits[:9], window.expand(9, -1), penalty, seen)
+    for i in range(9):
+        assert torch.equal(found[i : i + 1], theirs(window[None, : i + 1], logits[i : i + 1].clone()))
+    settings = [SamplingSetting(0.7, repetition_penalty=each) for each in (penalty, 1.0)]
+    both = [logits[:9], drawn(9, 1)]
+    sums = sampling.window_sums(both, settings, (0.7,), best.nodes((0.7,)), window)[0]
+    for setting, row in zip(settings, sums[:-1].view(2, -1), strict=True):
+        plain = SamplingSetting(0.7)
+        laws = [order(penalize(each, window.expand(9, -1), setting.repetition_penalty, seen)) for each in both]
+        figures = distributions.compare(laws[1], laws[0], plain, distributions.by_ratio(laws[1], laws[0])).sum(-1)
+        torch.testing.assert_close(row, figures, rtol=1e-9, atol=1e-12)
 
 
 def reference(p: list[float], q: list[float], q_all: list[float]) -> dict[str, float]:
@@ -223,6 +262,9 @@ def test_interval_covers_the_true_temperature(monkeypatch: pytest.MonkeyPatch) -
         (SamplingSetting(1.0, 0, 0.0), "top_p 0"),
         (SamplingSetting(1.0, 0, 1.0, 1.5), "min_p 1.5"),
         (SamplingSetting(math.nan), "temperature nan"),
+        (SamplingSetting(1.0, typical_p=0.0), "typical_p 0"),
+        (SamplingSetting(1.0, eta=1.0), "eta 1"),
+        (SamplingSetting(1.0, repetition_penalty=0.0), "repetition_penalty 0"),
     ],
 )
 def test_impossible_settings(setting: SamplingSetting, said: str) -> None:

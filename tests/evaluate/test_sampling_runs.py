@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from compress.cli.app import app
 from compress.evaluate import record, sampling, sampling_runs, sampling_temperature
 from compress.evaluate.reader import Reader
-from compress.evaluate.sampling_distributions import SamplingSetting, dense, filtered_law, order
+from compress.evaluate.sampling_distributions import SamplingSetting, dense, filtered_law, order, penalize
 from compress.evaluate.sampling_temperature import TemperatureAdvice
 from compress.pages import measurements as page
 from helpers.pico import pico_tokenizer
@@ -114,6 +114,8 @@ SOME = [
     SamplingSetting(1.1, top_k=5),
     SamplingSetting(1.0, top_p=0.9),
     SamplingSetting(1.3, min_p=0.05),
+    SamplingSetting(1.1, typical_p=0.7),
+    SamplingSetting(0.9, eta=0.02, repetition_penalty=1.4),
 ]
 
 
@@ -129,6 +131,7 @@ def one_by_one(
             while len(ids) < len(prompt) + 14 and ids[-1] != stop:
                 with torch.no_grad():
                     logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1:]
+                logits = penalize(logits, torch.tensor([ids]), setting.repetition_penalty)
                 log_probs = dense(filtered_law(order(logits), setting), logits.shape[1]).log_probs[0]
                 if row < len(prompts):
                     uniform = float(torch.rand(1, dtype=torch.float64, generator=numbers))
@@ -147,7 +150,8 @@ def sums(own: Any, base: Any, prompt: list[int], tokens: list[int], setting: Sam
     for i, token in enumerate(tokens):
         with torch.no_grad():
             each = [model(input_ids=torch.tensor([prompt + tokens[:i]])).logits[0, -1:] for model in (own, base)]
-        q = dense(filtered_law(order(each[0]), setting), each[0].shape[1]).log_probs[0].exp().tolist()
+        own_logits = penalize(each[0], torch.tensor([prompt + tokens[:i]]), setting.repetition_penalty)
+        q = dense(filtered_law(order(own_logits), setting), each[0].shape[1]).log_probs[0].exp().tolist()
         p = (each[1][0].double() / setting.temperature).softmax(-1).tolist()
         found[0] -= sum(x * math.log(x) for x in q if x)
         found[1] -= math.log(p[token])
@@ -178,6 +182,52 @@ def test_rows_of_all_settings_are_written_as_one_by_one(loaded: list[Reader], mo
         for a, b in ((found.model, alone.model), (found.base, alone.base)):
             assert dataclasses.astuple(a)[:5] == dataclasses.astuple(b)[:5]
             assert a.reverse_kl == pytest.approx(b.reverse_kl, rel=1e-5, abs=1e-9)
+
+
+def beam_search(model: Any, prompt: list[int], new_tokens: int, beams: int) -> list[int]:
+    """The continuation that is found, by a list of texts and their log-probabilities."""
+    kept = [(0.0, list[int]())]
+    for _ in range(new_tokens):
+        longer = []
+        for score, tokens in kept:
+            with torch.no_grad():
+                log_probs = model(input_ids=torch.tensor([prompt + tokens])).logits[0, -1].log_softmax(-1).tolist()
+            longer += [(score + value, [*tokens, token]) for token, value in enumerate(log_probs)]
+        kept = sorted(longer, reverse=True)[:beams]
+    return kept[0][1]
+
+
+def test_beams_are_those_of_a_plain_search(loaded: list[Reader], monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = torch.arange(9).view(3, 3)
+    seen: list[Any] = []
+    described = sampling_runs._describe
+    monkeypatch.setattr(sampling_runs, "_describe", lambda *given: (seen.append(given[2]), described(*given))[1])
+    found = sampling_runs.search_beams(loaded, prompts, 5, (), (1, 3))
+    expected = [
+        [[beam_search(reader.model, prompt, 5, beams) for prompt in prompts.tolist()] for reader in reversed(loaded)]
+        for beams in (1, 3)
+    ]
+    assert seen == [texts for both in expected for texts in both]
+    for each, (base, model) in zip(found, expected, strict=True):
+        same = [next((i for i in range(5) if a[i] != b[i]), 5) for a, b in zip(base, model, strict=True)]
+        assert each.same == pytest.approx(sum(same) / 3) and each.model.length == 5
+
+
+def test_command_takes_decoding_strategies(models: tuple[Path, Path]) -> None:
+    words = ["sampling", models[0], "--base", models[1], "--text", HELDOUT, "--seq-len", 32, "--max-tokens", 96]
+    words += ["--temperature", 1, "--typical-p", 1, "--typical-p", 0.9, "--eta", 0.01, "--repetition-penalty", 1.2]
+    words += ["--beams", 1, "--beams", 2, "--prompts", 2, "--prompt-tokens", 4, "--new-tokens", 4, "--device", "cpu"]
+    done = run(*words, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert [row["filters"] for row in found["settings"]] == [
+        "eta 0.01, repetition-penalty 1.2",
+        "typical-p 0.9, eta 0.01, repetition-penalty 1.2",
+    ]
+    assert [row["beams"] for row in found["beams"]] == [1, 2]
+    refused = run(*words, "--eta", 2)
+    assert refused.exit_code == 2 and "eta 2 is not 0 to 1" in refused.output
+    assert "What beam search wrote" in run(*words).output
 
 
 def run(*words: object) -> Any:

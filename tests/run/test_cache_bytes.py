@@ -55,9 +55,12 @@ def test_the_bytes_are_those_of_a_cache_of_that_length(model: PreTrainedModel, r
     assert (found.static, found.context, found.exact_bytes_per_token) == (held.static, CONTEXT, 2 * 2 * 2 * 32 * 4)
 
 
-@pytest.mark.parametrize("method", ["pca", "kvquant", "commvq", "balanced"])
-def test_bytes_are_known_before_calibration(model: PreTrainedModel, method: str) -> None:
-    settings = cache_settings({"method": method})
+@pytest.mark.parametrize(
+    "recipe",
+    [*({"method": each} for each in ("pca", "kvquant", "commvq", "balanced")), {"method": "pca", "bits": 2.125}],
+)
+def test_bytes_are_known_before_calibration(model: PreTrainedModel, recipe: dict[str, Any]) -> None:
+    settings = cache_settings(recipe)
     static = calibrate(model, coded_layers(model.config, settings), torch.arange(512).view(4, 128) % 250)[0]
     before, after = (
         kv_cache.bytes_at_context(model.config, settings, tensors, torch.float32, CONTEXT) for tensors in ({}, static)

@@ -10,8 +10,8 @@ models fail at knowledge-intensive tasks at bits and sparsities where perplexity
 - ROUGE-L (Lin 2004): F1 of the longest common subsequence of words, for summaries. LLM-KICK has a GPT-4 judge there,
   which is not run: ROUGE-L and the share of the reference's words are stand-ins that a judge need not agree with.
 
-Data sets are files of the user's. No figure on our pages comes from these tasks, because a model of a few million
-weights answers none of such questions; so they are not in the core.
+Data sets are files of the user's, or made by benchmarks/kick_data.py (docs/studies/llm_kick.md). A small model answers
+few of such questions: of 79 plain facts SmolLM2-135M writes 7; so they are not in the core.
 """
 
 from __future__ import annotations

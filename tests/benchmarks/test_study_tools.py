@@ -1,0 +1,50 @@
+"""Studies are put together cell by cell, and the files that LLM-KICK's tasks read are taken by these tasks."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from benchmarks import kick_data, merge_studies
+from compress.evaluate.items import Item, answers_of, read_lines, text_of
+
+SHIPPED = json.loads((resources.files("compress.study") / "shipped" / "books-8m.json").read_text())
+
+
+def test_parts_of_a_study_make_the_whole() -> None:
+    halves = [{**SHIPPED, "cells": SHIPPED["cells"][i::2], "failed": [], "pending": ["x"]} for i in (0, 1)]
+    halves[1]["failed"] = [*SHIPPED["failed"], {**SHIPPED["cells"][0], "status": "failed"}]
+    merged = merge_studies.merge(halves[0], halves[1])
+    assert merged == SHIPPED
+    assert merge_studies.merge(SHIPPED, SHIPPED) == SHIPPED
+
+
+def test_another_study_is_refused() -> None:
+    other = {**SHIPPED, "settings": {**SHIPPED["settings"], "window": 7}}
+    with pytest.raises(ValueError, match="the studies have another settings; measure the second"):
+        merge_studies.merge(SHIPPED, other)
+
+
+def test_files_of_facts(tmp_path: Path) -> None:
+    kick_data.main(tmp_path)
+    written = {path.stem: path.read_bytes() for path in tmp_path.iterdir()}
+    kick_data.main(tmp_path)
+    assert written == {path.stem: path.read_bytes() for path in tmp_path.iterdir()}
+    for name in ("facts", "qa"):
+        items = read_lines(
+            str(tmp_path / f"{name}.jsonl"),
+            0,
+            lambda row, number: Item(number, text_of(row, "question"), facts={"answers": answers_of(row)}),
+            "",
+        )
+        assert len(items) == len(written[name].splitlines())
+    for line in map(json.loads, written["qa"].decode().splitlines()):
+        assert line["answers"][0] in line["evidence"]
+    for name in ("choices", "known", "cloze"):
+        for line in map(json.loads, written[name].decode().splitlines()):
+            assert len(set(line["choices"])) == 4 and 0 <= line["answer"] < 4
+            if name == "cloze":
+                assert not any(choice in line["question"] for choice in line["choices"])
