@@ -36,6 +36,7 @@ from compress.kv.buffer import Buffer
 from compress.kv.codec import Spec
 from compress.kv.sparse.layer import ReadingLayer
 from compress.kv.sparse.reader import QueryPiece, Reader, TokenChoice, best, budget_of, check_keep, decode_tokens
+from compress.papers.sparse.blocks import expand_blocks
 
 NEEDS: frozenset[str] = frozenset()
 LAYER = ReadingLayer
@@ -88,7 +89,7 @@ class ActQKV(Reader):
         keep = self._keep(piece, weights)
         budgets = -(-budget_of(piece, keep, weights) // self.config.block)
         choice = best(weights, budgets.clamp(max=blocks))
-        return None if choice is None else _tokens(choice, piece, self.config.block)
+        return None if choice is None else expand_blocks(choice, piece, self.config.block)
 
     def crop(self, coded: int, removed: int) -> None:
         self.means.crop(self.means.length - min(self.means.length, coded // self.config.block))
@@ -148,18 +149,6 @@ def _weights(probe: Tensor, means: Tensor, piece: QueryPiece, size: int) -> Tens
         is_seen = piece.allowed.unflatten(-1, (-1, size)).any(-1)
         scores = scores.masked_fill(~is_seen[:, None, None], -torch.inf)
     return scores.softmax(-1).nan_to_num_(0).mean(2)
-
-
-def _tokens(choice: TokenChoice, piece: QueryPiece, size: int) -> TokenChoice:
-    """Return the tokens of chosen blocks."""
-    inner = torch.arange(size, device=choice.places.device)
-    places = (choice.places[..., None] * size + inner).flatten(-2)
-    assert choice.valid is not None
-    valid = choice.valid[..., None].expand(*choice.valid.shape, size).flatten(-2)
-    if piece.allowed is not None:
-        seen = piece.allowed[:, None].expand(*places.shape[:3], -1)
-        valid = valid & seen.gather(3, places)
-    return TokenChoice(places, valid)
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Reader:
