@@ -132,9 +132,7 @@ def measure_item(model: Any, static: Any, context: list[int], answer: list[int])
                 if name in READERS and layer.reader is not None:
                     scaling = query.shape[-1] ** -0.5
                     layer.reader.watch(group_queries(query[:, :, -64:], layer.reader.spec.heads, scaling))
-            model.set_attn_implementation("compress_kv")
             found[f"{name} {share:g}"] = figures_of(read_answer(model, cache, last, answer), base, target)
-            model.set_attn_implementation("sdpa")
     for name in PATTERNS:
         for share in SHARES:
             cache, _ = read_prompt(model, tokens, name, share)
@@ -151,15 +149,12 @@ def open_model(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     from compress.calib.kv import calibrate
     from compress.evaluate import task_runs
     from compress.evaluate.reader import Execution, load_model
-    from compress.kv import attention
     from compress.kv.cache import coded_layers
     from compress.kv.settings import cache_settings
     from compress.model import load as lm
 
-    attention.register()
     torch.set_num_threads(1)
     model, tokenizer = load_model(args.model, Execution("bfloat16", "cpu")), lm.load_tokenizer(args.model)
-    model.set_attn_implementation("sdpa")
     settings = cache_settings({**STORE, "read": {"method": READERS[0]}})
     tokens, _ = token_windows(str(args.calib), tokenizer, 512, len(tokenizer), document_tokens=2048)
     static, _ = calibrate(model, coded_layers(model.config, settings), tokens[:2], reading=settings.read)
