@@ -70,9 +70,10 @@ def main() -> None:
     limit = 2 * args.windows * args.prompt
     texts, _ = token_windows(str(args.text), tokenizer, args.prompt, len(tokenizer), document_tokens=limit)
     choosers = choosing(Config(), model.config.num_hidden_layers)
-    rows: dict[tuple[str, int], list[Any]] = {}
+    by_window: dict[tuple[str, int], list[Any]] = {}
+    by_distance: dict[tuple[str, int], list[Any]] = {}
     with torch.inference_mode():
-        for text in texts[: args.windows]:
+        for window, text in enumerate(texts[: args.windows]):
             p = attention_of(model, text[None])
             kv_heads = model.config.num_key_value_heads
             for index in range(choosers[0] + 1, len(p)):
@@ -83,12 +84,13 @@ def main() -> None:
                 heads = shared.expand(-1, -1, p.shape[2] // kv_heads, -1).flatten(1, 2)
                 of_all = p[source].mean(1, keepdim=True).expand_as(p[source])
                 for name, scores in (("own", p[index]), ("code", p[source]), ("heads", heads), ("all", of_all)):
-                    rows.setdefault((name, index - source), []).append(caught(p[index], scores, args.keep))
+                    share = caught(p[index], scores, args.keep)
+                    by_window.setdefault((name, window), []).append(share)
+                    by_distance.setdefault((name, index - source), []).append(share)
     for name in ("own", "code", "heads", "all"):
-        values = torch.stack([torch.cat(x) for key, x in rows.items() if key[0] == name and len(x) > 1])
-        per_query = torch.stack([x.flatten()[: values.shape[1]] for x in values]).mean(0)
+        per_query = torch.cat([torch.stack(x).mean(0) for (own, _), x in by_window.items() if own == name])
         error = float(per_query.std() / len(per_query) ** 0.5)
-        near = [float(torch.cat(x).mean()) for key, x in sorted(rows.items()) if key[0] == name]
+        near = [float(torch.stack(x).mean()) for (own, _), x in sorted(by_distance.items()) if own == name]
         print(f"| {name} | {float(per_query.mean()):.3f} ± {error:.3f} | {' '.join(f'{x:.2f}' for x in near)} |")
 
 

@@ -38,7 +38,8 @@ def vertical_slash(q: Tensor, k: Tensor, share: float) -> Tensor:
     columns = p.sum(1)
     offsets = (place[n - last :, None] - place).clamp(min=0)
     diagonals = torch.zeros(heads, n).scatter_add_(1, offsets.flatten().expand(heads, -1), p.flatten(1))
-    columns[:, :SINKS] = diagonals[:, :LOCAL] = torch.inf
+    for scores, count in ((columns, SINKS), (diagonals, LOCAL)):  # always chosen, and the first of them first
+        scores[:, :count] = torch.arange(count, 0, -1) * (last + 1.0)
     orders = columns.argsort(-1, descending=True), diagonals.argsort(-1, descending=True)
     return torch.stack([_lines(*(order[head] for order in orders), share) for head in range(heads)])
 
