@@ -39,7 +39,7 @@ EVICTIONS: dict[str, dict[str, Any]] = {
     "snapkv": {"method": "snapkv"},
     "snapkv critical": {"method": "snapkv", "critical": True},
     "expected": {"method": "expected_attention"},
-    "expected critical": {"method": "expected_attention", "critical": True},
+    "expected critical": {"method": "expected_attention", "critical": True, "norms": False},
 }
 PREFILL = ("vertical_slash", "block_sparse")
 TASKS = ("retrieval", "recall", "copying", "tracking", "rules", "arithmetic", "text")
