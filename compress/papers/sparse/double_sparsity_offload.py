@@ -63,6 +63,11 @@ class SlowBuffer(Buffer):
         """Return rows start..stop on the device of what was appended."""
         return super().view(start, stop).to(self.device)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows in use."""
+        return 0 if self._data is None else self.view_slow().numel() * self._data.element_size()
+
     def view_slow(self) -> Tensor:
         """Return all rows where they lie."""
         return super().view()
@@ -181,11 +186,8 @@ class OffloadedLayer(ReadingLayer):
         if not self.seen or reading is None or not reading.config.prefetch:
             return []
         blocks = decoder_blocks(model) or []
-        modules = [
-            next((x for x in block.modules() if isinstance(getattr(x, "layer_idx", None), int)), None)
-            for block in blocks
-        ]
-        if not blocks or any(getattr(module, "q_proj", None) is None for module in modules):
+        modules = [next((x for x in block.modules() if hasattr(x, "q_proj")), None) for block in blocks]
+        if not modules or None in modules:
             raise CompressError(
                 "kv_cache.read: tokens cannot be brought ahead for this model, whose attention has no q_proj; set "
                 "read.prefetch: false"
