@@ -33,16 +33,14 @@ sys.path.insert(0, str(ROOT))
 
 DENSE = 2  # first layers
 SINK, TAIL = 4, 32
-SHARES = (0.5, 0.25, 0.125, 0.0625)
+SHARES = (0.5, 0.25, 0.125)  # of the decoding phase
+PREFILL_SHARES = (0.25, 0.0625)
 READERS = ("double_sparsity", "quest", "tidal", "actqkv")
 EVICTIONS: dict[str, dict[str, Any]] = {
     "snapkv": {"method": "snapkv"},
-    "snapkv critical": {"method": "snapkv", "critical": True},
     "expected": {"method": "expected_attention"},
-    "expected critical": {"method": "expected_attention", "critical": True, "norms": False},
 }
-PREFILL = ("vertical_slash", "block_sparse")
-TASKS = ("retrieval", "recall", "copying", "tracking", "rules", "arithmetic", "text")
+TASKS = ("retrieval", "copying", "tracking", "rules", "arithmetic", "text")
 TEXT_TOKENS = 32
 STORE = {"method": "identity", "sink": SINK, "residual_length": TAIL, "flush": 1}
 Figures = dict[str, list[float]]  # name of a method and share -> nll, right, kl
@@ -60,7 +58,6 @@ def make_item(task: str, length: int, number: int, material: Any) -> tuple[list[
         return whole[:-TEXT_TOKENS], whole[-TEXT_TOKENS:]
     settings: dict[str, dict[str, Any]] = {
         "retrieval": {"lengths": (length,), "count": number + 1},
-        "recall": {"pairs": (length - 2) // 2},
         "copying": {"length": length - 12},
         "rules": {"length": length - 1},
         "arithmetic": {"examples": length // 9},
@@ -134,7 +131,7 @@ def measure_item(model: Any, static: Any, context: list[int], answer: list[int])
                     layer.reader.watch(group_queries(query[:, :, -64:], layer.reader.spec.heads, scaling))
             found[f"{name} {share:g}"] = figures_of(read_answer(model, cache, last, answer), base, target)
     for name in PATTERNS:
-        for share in SHARES:
+        for share in PREFILL_SHARES:
             cache, _ = read_prompt(model, tokens, name, share)
             found[f"{name} {share:g}"] = figures_of(read_answer(model, cache, last, answer), base, target)
     return found
@@ -167,7 +164,7 @@ def run(args: argparse.Namespace) -> None:
     """Measure the items that the file does not have, until the time is over."""
     import torch
 
-    done = {row["key"] for row in rows_of(args.json)}
+    done = keys_of(args.json)
     wanted = [
         (task, length, number)
         for number in range(args.items)
@@ -177,9 +174,12 @@ def run(args: argparse.Namespace) -> None:
     ]
     if not wanted:
         return
-    start, spent = time.monotonic(), 0.0
+    start = time.monotonic()
     model, static, material = open_model(args)
     for task, length, number in wanted:
+        key = f"{args.model.name} {task} {length} {number}"
+        if key in keys_of(args.json):
+            continue  # another process has measured it meanwhile
         if (time.monotonic() - start) / 60 > args.minutes:
             print(f"{len(wanted)} items were wanted; run again for the rest")
             return
@@ -188,7 +188,6 @@ def run(args: argparse.Namespace) -> None:
             context, answer = make_item(task, length, number, material)
             found = measure_item(model, static, context, answer)
         spent = time.process_time() - begun
-        key = f"{args.model.name} {task} {length} {number}"
         row = {"key": key, "task": task, "length": length, "tokens": len(context), "answer": len(answer)}
         with args.json.open("a") as file:
             file.write(json.dumps({**row, "seconds": round(spent, 1), "figures": rounded(found)}) + "\n")
@@ -201,15 +200,21 @@ def rounded(found: Figures) -> Figures:
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
-    """Return the items that a file has."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    """Return the items that a file has, each once."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return list({row["key"]: row for row in rows}.values())
+
+
+def keys_of(file: Path) -> set[str]:
+    """Return the names of the items that a file has."""
+    return {row["key"] for row in rows_of(file)}
 
 
 def cells(rows: list[dict[str, Any]]) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
     """Yield length, method with share, task ("all": the mean over tasks), and figures with intervals."""
     from compress.evaluate import intervals
 
-    names = list(rows[0]["figures"])
+    names = sorted({name for row in rows for name in row["figures"]}, key=lambda x: (x != "dense", x.split()))
     for length in sorted({row["length"] for row in rows}):
         for name in names:
             for task in [*TASKS, "all"]:
