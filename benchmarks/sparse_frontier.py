@@ -214,7 +214,8 @@ def cells(rows: list[dict[str, Any]]) -> Iterator[tuple[int, str, str, dict[str,
     """Yield length, method with share, task ("all": the mean over tasks), and figures with intervals."""
     from compress.evaluate import intervals
 
-    names = sorted({name for row in rows for name in row["figures"]}, key=lambda x: (x != "dense", x.split()))
+    rows = [row for row in rows if row["task"] in TASKS]
+    names = list(rows[-1]["figures"])
     for length in sorted({row["length"] for row in rows}):
         for name in names:
             for task in [*TASKS, "all"]:
