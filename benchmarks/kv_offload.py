@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 STORE = {"method": "identity", "sink": 4, "residual_length": 32, "flush": 1}
 PLAIN, OFFLOAD = "double_sparsity", "double_sparsity_offload"
-KEEPS = (0.0625, 0.125, 0.25)
+KEEPS = (0.0625, 0.25)
 
 
 def feed(model: Any, cache: Any, tokens: Any) -> Any:
@@ -78,7 +78,13 @@ def run(args: argparse.Namespace) -> None:
                     resident = sum(layer.resident_nbytes() for layer in cache.layers) if method == OFFLOAD else nbytes
                     row = (kl, foreseen / max(wanted, 1), resident, nbytes, [_share(reader) for reader in readers])
                     rows.setdefault(f"{method} {keep:g}", []).append(row)
-            print(f"{len(rows[f'{PLAIN} {KEEPS[0]:g}'])} windows", file=sys.stderr, flush=True)
+            show(rows)
+
+
+def show(rows: dict[str, list[Any]]) -> None:
+    """Print what all windows so far say."""
+    import torch
+
     for name, own in rows.items():
         kl = torch.cat([row[0] for row in own])
         error = float(kl.std() / len(kl) ** 0.5)
@@ -87,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"| {name} | {kl_text} | {share:.3f} | {resident / 1e6:.3f} MB | {nbytes / 1e6:.3f} MB |")
         by_layer = [sum(column) / len(column) for column in zip(*(row[4] for row in own), strict=True)]
         if share:
-            print("  by layer " + " ".join(f"{x:.2f}" for x in by_layer))
+            print("  by layer " + " ".join(f"{x:.2f}" for x in by_layer), flush=True)
 
 
 def _share(reader: Any) -> float:
