@@ -54,12 +54,12 @@ def run(args: argparse.Namespace) -> None:
     calib, _ = token_windows(str(args.calib), tokenizer, 512, len(tokenizer), document_tokens=2048)
     length = args.prompt + args.tokens
     texts, _ = token_windows(
-        str(args.text), tokenizer, length, len(tokenizer), document_tokens=2 * args.windows * length
+        str(args.text), tokenizer, length, len(tokenizer), document_tokens=2 * (args.first + args.windows) * length
     )
     rows: dict[str, list[Any]] = {}
     with torch.inference_mode():
         static, _ = calibrate(model, coded_layers(model.config, ranked), calib[:2], reading=ranked.read)
-        for text in texts[: args.windows]:
+        for text in texts[args.first : args.first + args.windows]:
             prompt = Prompt(model, text[None, : args.prompt])
             following = text[None, args.prompt :]
             base = feed(model, prompt.exact, following)
@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--first", type=int, default=0, help="number of the first window")
     run(parser.parse_args())
 
 

@@ -35,6 +35,7 @@ DENSE = 2  # first layers
 SINK, TAIL = 4, 32
 SHARES = (0.5, 0.25, 0.125)  # of the decoding phase
 PREFILL_SHARES = (0.25, 0.0625)
+PHASES = ("decoding", "prompt")
 READERS = ("double_sparsity", "quest", "tidal", "actqkv")
 EVICTIONS: dict[str, dict[str, Any]] = {
     "snapkv": {"method": "snapkv"},
@@ -104,8 +105,8 @@ def figures_of(found: Any, base: Any, answer: Any) -> list[float]:
     return [nll, float((found.argmax(-1) == answer).all()), float((base.exp() * (base - found)).sum(-1).mean())]
 
 
-def measure_item(model: Any, static: Any, context: list[int], answer: list[int]) -> Figures:
-    """Return the figures of every method at every share."""
+def measure_item(model: Any, static: Any, context: list[int], answer: list[int], phase: str) -> Figures:
+    """Return the figures of every method of a phase at every share."""
     import torch
     from kv_prompt import Prompt
     from sparse_prefill import PATTERNS, read_prompt
@@ -119,7 +120,7 @@ def measure_item(model: Any, static: Any, context: list[int], answer: list[int])
     prompt = Prompt(model, tokens)
     base = read_answer(model, prompt.exact, last, answer)
     found = {"dense": figures_of(base, base, target)}
-    for name in (*READERS, *EVICTIONS):
+    for name in (*READERS, *EVICTIONS) if phase == "decoding" else ():
         for share in SHARES:
             settings = settings_of(name, share, count)
             if "evict" in settings:
@@ -130,7 +131,7 @@ def measure_item(model: Any, static: Any, context: list[int], answer: list[int])
                     scaling = query.shape[-1] ** -0.5
                     layer.reader.watch(group_queries(query[:, :, -64:], layer.reader.spec.heads, scaling))
             found[f"{name} {share:g}"] = figures_of(read_answer(model, cache, last, answer), base, target)
-    for name in PATTERNS:
+    for name in PATTERNS if phase == "prompt" else ():
         for share in PREFILL_SHARES:
             cache, _ = read_prompt(model, tokens, name, share)
             found[f"{name} {share:g}"] = figures_of(read_answer(model, cache, last, answer), base, target)
@@ -166,18 +167,19 @@ def run(args: argparse.Namespace) -> None:
 
     done = keys_of(args.json)
     wanted = [
-        (task, length, number)
+        (task, length, number, phase)
         for number in range(args.items)
         for length in args.lengths
         for task in args.tasks
-        if f"{args.model.name} {task} {length} {number}" not in done
+        for phase in args.phases
+        if f"{args.model.name} {task} {length} {number} {phase}" not in done
     ]
     if not wanted:
         return
     start = time.monotonic()
     model, static, material = open_model(args)
-    for task, length, number in wanted:
-        key = f"{args.model.name} {task} {length} {number}"
+    for task, length, number, phase in wanted:
+        key = f"{args.model.name} {task} {length} {number} {phase}"
         if key in keys_of(args.json):
             continue  # another process has measured it meanwhile
         if (time.monotonic() - start) / 60 > args.minutes:
@@ -186,7 +188,7 @@ def run(args: argparse.Namespace) -> None:
         begun = time.process_time()
         with torch.inference_mode():
             context, answer = make_item(task, length, number, material)
-            found = measure_item(model, static, context, answer)
+            found = measure_item(model, static, context, answer, phase)
         spent = time.process_time() - begun
         row = {"key": key, "task": task, "length": length, "tokens": len(context), "answer": len(answer)}
         with args.json.open("a") as file:
@@ -215,11 +217,12 @@ def cells(rows: list[dict[str, Any]]) -> Iterator[tuple[int, str, str, dict[str,
     from compress.evaluate import intervals
 
     rows = [row for row in rows if row["task"] in TASKS]
-    names = list(rows[-1]["figures"])
+    names = list(dict.fromkeys(name for row in rows for name in row["figures"]))
     for length in sorted({row["length"] for row in rows}):
         for name in names:
             for task in [*TASKS, "all"]:
                 own = [r for r in rows if r["length"] == length and task in (r["task"], "all") and name in r["figures"]]
+                own = list({r["key"].rsplit(" ", 1)[0]: r for r in own}.values())  # the dense pass is in both phases
                 if not own:
                     continue
                 pairs = [(r["figures"]["dense"], r["figures"][name]) for r in own]
@@ -279,6 +282,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--items", type=int, default=12, help="of each task and length")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
     parser.add_argument("--minutes", type=float, default=4, help="no item is begun later")
     parser.add_argument("--json", type=Path, default=ROOT / "models_out/sparse_frontier.jsonl", help="a line an item")
     parser.add_argument("--summary", type=Path, help="show: write the means to this file")

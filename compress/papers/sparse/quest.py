@@ -59,7 +59,7 @@ class Quest(Reader):
         if self.spec.layer < self.config.dense_layers or self.config.keep == 1:
             return None
         pages = piece.count // self.config.page
-        self._bound(piece, pages)
+        self._add_bounds(piece, pages)
         bounds = self.bounds.view(0, pages)
         if self.tally is not None:
             self.tally.extra += bounds.numel() * 2 * piece.q.shape[3]
@@ -84,7 +84,7 @@ class Quest(Reader):
     def kept_tensors(self) -> list[Tensor]:
         return [self.bounds.view()] if self.bounds.length else []
 
-    def _bound(self, piece: QueryPiece, pages: int) -> None:
+    def _add_bounds(self, piece: QueryPiece, pages: int) -> None:
         """Make the bounds of pages that have none yet."""
         keys, size = piece.layer.stores["keys"], self.config.page
         unit = size * keys.codec.granularity
