@@ -11,7 +11,7 @@ share of the coded tokens; sinks, the exact tail and tokens of a page that is no
 Bounds are kept in float16, which can move them by its rounding.
 What it does not do: choose for the prompt, which attends to everything.
 
-Outside the core because no table has it on the frontier: the figure is in docs/studies/sparse_frontier.md.
+Outside the core because no table has it on the frontier (docs/results/kv_reading.md).
 """
 
 from __future__ import annotations
