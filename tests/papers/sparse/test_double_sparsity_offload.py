@@ -14,7 +14,7 @@ from compress.kv import generation
 from compress.kv.cache import make_cache
 from compress.kv.settings import cache_settings
 from compress.kv.sparse.reader import Tally, group_queries
-from compress.papers.sparse.double_sparsity_offload import OffloadedLayer, SlowBuffer
+from compress.papers.sparse.double_sparsity_offload import Config, OffloadedLayer, SlowBuffer
 from helpers.reading_cases import SIZES, WIDTH, attended, cache, chunks, step
 
 READ = {"keep": 0.2, "channels": 8, "dense_layers": 0}
@@ -129,6 +129,11 @@ def test_a_model_brings_tokens_by_the_input_of_the_layer_in_front() -> None:
     share, logits = overlap(True)
     assert share == 1 and torch.equal(logits, overlap(True, "double_sparsity")[1])
     assert 0 < overlap(False)[0] < 1
+
+
+def test_labels_are_not_read_out_of_slow_memory() -> None:
+    with pytest.raises(ValueError, match="labels must be store"):
+        Config(labels="codes")
 
 
 def test_models_without_a_projection_of_queries_are_refused() -> None:
