@@ -55,6 +55,11 @@ class Config(double_sparsity.Config):
         True  # tokens are brought ahead by the input of the layer in front; false: by the layer's own query
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.labels == "codes":
+            raise ValueError("labels must be store: the stored keys lie outside the fast memory")
+
 
 class SlowBuffer(Buffer):
     """A buffer whose rows lie in the host's memory, or, where the model itself is there, in a mapped file."""
