@@ -51,9 +51,7 @@ calibrate, specs, check = double_sparsity.calibrate, double_sparsity.specs, doub
 
 @dataclass(frozen=True)
 class Config(double_sparsity.Config):
-    prefetch: bool = (
-        True  # tokens are brought ahead by the input of the layer in front; false: by the layer's own query
-    )
+    prefetch: bool = True  # tokens are brought ahead by the input of the layer in front; false: by their own query
 
     def __post_init__(self) -> None:
         super().__post_init__()
