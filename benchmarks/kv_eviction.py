@@ -44,6 +44,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "expected": {**EXACT, "evict": EXPECTED},
     "expected ada": {**EXACT, "evict": {**EXPECTED, "heads": "ada"}},
     "expected critical": {**EXACT, "evict": {**EXPECTED, "critical": True}},
+    "expected without norms critical": {**EXACT, "evict": {**EXPECTED, "critical": True, "norms": False}},
     "expected ada critical": {**EXACT, "evict": {**EXPECTED, "heads": "ada", "critical": True}},
     "expected shared": {**EXACT, "evict": {**EXPECTED, "heads": "shared"}},
     "expected merge": {**EXACT, "evict": {**EXPECTED, "merge": True}},
@@ -83,7 +84,7 @@ def scores(
     return model(following, past_key_values=cache, use_cache=True).logits[0].float().log_softmax(-1), nll
 
 
-def measured(model: Any, args: argparse.Namespace, engine: Any) -> dict[str, dict[str, float]]:
+def measured(model: Any, args: argparse.Namespace, engine: Any) -> dict[str, dict[str, Any]]:
     """Return KL, recall, bytes and seconds of every entry, means over windows."""
     rows: dict[str, list[tuple[float, float, float, float]]] = {}
     needed = 16 * args.windows * (args.context + SCORED)  # characters
@@ -100,25 +101,27 @@ def measured(model: Any, args: argparse.Namespace, engine: Any) -> dict[str, dic
             rows.setdefault(name, []).append((kl, nll - base_nll, nbytes / args.context, took))
         done = len(rows[next(iter(rows))])
         found = {name: _summary(own) for name, own in rows.items()}
-        print(f"{done} windows", json.dumps(found), file=sys.stderr, flush=True)
+        print(f"{done} windows", json.dumps({k: v["kl"] for k, v in found.items()}), file=sys.stderr, flush=True)
         if args.json:
             Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
     return found
 
 
-def _summary(rows: list[tuple[float, float, float, float]]) -> dict[str, float]:
+def _summary(rows: list[tuple[float, float, float, float]]) -> dict[str, Any]:
     columns = torch.tensor(rows, dtype=torch.float64)
     mean = columns.mean(0).tolist()
     error = float(columns[:, 0].std() / math.sqrt(len(rows))) if len(rows) > 1 else math.nan
     keys = ("kl", "needle_nll", "bytes_per_token", "seconds")
-    return {**dict(zip(keys, mean, strict=True)), "kl_standard_error": error, "tokens": SCORED * len(rows)}
+    by_window = {"kl_by_window": columns[:, 0].tolist(), "needle_nll_by_window": columns[:, 1].tolist()}
+    scored = {"kl_standard_error": error, "tokens": SCORED * len(rows)}
+    return {**dict(zip(keys, mean, strict=True)), **scored, **by_window}
 
 
 class Ours:
     """Feeds caches of compress with the queries, keys and values of one prompt."""
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(self, model: Any, tokenizer: Any, keep: float) -> None:
+        self.model, self.tokenizer, self.keep = model, tokenizer, keep
 
     def names(self, only: list[str]) -> list[str]:
         return only or list(ENTRIES)
@@ -134,7 +137,10 @@ class Ours:
 
         from compress.kv.cache import make_cache
 
-        cache = self.prompt.fill(make_cache(self.model.config, ENTRIES[name]))
+        settings = copy.deepcopy(ENTRIES[name])
+        if "evict" in settings:
+            settings["evict"]["keep"] = self.keep
+        cache = self.prompt.fill(make_cache(self.model.config, settings))
         return cache, nbytes_in_16_bits(cache)
 
 
@@ -214,6 +220,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--json")
+    parser.add_argument("--keep", type=float, default=0.5, help="fraction of the tokens that stays")
     parser.add_argument("--kvpress", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -226,7 +233,7 @@ def main() -> None:
         from compress.model.load import load_tokenizer
 
         model = load_model(Path(args.model).resolve(), Execution("float32", "cpu"))
-        engine = Ours(model, load_tokenizer(Path(args.model).resolve()))
+        engine = Ours(model, load_tokenizer(Path(args.model).resolve()), args.keep)
     known = engine.names([])
     if unknown := [name for name in args.only if name not in known]:
         raise SystemExit(f"--only {unknown[0]!r} is no entry; there are {', '.join(known)}")

@@ -32,13 +32,23 @@ CHUNK = 32  # tokens that are scored in one pass
 SAMPLES = (2, 512)  # of calibration: windows and their length
 COUNTED = 2  # chunks whose reading is counted
 CODEC = {"method": "kivi", "bits": 4}
-DOUBLE, TIDAL, ACTQKV, VALUES = "double_sparsity", "tidal", "actqkv", "selective_values"
+DOUBLE, TIDAL, ACTQKV, VALUES, QUEST = "double_sparsity", "tidal", "actqkv", "selective_values", "quest"
 METHODS: dict[str, dict[str, Any] | None] = {
     "dense": None,
     **{f"{DOUBLE} 1/{n}": {"method": DOUBLE, "keep": 1 / n} for n in (16, 8, 4, 32)},
     **{f"{TIDAL} 1/{n}": {"method": TIDAL, "keep": 1 / n} for n in (16, 8, 4, 32)},
     **{f"{ACTQKV} 1/{n}": {"method": ACTQKV, "keep": 1 / n} for n in (16, 8, 4, 32)},
     **{f"{VALUES} {eps:g}": {"method": VALUES, "eps": eps} for eps in (1e-4, 1e-3, 3e-3, 1e-2)},
+    **{f"{QUEST} 1/{n}": {"method": QUEST, "keep": 1 / n} for n in (16, 4)},
+    **{
+        f"{ACTQKV} 1/{n}, form: published, window: {window}": {
+            "method": ACTQKV,
+            "keep": 1 / n,
+            "form": "published",
+            "window": window,
+        }
+        for n, window in ((16, 16), (16, 1), (4, 16), (4, 1))
+    },
     f"{TIDAL} 1/16, heads: all": {"method": TIDAL, "keep": 1 / 16, "heads": "all"},
     f"{ACTQKV} 1/16, budget: equal": {"method": ACTQKV, "keep": 1 / 16, "budget": "equal"},
     f"{ACTQKV} 1/16, budget: equal, window: 1": {"method": ACTQKV, "keep": 1 / 16, "budget": "equal", "window": 1},

@@ -66,6 +66,7 @@ class Store:
         self.coded = 0
         self.columns: Tensor | None = None  # int64 [B, c]: the column that stands at each of the first c places
         self.source: Tensor | None = None  # int64 [B, c]: the same, but for pads the column that they are copies of
+        self.fetch: Callable[[Tensor], Block] | None = None  # brings rows of chosen tokens [B, h, k] from slower memory
         self.waits = False  # for rows that do not have a sink of real tokens yet; all is in the tail
         self._has_runs = any(field.tokens == 0 for field in codec.fields.values())
 

@@ -40,7 +40,7 @@ def cache(read: Mapping[str, Any] | None, codec: str = "identity", layers: int =
     )
     recipe = {**CODECS[codec], **POLICY, **({} if read is None else {"read": dict(read)}), **kwargs}
     static = {}
-    if read is not None and read["method"] == "double_sparsity":
+    if read is not None and read["method"].startswith("double_sparsity"):
         count = min(read.get("channels", 16), WIDTH)
         static = {f"layers.{i}.read.channels": channels(kv_heads, count) for i in range(layers)}
     return make_cache(config, recipe, static, "fused")

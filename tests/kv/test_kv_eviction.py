@@ -97,6 +97,14 @@ def test_expected_attention_is_the_expectation_over_gaussian_queries() -> None:
     assert abs(sampled / stated - 1) < 0.01
 
 
+def test_expected_attention_can_leave_the_norms_of_values_out() -> None:
+    """CriticalKV brings what values add to the output, so that its base score is attention alone."""
+    x = seen()
+    plain = scored("expected_attention", x, norms=False)
+    torch.testing.assert_close(plain * x.values.norm(dim=-1), scored("expected_attention", x))
+    torch.testing.assert_close(plain[:, x.sink :].sum(-1), torch.ones(HEADS))
+
+
 def test_d2o_and_knorm() -> None:
     x = seen()
     p = torch.tensor(attention(x), dtype=torch.float64)

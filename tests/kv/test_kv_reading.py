@@ -57,6 +57,7 @@ FULL = {
     "double_sparsity": {"keep": 1.0, "dense_layers": 0},
     "tidal": {"keep": 1.0, "dense_layers": 0},
     "actqkv": {"keep": 1.0, "dense_layers": 0},
+    "quest": {"keep": 1.0, "dense_layers": 0},
     "selective_values": {"eps": 0.0},
 }
 
@@ -74,6 +75,7 @@ PARTS = {
     "double_sparsity": {"keep": 0.2, "dense_layers": 0, "channels": 8},
     "tidal": {"keep": 0.2, "dense_layers": 0, "layers": [0]},
     "actqkv": {"keep": 0.2, "dense_layers": 0, "window": 4, "budget": "equal"},
+    "quest": {"keep": 0.2, "dense_layers": 0, "page": 8},
     "selective_values": {"eps": 0.01},
 }
 

@@ -28,6 +28,7 @@ LAYER = EvictingLayer
 class Config:
     positions: int = 512  # [tokens] to come, over whose rotations is averaged
     covariance: bool = True  # false: the mean of the queries alone
+    norms: bool = True  # multiply with the norms of values; false beside evict.critical, which brings its own
 
     def __post_init__(self) -> None:
         if self.positions < 1:
@@ -44,7 +45,9 @@ def score(config: Config, seen: Seen) -> Tensor:
     if config.covariance:
         turned = keys[:, None] @ covariance.unflatten(0, (heads, -1))
         logits = logits + (turned * keys[:, None]).sum(-1, keepdim=True) * (seen.scaling**2 / 2)
-    expected = logits[..., 0].softmax(-1).mean(1) * values.norm(dim=-1)
+    expected = logits[..., 0].softmax(-1).mean(1)
+    if config.norms:
+        expected = expected * values.norm(dim=-1)
     scores = seen.keys.new_zeros(seen.keys.shape[:2]).float()
     scores[:, seen.sink :] = expected.float()
     return scores

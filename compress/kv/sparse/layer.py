@@ -182,6 +182,8 @@ def picker(codec: Codec) -> Codec | None:
 
 def gather(store: Store, places: Tensor) -> Block:
     """Return the rows of coded tokens, places int64 [B, h, k], and the state of the sequences."""
+    if store.fetch is not None:
+        return {**store.state, **store.fetch(places)}
     rows = {
         name: take(store.fields[name].view(), places // field.tokens if field.tokens > 1 else places)
         for name, field in store.codec.fields.items()

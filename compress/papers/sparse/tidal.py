@@ -6,8 +6,14 @@ a correction layer chooses anew. Choosing costs nothing but the scores that such
 stored. `layers` names the layers that choose; by default the one behind the dense ones and one at 13/32 of the depth,
 where the paper has it for 32 layers.
 
-Differences from the published code: sinks and the exact tail are always read and come on top of `keep`, a share of the
-coded tokens, where it has a fixed number; scores are the mean of the softmax over the query heads of a KV head.
+What was compared with the authors' code (DerrickYLJ/TidalDecode, its attention for transformers): the layers that read
+everything, those that choose and read everything themselves, and what later layers read. Where each query head has keys
+of its own, the same coded tokens are chosen (tests/papers/sparse/test_tidal.py).
+
+Differences from that code: sinks and the exact tail are always read and come on top of `keep`, a share of the coded
+tokens, where it has a fixed number that counts them; query heads that share keys have one choice, by the mean of the
+softmax of their scores, where it repeats the keys and each query head has its own. Its default for the correction layer
+is 9, its compiled model has 12, counted from 0, and leaves the newest token out of the choice; the paper has 13.
 `heads: all` takes the mean over all heads of the layer, so that all heads of the later layers read the same tokens;
 `each` hands the tokens of a head on to the head of the same number, as the published code does.
 What it does not do: find the correction layer by itself (the paper tunes it for each model).
