@@ -1,0 +1,50 @@
+"""CLOVER by inputs: inside a head the cut is the optimum of a weighted low-rank product."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from test_qk_pairs import called, parts
+
+from compress.model.blockwise import call_block
+from compress.numerics.linalg import truncate_rank
+from compress.papers.transform import clover
+from helpers import problems
+
+
+def test_by_inputs_a_head_is_cut_as_well_as_any_product_of_that_rank() -> None:
+    """Values and outputs have the same product, and what is lost is the optimum of a weighted low-rank product."""
+    values, outputs = problems.random(6, 20).double(), problems.random(1, 10, 6, seed=1).double()
+    mixed = problems.random(50, 6, seed=2).double() * torch.tensor([3.0, 1.0, 0.1, 2.0, 0.5, 1.0], dtype=torch.float64)
+    moments = mixed.T @ mixed / 50
+    pair = clover.decompose_product(values, outputs, moments)
+    torch.testing.assert_close(pair.outputs[0] @ pair.values, outputs[0] @ values)
+    turned = torch.linalg.lstsq(values.T, pair.values.T).solution.T  # the new channels in the old ones
+    for rank in range(1, 6):
+        cut = pair.outputs[0].clone()
+        cut[:, rank:] = 0
+        error = outputs[0] - cut @ turned
+        loss = (error @ moments * error).sum().item()
+        best = truncate_rank(outputs[0].float(), moments.float(), rank).losses[rank].item()
+        assert loss == pytest.approx(best, rel=1e-3)
+        assert loss == pytest.approx(pair.sizes[rank:].square().sum().item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_by_inputs_the_block_changes_less(name: str, pico_dir: Callable[..., Path]) -> None:
+    """Half of the value channels: the error of the block is smaller than by norms, and batches do not matter."""
+    model, found = parts(name, pico_dir(name))
+    _, attention = found[0]
+    block, hidden, call = called(model, name)
+    hidden = hidden * torch.linspace(0.1, 3, hidden.shape[-1])
+    original, before = copy.deepcopy(block), call_block(block, call, hidden)[0]
+    errors = []
+    for batches in (None, lambda: [(hidden, call)]):
+        block.load_state_dict(original.state_dict())
+        clover.decompose(block, attention, 0.5, batches)
+        errors.append((call_block(block, call, hidden)[0] - before).norm().item())
+    assert 0 < errors[1] < errors[0]
