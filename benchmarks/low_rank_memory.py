@@ -136,9 +136,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     tokenizer, vocabulary = load.load_tokenizer(options.model), load.load_config(options.model).vocab_size
-    tokens = data.calibration(
-        options.calib, tokenizer, options.num_samples, options.seq_len, 0, vocabulary
-    ).tokens
+    tokens = data.calibration(options.calib, tokenizer, options.num_samples, options.seq_len, 0, vocabulary).tokens
     rows = []
     for way in options.ways.split(","):
         rows.append(in_fresh_process(measure_way, options, way, tokens))

@@ -17,12 +17,12 @@ that no rotary position touches are decomposed as above. Two channels that are t
 that may be multiplied by another (qk_pairs.py): the pair of the keys is turned until its two rows are
 orthogonal, the larger first, and both sides get the same norm. The paper only makes the queries orthogonal there.
 
-With `prune`, the share of the block's value channels with the smallest S (with `measure: weights` the joint norm of a
-row of V' and a column of O') becomes zero in both; with `prune_keys`, that of its query-key channels, turned ones in pairs. A pair's size is the
-product of its sides' norms, as in the paper, with `measure: weights`: half its square is what the pair adds to squared
-scores, averaged over all angles. With `measure: inputs` root mean squares on the calibration text replace the norms.
-The paper takes one quantile for the whole model, with which the exact bytes of a plan would depend on the weights. The
-model's layout stays, because no configuration knows heads of different sizes: the method `structured`
+With `prune`, the share of the block's value channels with the smallest S becomes zero in V' and O'; with `prune_keys`,
+that of its query-key channels, turned ones in pairs. With `measure: weights` sizes are products of norms: a row of one
+side and a row or column of the other, as in the paper (half the square of a pair's is what it adds to squared scores,
+averaged over all angles); with `measure: inputs` root mean squares on the calibration text replace the norms. The paper
+takes one quantile for the whole model, with which the exact bytes of a plan would depend on the weights. The model's
+layout stays, because no configuration knows heads of different sizes: the method `structured`
 (compress/papers/quant/structured.py) with the same share stores what is not zero, and makes the model smaller.
 
 With `train`, a factor for each channel that is left (one for a pair) is trained so that the block gives what it gave

@@ -1,4 +1,4 @@
-"""CLOVER by inputs: inside a head the cut is the optimum of a weighted low-rank product."""
+"""CLOVER by inputs: inside a head the cut is the optimum of a weighted low-rank product; and an encoder of Whisper."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from test_qk_pairs import called, parts
+from torch import Tensor
 
-from compress.model.blockwise import call_block
+from compress.model.blockwise import BlockArgs, call_block
+from compress.model.graph import Attention
 from compress.numerics.linalg import truncate_rank
-from compress.papers.transform import clover
-from helpers import problems
+from compress.papers.transform import clover, qk_pairs
+from helpers import problems, two_stacks
 
 
 def test_by_inputs_a_head_is_cut_as_well_as_any_product_of_that_rank() -> None:
@@ -48,3 +50,31 @@ def test_by_inputs_the_block_changes_less(name: str, pico_dir: Callable[..., Pat
         clover.decompose(block, attention, 0.5, batches)
         errors.append((call_block(block, call, hidden)[0] - before).norm().item())
     assert 0 < errors[1] < errors[0]
+
+
+def test_an_encoder_of_whisper_loses_half_of_its_channels_where_heads_have_half_the_rank() -> None:
+    """Without positions in the scores every channel is free, and 46% go with no training and next to no change."""
+    encoder = two_stacks.build("whisper").get_encoder()
+    hidden = torch.randn(2, 50, encoder.config.d_model, generator=torch.Generator().manual_seed(4))
+    call = BlockArgs((), {"attention_mask": None})
+    heads, size = encoder.config.encoder_attention_heads, encoder.layers[0].self_attn.head_dim
+    for block in encoder.layers:
+        for name in ("v_proj", "q_proj"):  # each head reads half as many directions as it has channels
+            linear = getattr(block.self_attn, name)
+            for rows in (linear.weight.data.view(heads, size, -1), linear.bias.data.view(heads, size, 1)):
+                rows[:, size // 2 :] = rows[:, : size // 2]
+        before = call_block(block, call, hidden)[0]
+        attention = Attention("self_attn.v_proj", "self_attn.out_proj", 0, size, 1, heads, heads, size)
+        channels = qk_pairs.find(block, hidden, call)
+        assert channels is not None and len(channels.free) == size and not len(channels.pairs)
+        batches = [(hidden, call)]
+        values = clover.decompose(block, attention, 0.46, lambda batches=batches: batches)  # type: ignore[misc]
+        keys = clover.decompose_keys(block, channels, 0.46, lambda batches=batches: batches)  # type: ignore[misc]
+        assert values.zeroed == round(0.46 * heads * size) <= keys.zeroed and max(values.lost, keys.lost) < 1e-6
+        assert _error(call_block(block, call, hidden)[0], before) < 1e-4
+        clover.decompose(block, attention, 0.75)
+        assert _error(call_block(block, call, hidden)[0], before) > 1e-2
+
+
+def _error(states: Tensor, expected: Tensor) -> float:
+    return ((states - expected).norm() / expected.norm()).item()
