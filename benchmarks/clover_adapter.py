@@ -46,10 +46,10 @@ def start_clover(model: Any) -> tuple[list[nn.Parameter], Weights]:
         rows = torch.stack([pair.values for pair in pairs]) / roots[:, :, None]
         columns = torch.stack([pair.outputs for pair in pairs]) / roots[:, None, None]  # head, group, out, channel
         fixed[f"{path}o_proj.weight"] = columns.permute(2, 0, 1, 3).flatten(1).float()
-        for name, matrices, orthogonal in [
-            ("v_proj", torch.diag_embed(roots.square()), rows),
-            *((n, *_orthogonal_rows(getattr(attention, n).weight.detach().double(), size)) for n in LINEARS[:2]),
-        ]:
+        parts: dict[str, tuple[Tensor, Tensor]] = {"v_proj": (torch.diag_embed(roots.square()), rows)}
+        for name in ("q_proj", "k_proj"):
+            parts[name] = _orthogonal_rows(getattr(attention, name).weight.detach().double(), size)
+        for name, (matrices, orthogonal) in parts.items():
             trained.append(nn.Parameter(matrices.float()))
             made.append((f"{path}{name}.weight", trained[-1], orthogonal.float()))
     return trained, lambda: fixed | {name: (matrices @ rows).flatten(0, 1) for name, matrices, rows in made}
@@ -67,7 +67,7 @@ def start_lora(model: Any, count: int) -> tuple[list[nn.Parameter], Weights]:
     weights = {name: model.get_parameter(name).detach() for name in names}
     rank = max(1, round(count / sum(sum(weight.shape) for weight in weights.values())))
     generator = torch.Generator().manual_seed(0)
-    pairs = {}
+    pairs: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
     for name, weight in weights.items():
         start = torch.randn(rank, weight.shape[1], generator=generator) / weight.shape[1] ** 0.5
         pairs[name] = nn.Parameter(start), nn.Parameter(torch.zeros(weight.shape[0], rank))

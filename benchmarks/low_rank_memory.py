@@ -75,7 +75,8 @@ def train_full(options: argparse.Namespace, tokens: Tensor, folder: Path) -> str
     reference = reference_logprobs.load(Skeleton(open_checkpoint(options.model)), tokens, folder)
     model = load.load_model(options.model, "float32", "cpu").train()
     model.gradient_checkpointing_enable()
-    parameters = [parameter.requires_grad_() for parameter in model.parameters()]
+    model.requires_grad_(True)
+    parameters = list(model.parameters())
     batch = max(1, options.batch_tokens // tokens.shape[1])
 
     def loss(step: int) -> float:

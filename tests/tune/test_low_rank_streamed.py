@@ -13,14 +13,14 @@ from compress import api, formats
 from compress.calib import reference_logprobs
 from compress.model import load as lm
 from compress.model.skeleton import Skeleton
-from compress.run import memory_plan, plan
+from compress.run import plan, sizes
 from compress.runtime.linear import PackedLinear
 from compress.storage.checkpoint import open_checkpoint
 from compress.tune import end_to_end
 from compress.tune.end_to_end import Config
 from compress.tune.stored_linear import StoredLinear
 from compress.tune.streamed import StreamedModel
-from compress.tune.trained import TuningWork
+from compress.tune.trained import TuningWork, WholeModelSizes
 from compress.types import PackedWeight
 from helpers.pico import VOCAB_SIZE, save_pico
 from helpers.runs import GPTQ, job, report_of, stored_tensors
@@ -106,12 +106,9 @@ def test_a_model_without_low_rank_parts_is_left_alone(tmp_path: Path) -> None:
 
 def test_memory_counts_factors_alone(tmp_path: Path) -> None:
     skeleton = Skeleton(open_checkpoint(save_pico("llama", tmp_path / "model")))
-    for trains in ("all", "low_rank"):
-        setup = GPTQ.set(*SMALL, f"tune={{method: end_to_end, trains: {trains}}}")
-        planned = plan.make(setup.load(), skeleton)
-        sizes = memory_plan.Memory(planned, skeleton, 8, 32).tuned if hasattr(memory_plan, "Memory") else None
-        assert sizes is None or 0 < sizes.low_rank < sizes.trained
+    planned = plan.make(GPTQ.set(*SMALL).load(), skeleton)
     factors = sum(4 * sum(layer.spec.shape) for layer in planned.layers)
-    few = end_to_end.WholeModelSizes(0, 0, 1, 1, (1,), 50 + factors, 1, 1, 1, 64, 32, low_rank=factors)
-    both = [end_to_end.workspace(Config(trains=trains), few, 1, False) for trains in ("all", "low_rank")]  # type: ignore[arg-type]
-    assert both[0] - both[1] == 50 * end_to_end.MASTERS
+    assert factors == sizes.lowrank_parameters(planned.layers, "rank")
+    few = WholeModelSizes(0, 0, 1, 1, (1,), 50 + factors, 1, 1, 1, 64, 32, low_rank=factors)
+    every, low_rank = (end_to_end.workspace(config, few, 1, False) for config in (Config(), Config(trains="low_rank")))
+    assert every - low_rank == 50 * end_to_end.MASTERS

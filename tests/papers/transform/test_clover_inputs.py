@@ -5,17 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from test_qk_pairs import called, parts
 from torch import Tensor
 
-from compress.model.blockwise import BlockArgs, call_block
+from compress.model.blockwise import BlockArgs, BlockInputs, call_block
 from compress.model.graph import Attention
 from compress.numerics.linalg import truncate_rank
 from compress.papers.transform import clover, qk_pairs
 from helpers import problems, two_stacks
+
+
+def repeat(hidden: Tensor, call: BlockArgs) -> BlockInputs:
+    """Return what gives one batch at every call."""
+    return lambda: iter([(hidden, call)])
 
 
 def test_by_inputs_a_head_is_cut_as_well_as_any_product_of_that_rank() -> None:
@@ -45,7 +51,7 @@ def test_by_inputs_the_block_changes_less(name: str, pico_dir: Callable[..., Pat
     hidden = hidden * torch.linspace(0.1, 3, hidden.shape[-1])
     original, before = copy.deepcopy(block), call_block(block, call, hidden)[0]
     errors = []
-    for batches in (None, lambda: [(hidden, call)]):
+    for batches in (None, repeat(hidden, call)):
         block.load_state_dict(original.state_dict())
         clover.decompose(block, attention, 0.5, batches)
         errors.append((call_block(block, call, hidden)[0] - before).norm().item())
@@ -54,7 +60,7 @@ def test_by_inputs_the_block_changes_less(name: str, pico_dir: Callable[..., Pat
 
 def test_an_encoder_of_whisper_loses_half_of_its_channels_where_heads_have_half_the_rank() -> None:
     """Without positions in the scores every channel is free, and 46% go with no training and next to no change."""
-    encoder = two_stacks.build("whisper").get_encoder()
+    encoder: Any = two_stacks.build("whisper").get_encoder()
     hidden = torch.randn(2, 50, encoder.config.d_model, generator=torch.Generator().manual_seed(4))
     call = BlockArgs((), {"attention_mask": None})
     heads, size = encoder.config.encoder_attention_heads, encoder.layers[0].self_attn.head_dim
@@ -67,9 +73,8 @@ def test_an_encoder_of_whisper_loses_half_of_its_channels_where_heads_have_half_
         attention = Attention("self_attn.v_proj", "self_attn.out_proj", 0, size, 1, heads, heads, size)
         channels = qk_pairs.find(block, hidden, call)
         assert channels is not None and len(channels.free) == size and not len(channels.pairs)
-        batches = [(hidden, call)]
-        values = clover.decompose(block, attention, 0.46, lambda batches=batches: batches)  # type: ignore[misc]
-        keys = clover.decompose_keys(block, channels, 0.46, lambda batches=batches: batches)  # type: ignore[misc]
+        values = clover.decompose(block, attention, 0.46, repeat(hidden, call))
+        keys = clover.decompose_keys(block, channels, 0.46, repeat(hidden, call))
         assert values.zeroed == round(0.46 * heads * size) <= keys.zeroed and max(values.lost, keys.lost) < 1e-6
         assert _error(call_block(block, call, hidden)[0], before) < 1e-4
         clover.decompose(block, attention, 0.75)
