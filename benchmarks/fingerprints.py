@@ -38,7 +38,7 @@ WIDE = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256}  # so that
 PICO = {"llama": WIDE, "mixtral": {**WIDE, "intermediate_size": 128}}
 CHEAP = ["calibration.num_samples=4", "calibration.seq_len=64"]
 CHEAPER = {  # settings of single recipes that would take minutes
-    "int2-lrec": ["quantize.lowrank.train=3"],
+    "int2-lrec": ["tune.steps=3"],
     "evo2.5bit": ["allocate.samples=4", "allocate.generations=2"],
     "evo3bit": ["allocate.samples=4", "allocate.generations=2"],
     "mixed2bit": ["allocate.samples=4"],

@@ -32,7 +32,7 @@ MIB = 1 << 20
 ENTRIES = [
     *("int4", "int3", "int8", "trellis3bit:state_bits=12,sweeps=1", "vq2bit:state_bits=12", "e8p2bit", "pvq3bit"),
     *("gptvq2bit:iterations=2", "vptq2bit:iterations=2", "glvq2bit:iterations=1", "lq-lora2.75", "lord20", "clover50"),
-    *("int2-lrec:quantize.lowrank.train=2", "vq2bit-lrec:state_bits=12", "int3-eora", "awq4bit", "w8a8-smooth"),
+    *("int2-lrec:tune.steps=2", "vq2bit-lrec:state_bits=12", "int3-eora", "awq4bit", "w8a8-smooth"),
     *("quarot4bit:transform.0.seeds=1", "rsq3bit", "mixed3bit:allocate.samples=2", "kv2", "kvquant3", "w4kv2"),
 ]
 SHARES = {"real": 1, "wide": 4}  # of the samples that a shape is calibrated on: one of so many

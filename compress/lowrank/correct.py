@@ -20,7 +20,7 @@ quantized format; with `metric: inputs` that of CALDERA (arXiv 2405.18886).
 
 Not done: the rounding of A with feedback as in GPTQ, which was tried: losses of layers fell by less than 1%; one A for
 all linears that read the same input, which would have to be stored once for several of them. Training of the factors is
-compress/tune/low_rank.py.
+compress/tune/end_to_end.py with `trains: low_rank`, and compress/tune/low_rank.py.
 """
 
 from __future__ import annotations

@@ -252,6 +252,7 @@ class _MemoryModel:
             states=max(self.token) // self.item,
             tokens=tokens,
             seq_len=max(1, self.seq_len),
+            low_rank=sizes.lowrank_parameters(plan.layers, "rank"),
         )
 
     def _tables(self, plan: Plan) -> int:

@@ -12,6 +12,10 @@ stored, and its gradient goes past that rounding: norms in bfloat16 move in step
 not trained on. What is kept is the state with the lowest divergence on these, of those at the start, at the end and
 between; so no model is left worse than it was found.
 
+With `trains: low_rank` only the factors of low-rank parts are trained, beside frozen integers: the recovery of INT2.1
+(arXiv 2306.08162), and the reason of RILQ (arXiv 2412.01129): at two bits the errors of all layers add up to one of
+high rank, which no layer can make up for by itself. Neither gradients nor moments of anything else are made.
+
 Differences: EfficientQAT takes the loss of the next token, and trains scales alone. Not done: codes that move,
 embeddings and output head, norms in front of the blocks, inputs that are quantized at run time, blocks that hand each
 other more than hidden states (the model then stays as it is, and the report says so).
@@ -21,7 +25,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -55,6 +59,7 @@ class Config:
     held_out: int = 10  # [samples] of which one is not trained on
     patience: int = 0  # [checks] of 5 in a row without a lower held-out divergence that end training; 0: none does
     optimizer_states: States = "32bit"  # of AdamW; 8bit: a quarter of their memory, slower steps
+    trains: Literal["all", "low_rank"] = "all"  # stored numbers, norms and biases, or the factors beside codes alone
 
     tokens_factor: ClassVar[float] = 4.0  # what is trained fits itself to few tokens (calib/enough.py)
 
@@ -81,7 +86,8 @@ def workspace(config: Config, sizes: WholeModelSizes, batch: int, is_spilled: bo
     in_block = 2 * 4 * sizes.block + 4 * DECODING * sizes.linear + STATES * batch * sizes.seq_len * sizes.states
     logits = min(kl.LOGITS_NBYTES, 4 * sizes.seq_len * sizes.vocabulary)
     outside = 4 * sizes.rest + sizes.tables
-    trained = MASTERS * sizes.trained - saved_nbytes(sizes.trained, config.optimizer_states)
+    numbers = sizes.low_rank if config.trains == "low_rank" else sizes.trained
+    trained = MASTERS * numbers - saved_nbytes(numbers, config.optimizer_states)
     return outside + held + stream + boundaries + max(in_block, LOGITS * logits) + trained
 
 
@@ -120,7 +126,10 @@ def train(config: Config, work: TuningWork) -> TuningResult:
     batch = next(size for size in range(min(work.batch, of_step), 0, -1) if of_step % size == 0)
     used = work.tokens[: min(most // of_step, config.steps) * of_step]  # so that every step has as many
     unseen = work.tokens[-held:]
-    model = StreamedModel(work.directory, work.device, not work.is_spilled)
+    is_low_rank = config.trains == "low_rank"
+    model = StreamedModel(work.directory, work.device, not work.is_spilled, is_low_rank)
+    if is_low_rank and not model.stored:
+        return TuningResult("not tuned: there is no low-rank part in 16 bits, which `trains: low_rank` needs", {})
     files = [work.folder / f"tuned-{name}" if work.is_spilled else None for name in ("trained", "held")]
     original = Skeleton(work.original)
     blockwise.computing_in(original, torch.float32)

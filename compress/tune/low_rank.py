@@ -4,7 +4,8 @@
 KL(original || packed) on the calibration text. This is the recovery of INT2.1 (arXiv 2306.08162). RILQ (arXiv
 2412.01129) says why: at two bits the errors of all layers add up to one of high rank, which no layer can make up for by
 itself. One sample in ten is not trained on; if the KL on these does not fall, the parts stay what they were. Both
-models are in memory, and the gradients: the cost is that of a few hundred training steps.
+models are in memory in float32, and the gradients. `tune: {method: end_to_end, trains: low_rank}` does the same with
+the packed model alone in memory (compress/tune/end_to_end.py), and is what the recipe `int2-lrec` does.
 
 `train_block`: A and B of one block at a time, so that the block gives what it gave with its own weights for the same
 inputs, those of the quantized prefix (mean squared error). As ApiQ-bw (arXiv 2402.05147) without its learned clipping.

@@ -4,6 +4,8 @@ The dense weight Out M In would have to be made in every step, and its gradient 
 - channel scales in front of all other transforms of the inputs, or behind all of the outputs, multiply activations;
 - where codes stay and the format says that its other numbers only multiply rows (`ROW_FACTORS`), these multiply the
   outputs of M, which is decoded with ones in their place: no gradient of a matrix is made at all;
+- where nothing of a matrix is trained but the 16-bit factors of a low-rank part beside it, activations are multiplied
+  by these factors (LoRA), and no gradient of a matrix is made either;
 - the other transforms turn the activations or the matrix, whichever is less work for the tokens of a step. Numbers
   that are trained between transforms leave no choice: the activations are turned.
 
@@ -55,12 +57,15 @@ class StoredLinear(nn.Module):
         factors = row_factors(stored)
         self.is_fixed = stored.lowrank is None and of_matrix <= set(factors)
         self.factors: Names = factors if self.is_fixed else ()
-        self.direct: Names = tuple(name for name in trained if name in of_transforms or name in self.factors)
+        self.adapter: Names = adapter_factors(stored, of_matrix)
+        within_forward = {*of_transforms, *self.factors, *self.adapter}
+        self.direct: Names = tuple(name for name in trained if name in within_forward)
         has_rows = any(math.prod(specs[name][0]) > 1 for name in self.factors)
         within = transforms.specs(self.inner, shape)
-        self.must_turn = (has_rows and bool(self.inner.output)) or any(name in within for name in trained)
+        has_adapter = bool(self.adapter) and bool(self.inner)
+        self.must_turn = has_adapter or (has_rows and bool(self.inner.output)) or any(x in within for x in trained)
         self.turns_activations = self.must_turn
-        self.extra: Names = (*of_transforms, *self.factors)
+        self.extra: Names = (*of_transforms, *self.factors, *self.adapter)
         for name in ("weight", *self.extra, *(["bias"] if bias else [])):
             self.register_parameter(name, nn.Parameter(torch.empty(0, device="meta"), requires_grad=False))
         if not bias:
@@ -78,7 +83,7 @@ class StoredLinear(nn.Module):
     def matrix(self, packed: PackedWeight) -> Tensor:
         """Return what activations are multiplied by, [out, in] float32; gradients reach what is not `direct`."""
         matrix = decode_codes(packed) if self.is_fixed else formats.decode_stored(packed, torch.float32)
-        if (part := self.stored.lowrank) is not None:
+        if (part := self.stored.lowrank) is not None and not self.adapter:
             a, b = lowrank.part_factors(packed.tensors, part, self.shape, torch.float32)
             matrix = torch.addmm(matrix, b.T, a)
         return matrix if self.turns_activations else turned_effective(matrix, self.inner, packed.tensors)
@@ -90,6 +95,9 @@ class StoredLinear(nn.Module):
         if self.turns_activations:
             x = turn_rows(x, "in", self.inner.input, own)
         y = nn.functional.linear(x, self.weight)
+        if self.adapter:
+            a, b = (own[name].float() for name in self.adapter)
+            y = y + x @ a.T @ b.T
         if self.factors:
             y = y * math.prod((own[name][: self.shape[0]] for name in self.factors), start=1)
         if self.turns_activations:
@@ -106,6 +114,13 @@ def row_factors(stored: Stored) -> Names:
         return ()
     has = format.specs(stored.params, (1, 1))
     return tuple(name for name in names if name in has)
+
+
+def adapter_factors(stored: Stored, trained: set[str]) -> Names:
+    """Return the factors A and B of a low-rank part if they have 16 bits and nothing else of a matrix is trained."""
+    names = (lowrank.PREFIX + "a", lowrank.PREFIX + "b")
+    is_adapter = stored.lowrank is not None and stored.lowrank.bits == 16 and bool(trained) and trained <= set(names)
+    return names if is_adapter else ()
 
 
 def decode_codes(packed: PackedWeight) -> Tensor:

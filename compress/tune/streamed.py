@@ -25,6 +25,7 @@ from torch.func import functional_call
 from compress import formats
 from compress.calib import reference_logprobs
 from compress.calib.reference_logprobs import ReferenceLogprobs
+from compress.formats import lowrank
 from compress.model import blockwise, lm_head
 from compress.model.blockwise import BlockArgs, HiddenStates, ModelArgs
 from compress.model.skeleton import Skeleton
@@ -77,11 +78,11 @@ class StreamedModel:
     """A packed checkpoint whose blocks are read from its files whenever they are needed, or held as they are stored.
 
     `stored`: what can be trained, by names on disk, in its type there: norms and biases, and floating-point tensors of
-    packed linears but the scales of what these read.
+    packed linears but the scales of what these read; with `is_low_rank` the factors of low-rank parts and nothing else.
     """
 
-    def __init__(self, directory: Path, device: torch.device, is_held: bool) -> None:
-        self.device, self.is_held = device, is_held
+    def __init__(self, directory: Path, device: torch.device, is_held: bool, is_low_rank: bool = False) -> None:
+        self.device, self.is_held, self.is_low_rank = device, is_held, is_low_rank
         self.skeleton, self.outside = (Skeleton(open_checkpoint(directory)) for _ in range(2))
         for skeleton in (self.skeleton, self.outside):
             blockwise.computing_in(skeleton, torch.float32)
@@ -222,12 +223,15 @@ class StreamedModel:
         """Return tensor -> name on disk for what is trained of a packed linear."""
         fixed = formats.fixed_tensors(weight.stored)
         floats = (key for key, tensor in weight.tensors.items() if tensor.dtype in FLOATS and key not in fixed)
+        if self.is_low_rank:
+            floats = (key for key in floats if key.startswith(lowrank.PREFIX))
         named = {key: self._on_disk(f"{prefix}{path}.{key}", weight.tensors[key]) for key in floats}
         return {key: name for key, name in named.items() if name is not None}
 
     def _vector(self, full: str, tensor: Tensor) -> str | None:
-        """Return the name on disk of a norm or bias, None for what is none."""
-        return self._on_disk(full, tensor) if tensor.dim() == 1 and tensor.is_floating_point() else None
+        """Return the name on disk of a norm or bias that is trained, None for anything else."""
+        is_vector = tensor.dim() == 1 and tensor.is_floating_point() and not self.is_low_rank
+        return self._on_disk(full, tensor) if is_vector else None
 
     def _on_disk(self, full: str, tensor: Tensor) -> str | None:
         """Return the name of the one stored tensor that a parameter is, None if it is made of more or less than one."""

@@ -178,6 +178,7 @@ class WholeModelSizes(NamedTuple):
     states: int  # of a token in a block: what linears read and write, and the residual stream
     tokens: int  # of the text
     seq_len: int
+    low_rank: int = 0  # of the trained numbers, those of low-rank parts
 
 
 class DiskSizes(NamedTuple):

@@ -6,17 +6,23 @@ matter. Heads of the output that share a head of values (grouped-query attention
 exact, where the paper has only a QR decomposition. A bias is one more column. All is computed in float64 and rounded
 once.
 
+What a channel counts in the paper is the joint norm of its row and column, which takes inputs of all directions for
+equally frequent. With `measure: inputs` values are decomposed for what attention hands to the output on the calibration
+text: with second moments C = L L^T of a head's mixed values, and M = O^T O, L^T M L = U S^2 U^T gives V' = S^1/2 U^T
+L^-1 V and O' = O L U S^-1/2. The product is the same, and cutting the channels of least S is then the best cut of so
+many for the head's outputs (the optimum of LoRD, arXiv 2309.14021, inside a head).
+
 With `prune_keys` (which may be 0) the same is done to queries and keys, whose product Q^T K makes the scores. Channels
 that no rotary position touches are decomposed as above. Two channels that are turned together are one complex number
 that may be multiplied by another (qk_pairs.py): the pair of the keys is turned until its two rows are
 orthogonal, the larger first, and both sides get the same norm. The paper only makes the queries orthogonal there.
 
-With `prune`, the share of the block's value channels with the smallest S (the joint norm of a row of V' and a column of
-O') becomes zero in both; with `prune_keys`, that of its query-key channels, turned ones in pairs. A pair's size is the
-product of its sides' norms, as in the paper, with `measure: weights`: half its square is what the pair adds to squared
-scores, averaged over all angles. With `measure: inputs` root mean squares on the calibration text replace the norms.
-The paper takes one quantile for the whole model, with which the exact bytes of a plan would depend on the weights. The
-model's layout stays, because no configuration knows heads of different sizes: the method `structured`
+With `prune`, the share of the block's value channels with the smallest S becomes zero in V' and O'; with `prune_keys`,
+that of its query-key channels, turned ones in pairs. With `measure: weights` sizes are products of norms: a row of one
+side and a row or column of the other, as in the paper (half the square of a pair's is what it adds to squared scores,
+averaged over all angles); with `measure: inputs` root mean squares on the calibration text replace the norms. The paper
+takes one quantile for the whole model, with which the exact bytes of a plan would depend on the weights. The model's
+layout stays, because no configuration knows heads of different sizes: the method `structured`
 (compress/papers/quant/structured.py) with the same share stores what is not zero, and makes the model smaller.
 
 With `train`, a factor for each channel that is left (one for a pair) is trained so that the block gives what it gave
@@ -31,7 +37,7 @@ value channels cost 0.0013: behind rotary positions nothing concentrates. With b
 channels cost a KL of 8.19, which keeps this out of the core.
 
 Not done: queries and keys with a norm between them and the scores (a row cut there changes all others); training of
-anything but S; a measure of the inputs for values; blocks whose attention cannot be followed. Not to be used together
+anything but S; blocks whose attention cannot be followed. Not to be used together
 with the transform `rotate`, which spreads what this concentrates.
 """
 
@@ -56,6 +62,7 @@ from compress.types import Scheme
 
 SCOPE = "block"
 TRAIN_RATE = 0.01  # learning rate of the training, at its largest
+MOMENT_DAMP = 1e-6  # times the mean of the diagonal, so that moments have an inverse
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,8 @@ class Config:
     prune: float = 0.0  # [fraction] of the value channels of a block that become zero
     prune_keys: float | None = None  # [fraction] of the query-key channels of a block that become zero; null: queries
     # and keys are left alone
-    measure: Literal["inputs", "weights"] = "inputs"  # size of a query-key channel: with its inputs as they come, or
-    # the norm of its weights alone
+    measure: Literal["inputs", "weights"] = "inputs"  # size of a channel: with its inputs as they come, or the norm of
+    # its weights alone
     train: int = 0  # [steps] in which the singular values that are left are trained; 0: none
 
     REMOVED_KEYS: ClassVar[dict[str, Any]] = {"train_rate": TRAIN_RATE}
@@ -110,9 +117,9 @@ def apply(
             )
     names = {attention.values, attention.output, *([channels.queries.name, channels.keys.name] if channels else [])}
     before = _copy_parameters(block, names) if config.train else {}
-    parts = [("value", decompose(block, attention, config.prune), attention.key_value_heads * attention.head_dim)]
+    seen = batches if config.measure == "inputs" else None
+    parts = [("value", decompose(block, attention, config.prune, seen), attention.key_value_heads * attention.head_dim)]
     if channels is not None:
-        seen = batches if config.measure == "inputs" else None
         parts.append(
             ("query-key", decompose_keys(block, channels, config.prune_keys or 0, seen), channels.keys.rows.numel())
         )
@@ -128,15 +135,25 @@ def apply(
 
 
 @torch.no_grad()
-def decompose(block: nn.Module, attention: Attention, prune: float = 0.0) -> Decomposition:
-    """Decompose the products of values and output, in place."""
+def decompose(
+    block: nn.Module, attention: Attention, prune: float = 0.0, batches: BlockInputs | None = None
+) -> Decomposition:
+    """Decompose the products of values and output, in place, for what attention hands on for `batches`.
+
+    The share `prune` of the channels becomes zero, those that count least; without `batches` by the weights alone.
+    """
+    moments = None if batches is None or not prune else _mix_moments(block, attention, batches)
     values, output = block.get_submodule(attention.values), block.get_submodule(attention.output)
     columns = output.get_parameter("weight").detach()
     heads = range(attention.key_value_heads)
     repeats, size = attention.heads // attention.key_value_heads, attention.head_dim
     rows = value_rows(attention)
     pairs = [
-        decompose_product(_take_rows(values, rows[head]), _group(columns, head, repeats, size).double())
+        decompose_product(
+            _take_rows(values, rows[head]),
+            _group(columns, head, repeats, size).double(),
+            None if moments is None else moments[head],
+        )
         for head in heads
     ]
     sizes = torch.stack([pair.sizes for pair in pairs])
@@ -193,14 +210,55 @@ def decompose_keys(
     return Decomposition(int((counts * (1 - kept)).sum()), _share(squares, kept), groups)
 
 
-def decompose_product(values: Tensor, outputs: Tensor) -> HeadProduct:
-    """Return values [head_dim, n] and outputs [g, out, head_dim], float64, in the basis of their product, balanced."""
+def decompose_product(values: Tensor, outputs: Tensor, moments: Tensor | None = None) -> HeadProduct:
+    """Return values [head_dim, n] and outputs [g, out, head_dim], float64, in the basis of their product, balanced.
+
+    moments [head_dim, head_dim]: of what the outputs are given; None: of values whose inputs have all directions alike.
+    """
     count, out, size = outputs.shape
+    if moments is not None:
+        return _decompose_weighted(values, outputs, moments)
     left, above = torch.linalg.qr(outputs.reshape(count * out, size))
     right, below = torch.linalg.qr(values.T)
     turned, sizes, back = torch.linalg.svd(above @ below.T)
     root = sizes.sqrt()
     return HeadProduct(root[:, None] * (back @ right.T), (left @ turned * root).view(count, out, size), sizes)
+
+
+def _decompose_weighted(values: Tensor, outputs: Tensor, moments: Tensor) -> HeadProduct:
+    """Return a head in the basis in which moments are the identity and the squares of outputs are diagonal."""
+    mean = moments.diagonal().mean()
+    if not mean > 0:
+        return decompose_product(values, outputs)
+    eye = torch.eye(len(moments), dtype=moments.dtype, device=moments.device)
+    root = torch.linalg.cholesky(moments + MOMENT_DAMP * mean * eye)
+    flat = outputs.flatten(0, 1) @ root
+    squares, basis = torch.linalg.eigh(flat.T @ flat)
+    sizes, basis = squares.flip(0).clamp(min=0).sqrt(), basis.flip(1)
+    balance = sizes.clamp(min=1e-12 * sizes[0].clamp(min=1e-30)).sqrt()
+    turned = balance[:, None] * (basis.T @ torch.linalg.solve_triangular(root, values, upper=False))
+    return HeadProduct(turned, (flat @ basis / balance).view_as(outputs), sizes)
+
+
+def _mix_moments(block: nn.Module, attention: Attention, batches: BlockInputs) -> Tensor:
+    """Return the mean of a a^T of what attention hands to the output, over tokens and the heads of a group.
+
+    float64 [key-value heads, head_dim, head_dim].
+    """
+    sums: list[Tensor] = []
+    shape = (attention.key_value_heads, -1, attention.head_dim)
+
+    def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        mixed = inputs[0].flatten(0, -2).unflatten(1, shape).double()  # token, key-value head, head of the group
+        sums.append(torch.einsum("tkgi,tkgj->kij", mixed, mixed) / mixed[:, 0, :, 0].numel())
+
+    hook = block.get_submodule(attention.output).register_forward_pre_hook(add)
+    try:
+        for hidden, call in batches():
+            run_block(block, call, hidden, "a block")
+    finally:
+        hook.remove()
+    return torch.stack(sums).mean(0)
 
 
 def _decompose_free(queries: nn.Module, keys: nn.Module, query_rows: Tensor, key_rows: Tensor) -> None:

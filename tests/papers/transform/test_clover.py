@@ -176,7 +176,8 @@ def test_the_recipe_from_end_to_end(tmp_path: Path) -> None:
     assert "clover" in plugins.names("transform")
     model = save_pico("llama", tmp_path / "model")
     out = tmp_path / "out"
-    api.quantize(job(model, Setup("clover50", ("quantize.dtype=float32",)), out))
+    weights = "transform=[{method: clover, prune: 0.5, measure: weights}]"
+    api.quantize(job(model, Setup("clover50", ("quantize.dtype=float32", "calibration.num_samples=2", weights)), out))
     report = report_of(out)
     assert {row["name"].rsplit(".", 1)[1] for row in report["layers"]} == {"v_proj", "o_proj"}
     assert all(row["weight_error"] == 0 for row in report["layers"]), "only zeros are cut"
