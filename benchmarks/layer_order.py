@@ -13,16 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import ROOT
 from torch import Tensor
-
-sys.path[:0] = [str(ROOT)]
 
 from compress.calib.data import token_windows
 from compress.evaluate import scores

@@ -13,12 +13,14 @@ need no rotation, 0.0320 at 2.183 (docs/low_bit.md).
 Differences from the paper and its code, and why:
 - Columns are taken by falling diag(H) but stay where they are: the loop's order needs no permutation at run time, since
   a vector lies in one column.
-- Least-squares refits replace the first part of the layer-wise training.
+- Least-squares refits replace the first part of the layer-wise training. With `codebook_dtype: float16`, the paper's
+  type, entries are trained behind it, codes fixed, by compress/tune/blockwise.py and compress/tune/end_to_end.py
+  (recipe `vptq2bit-tuned`); int8 entries, the default, stay as they are.
 
 With an output metric rows are rounded again, and entries refitted, in the two-sided metric (compress/quant/refit.py).
 
 Not done: a second, residual codebook, scales and biases of columns, several groups of columns (older checkpoints may
-have them, and are read); training of centroids against block outputs (a tuning pass over the packed weight).
+have them, and are read).
 """
 
 from __future__ import annotations
