@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -121,12 +122,8 @@ def test_results_do_not_depend_on_batches() -> None:
         block, batches = encoder_block(post_norm=True)
         off_middle(block, "attention.output.LayerNorm")
         if split:
-            whole = list(batches())
-            batches = (
-                lambda whole=whole: (  # noqa: E731
-                    (hidden[i : i + 1], call) for hidden, call in whole for i in range(len(hidden))
-                )
-            )
+            parts = [(hidden[i : i + 1], call) for hidden, call in batches() for i in range(len(hidden))]
+            batches = partial(iter, parts)
         outlier_suppression.apply(block, [VALUES], batches, Config(thresholds=2), schemes(block))
         biases.append(block.get_submodule("attention.output.LayerNorm").get_parameter("bias").clone())
     torch.testing.assert_close(*biases)
