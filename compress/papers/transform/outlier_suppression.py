@@ -11,9 +11,9 @@ Differences from the paper and its code, and why:
 - Neither shift nor scale is kept where rounding alone does as well: no change is always one of the choices.
 - Only norms shift: between a linear and its reader there may be a gate or an attention sink, which a shift does not
   pass unchanged. The norm and all of its readers must have biases; elsewhere only the scale is searched.
-- Where a norm gives the residual stream itself, as in BERT, the released code scales the shortcut in the model's code.
-  Checkpoints here are loaded by plain model code: such a norm is shifted, not scaled
-  (compress/papers/transform/stream_shift.py), and one at the end of a block stays as it is.
+- Where a norm gives the residual stream itself, as in BERT, undoing a scale takes a factor in the shortcut, which plain
+  model code does not have: such a norm is shifted, not scaled (compress/papers/transform/stream_shift.py), and one at
+  the end of a block stays as it is.
 - What linears make (v -> o, up -> down) is scaled with the others; heads that share a head of v share its scale.
 
 Not done: biases are not created (norms without one, as most recent models have, are only scaled); linears whose weights
