@@ -46,7 +46,6 @@ def block_orders(model: Path, calib: str, samples: int, seq_len: int, draws: int
     orders = {
         "lim": sorted(range(count), key=lambda i: lim[i]),  # the smallest matters least
         "zd": sorted(range(count), key=lambda i: -zd[i]),  # the largest matters least
-        "last first": list(reversed(range(count))),
     }
     orders |= {f"{name} reversed": orders[name][::-1] for name in ("lim", "zd")}
     generator = torch.Generator().manual_seed(0)
