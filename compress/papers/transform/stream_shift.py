@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from compress.model.blockwise import BlockInputs, run_block
 from compress.model.graph import Site
 
-TOLERANCE = 1e-3  # of the block's output, as a share of its norm, in the search for the writer
+MAX_CHANGE = 1e-3  # the most that a shift with the right writer changes in the block's output, relative
 
 
 class StreamSite(NamedTuple):
@@ -47,9 +47,9 @@ def find_stream_sites(block: nn.Module, known: Sequence[Site], batches: BlockInp
         shift = torch.randn(order.width(norm), generator=torch.Generator().manual_seed(0)).to(before.device)
         site = Site(norm, True, readers, readers[0].rpartition(".")[0])
         for writer in later:
-            with _tried(block, StreamSite(site, writer), shift * before.float().std()):
+            with _apply_shift(block, StreamSite(site, writer), shift * before.float().std()):
                 after = run_block(block, call, hidden, "a block that is being transformed")
-            if (after.float() - before.float()).norm() <= TOLERANCE * before.float().norm():
+            if (after.float() - before.float()).norm() <= MAX_CHANGE * before.float().norm():
                 sites.append(StreamSite(site, writer))
                 break
     return sites
@@ -81,7 +81,7 @@ def _names(stream: StreamSite) -> list[str]:
 
 
 @contextmanager
-def _tried(block: nn.Module, stream: StreamSite, shift: Tensor) -> Iterator[None]:
+def _apply_shift(block: nn.Module, stream: StreamSite, shift: Tensor) -> Iterator[None]:
     """Shift for the time of a run."""
     biases = [block.get_submodule(name).get_parameter("bias") for name in _names(stream)]
     before = [bias.detach().clone() for bias in biases]
