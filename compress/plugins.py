@@ -23,6 +23,7 @@ same way, behind the others.
     evict      Config, score(config, seen), NEEDS, LAYER: compress/kv/evict/__init__.py
     read       Config, build(config, spec, static), NEEDS, LAYER, and calibrate, specs, WORK where it is calibrated:
                compress/kv/sparse/__init__.py
+    inputs     check_inputs(activations), round_inputs(x, activations): compress/runtime/activation_quant.py
     speculate  Config, build(config, session), PART: compress/speculate/drafting.py
     task       Config, items(config, material), WAY, SUITES, and correct where models write:
                compress/evaluate/tasks/__init__.py
@@ -65,11 +66,12 @@ KINDS = {
     "codes": ("serves", "Codes", "BYTES", "RATE"),
     "importers": ("describe", "tensors", "OPTIONS"),
     "export": ("refuses", "write", "SUFFIX"),
+    "inputs": ("check_inputs", "round_inputs"),
     "speculate": ("Config", "build", "PART"),
     "task": ("Config", "items", "WAY", "SUITES"),
 }
 SETTABLE = tuple(
-    kind for kind in KINDS if kind not in ("codes", "importers", "export", "speculate", "task")
+    kind for kind in KINDS if kind not in ("codes", "importers", "export", "inputs", "speculate", "task")
 )  # in recipes
 # (kind, former name) -> the present name of a plugin, for recipes and checkpoints of earlier versions
 ALIASES = {("quant", "cut"): "structured", ("formats", "cut"): "structured"}
@@ -82,6 +84,7 @@ _FOLDERS = {
     "read": "kv.sparse",
     "codes": "tune.codes",
     "export": "export.targets",
+    "inputs": "runtime.inputs",
     "speculate": "speculate.drafts",
     "task": "evaluate.tasks",
 }

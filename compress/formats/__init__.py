@@ -239,7 +239,7 @@ def cut(weight: PackedWeight, rows: range, columns: range) -> PackedWeight:
 
 def _check_input_cut(activations: Activations, columns: range, whole: int) -> None:
     """Raise ValueError where some of `whole` columns are quantized otherwise than they are among all."""
-    if activations.has_token_scale:
+    if activations.has_token_scale or activations.is_coded:
         raise ValueError("inputs are quantized with the scale of a whole token")
     for at in (columns.start, columns.stop):
         if activations.block and at % activations.block and at != whole:

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from compress import formats, plugins
 from compress.errors import CheckpointError, first_line, shown
 from compress.formats import transforms
-from compress.types import Activations, InputSparsity, LowRank, Stored
+from compress.types import INPUT_TYPES, Activations, InputSparsity, LowRank, Stored
 
 KEYS = tuple(field.name for field in dataclasses.fields(Stored))
 
@@ -47,10 +47,28 @@ def from_dict(values: Mapping[str, Any], where: str) -> Stored:
         plugins.current("formats", values["format"]),
         params_from_dict(values["format"], values["params"]),
         transforms.from_dict(values.get("ops", {}), where),
-        None if activations is None else from_table(Activations, activations, f"{where}: activations"),
+        None if activations is None else _activations(activations, f"{where}: activations"),
         None if lowrank is None else from_table(LowRank, lowrank, f"{where}: lowrank", complete=True),
         None if sparsity is None else from_table(InputSparsity, sparsity, f"{where}: sparsity", complete=True),
     )
+
+
+def _activations(values: Any, where: str) -> Activations:
+    made = from_table(Activations, values, where)
+    try:
+        check_inputs(made)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {first_line(error)}") from error
+    return made
+
+
+def check_inputs(activations: Activations) -> None:
+    """Raise ValueError for a type of inputs that is not known, or that has no such bits."""
+    if not activations.is_coded:
+        return
+    if activations.dtype not in (known := plugins.names("inputs")):
+        raise ValueError(plugins.unknown("dtype of activations", activations.dtype, [*INPUT_TYPES, *known]))
+    plugins.load("inputs", activations.dtype).check_inputs(activations)
 
 
 def params_from_dict(format: str, values: Any) -> Any:

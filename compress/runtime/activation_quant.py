@@ -21,6 +21,8 @@ Numbers are rounded to the nearest point of e2m1 or e4m3, of two to the even one
 what is larger than the largest becomes that. The scale of an nvfp4 block that e4m3 rounds to 0 makes it zeros. The last
 block of a token may be shorter.
 
+Other types are files of compress/papers/inputs, which round a token as a whole in floating point, by `round_inputs`.
+
 Exponents follow the OCP's specification of MX, so that the largest of a block may be one that saturates. Engines differ
 in them: some take the next one where max|x| is 1.75 powers of two or more, some wherever max|x| would saturate.
 """
@@ -34,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress import plugins
 from compress.errors import NumericalError
 from compress.formats import grid
 from compress.types import INPUT_BLOCKS, Activations
@@ -119,6 +122,9 @@ def _token_scale(wide: Tensor, activations: Activations, in_scale: Tensor | None
 def _round(wide: Tensor, scale: Tensor, activations: Activations) -> tuple[Tensor, Tensor | float]:
     """Return q of x [..., n] without gradient, 0 for NaN, and up to which |x / s| it is rounded and not clipped."""
     dtype, columns = activations.dtype, wide.shape[-1]
+    if activations.is_coded:
+        sound = torch.where(scale.isfinite(), wide, 0.0)
+        return plugins.load("inputs", dtype).round_inputs(sound, activations), torch.inf
     if activations.block:
         parts = _round_blocks(wide, scale, dtype)
         return _join(parts, columns), _limits(parts, dtype, columns)
@@ -200,5 +206,7 @@ class LargestInput:
 
 def describe(activations: Activations) -> str:
     """Return the settings in a word or two, such as "int8 inputs" or "static fp8 inputs"."""
-    dtype = f"int{activations.bits}" if activations.dtype == "int" else activations.dtype
+    dtype = activations.dtype
+    if dtype == "int" or activations.is_coded:
+        dtype += str(activations.bits)
     return f"{'static ' if activations.scale == 'tensor' else ''}{dtype} inputs"

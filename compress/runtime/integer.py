@@ -74,6 +74,8 @@ def describe(
 
 def obstacle(product: IntegerProduct, device: torch.device) -> str:
     """Why a product has to be computed from dequantized numbers; empty if it has not."""
+    if product.activations.is_coded:
+        return f"inputs of {product.activations.dtype}"
     if product.format == "grid":
         return _obstacle(product, processor(device)) or _failure(product, device)
     return _obstacle(product, processor(device))

@@ -76,7 +76,7 @@ def failure(kind: str, device: torch.device) -> str:
     """Return why products of this type cannot be taken on a device, which a small one tells once; empty if they can."""
     values, columns, rows, scale_type = WEIGHTS[kind]
     params, shape = Params(values, columns, scale_type, rows), (256, 512)
-    activations = Activations(4 if values == grid.E2M1 else 8, dtype=kind)  # type: ignore[arg-type]
+    activations = Activations(4 if values == grid.E2M1 else 8, dtype=kind)
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(24, shape[1], generator=generator).to(device, torch.bfloat16)

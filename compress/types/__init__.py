@@ -13,6 +13,7 @@ from torch import Tensor
 from compress.types.inputs import IN_SCALE as IN_SCALE
 from compress.types.inputs import IN_THRESHOLD as IN_THRESHOLD
 from compress.types.inputs import INPUT_BLOCKS as INPUT_BLOCKS
+from compress.types.inputs import INPUT_TYPES as INPUT_TYPES
 from compress.types.inputs import Activations as Activations
 from compress.types.inputs import InputSparsity as InputSparsity
 from compress.types.inputs import Sparsity as Sparsity

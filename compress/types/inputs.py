@@ -10,6 +10,7 @@ IN_THRESHOLD = "in_threshold"  # the stored tensor of thresholds, float32 [1] or
 Levels = Literal["uniform", "greedy", "evolve"]
 
 INPUT_BLOCKS = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32, "fp8-block": 128}  # dtype -> inputs that share a scale
+INPUT_TYPES = ("int", "fp8", *INPUT_BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -23,15 +24,17 @@ class Activations:
     bits: int = 8  # [bits] of one activation: 2 to 8; 4 for nvfp4 and mxfp4
     scale: Literal["token", "tensor"] = "token"  # of each token, or one calibrated `in_scale` (int, fp8, nvfp4)
     clip: float = 1.0  # [fraction] of the largest magnitude that is kept; what is larger is clamped
-    dtype: Literal["int", "fp8", "nvfp4", "mxfp4", "mxfp8", "fp8-block"] = "int"  # int; fp8: float8_e4m3fn, its largest
-    # number 448 in place of Q; or a type with blocks: 16 inputs for nvfp4, 32 for mxfp4 and mxfp8, 128 for fp8-block
+    dtype: str = "int"  # int; fp8: float8_e4m3fn, its largest number 448 in place of Q; a type with blocks: nvfp4 (16
+    # inputs), mxfp4 and mxfp8 (32), fp8-block (128); or a file of compress/papers/inputs, which codes tokens: pvq
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
             raise ValueError(f"bits {self.bits} is not between 2 and 8")
         if not 0 < self.clip <= 1:
             raise ValueError(f"clip {self.clip} is not between 0 and 1")
-        if self.dtype != "int" and self.bits != (own := 4 if self.dtype in ("nvfp4", "mxfp4") else 8):
+        if self.is_coded and (self.clip != 1 or self.scale != "token"):
+            raise ValueError(f"{self.dtype} codes whole tokens; remove clip, and set scale: token")
+        if self.dtype in INPUT_TYPES[1:] and self.bits != (own := 4 if self.dtype in ("nvfp4", "mxfp4") else 8):
             raise ValueError(f"bits {self.bits}: {self.dtype} has {own}")
         if self.block and self.clip != 1:
             raise ValueError(f"clip {self.clip}: blocks of {self.dtype} keep their largest magnitude; remove clip")
@@ -47,6 +50,11 @@ class Activations:
     def has_token_scale(self) -> bool:
         """Whether a scale is taken from all inputs of a token."""
         return self.scale == "token" and self.dtype in ("int", "fp8", "nvfp4")
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether a file of compress/papers/inputs rounds whole tokens: the type is none of ours."""
+        return self.dtype not in INPUT_TYPES
 
 
 @dataclass(frozen=True)

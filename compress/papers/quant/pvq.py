@@ -15,8 +15,9 @@ Not in the core: at 2.982 bits a weight it has KL 0.0069, where `trellis` has 0.
 
 With an output metric all of that is done for groups of rows behind each other (compress/quant/two_sided.py).
 
-Not done: quantized activations. Without incoherence the gains of vectors with large weights are clipped at the largest
-level.
+Activations are coded alike by compress/papers/inputs/pvq.py (recipe `w4a4-pvq`).
+
+Without incoherence the gains of vectors with large weights are clipped at the largest level.
 """
 
 from __future__ import annotations

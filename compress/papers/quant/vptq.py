@@ -13,19 +13,21 @@ need no rotation, 0.0320 at 2.183 (docs/low_bit.md).
 Differences from the paper and its code, and why:
 - Columns are taken by falling diag(H) but stay where they are: the loop's order needs no permutation at run time, since
   a vector lies in one column.
-- Least-squares refits replace the first part of the layer-wise training.
+- Least-squares refits replace the first part of the layer-wise training. With `codebook_dtype: float16`, the paper's
+  type, entries are trained behind it, codes fixed, by compress/tune/blockwise.py and compress/tune/end_to_end.py
+  (recipe `vptq2bit-tuned`); int8 entries, the default, stay as they are.
 
 With an output metric rows are rounded again, and entries refitted, in the two-sided metric (compress/quant/refit.py).
 
 Not done: a second, residual codebook, scales and biases of columns, several groups of columns (older checkpoints may
-have them, and are read); training of centroids against block outputs (a tuning pass over the packed weight).
+have them, and are read).
 """
 
 from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -52,15 +54,16 @@ class Config(codebooks.SearchConfig):
     bits: int = 8  # [bits] of a code: 1 to 16
     vector_dim: int = 4  # [rows] of a vector
     outliers: float = 0.0  # [fraction] of the columns, those with the largest inputs, that get an added integer part
+    codebook_dtype: Literal["int8", "float16"] = "int8"  # of entries; only float16 ones, the paper's, can be trained
 
     REMOVED_KEYS: ClassVar[dict[str, Any]] = {
-        **codebooks.SearchConfig.REMOVED_KEYS,
+        **{key: value for key, value in codebooks.SearchConfig.REMOVED_KEYS.items() if key != "codebook_dtype"},
         **{"residual_bits": 0, "group_columns": -1, "norm": "none", "bias": False, "outlier_bits": 4},
     }
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self, bits=range(1, 17), vector_dim=range(1, 33))
+        check(self, bits=range(1, 17), vector_dim=range(1, 33), codebook_dtype=("int8", "float16"))
         if not 0 <= self.outliers < 1:
             raise ValueError(f"outliers {self.outliers} is not in [0, 1)")
 
@@ -76,6 +79,7 @@ def plan_params(config: Config, shape: tuple[int, int]) -> codebook.Params:
         vector_dim=config.vector_dim,
         tile_words=codebook.tile_words(bits, shape[1]),
         axis="out",
+        codebook_dtype=config.codebook_dtype,
         outliers=round(config.outliers * shape[1]),
         outlier_bits=OUTLIER_BITS,
     )
@@ -119,7 +123,7 @@ class _RowVectorRounder(feedback.Rounder):
         depth = 1 + (params.vector_dim if params.outliers else 0)
         # of each vector: its code; with outliers, the integers of its rows too, zero elsewhere
         self.codes = torch.zeros(columns, rows // self.unit_rows, depth, dtype=torch.int32, device=target.device)
-        self.books = codebooks.round_entries(entries)  # 1, k, d
+        self.books = _round_entries(entries, params)  # 1, k, d
         # of the integers of the first columns, chosen when the loop first reaches them
         self.outlier_scale = torch.zeros(params.outliers, 1, device=target.device)
 
@@ -153,7 +157,7 @@ class _RowVectorRounder(feedback.Rounder):
         if self.params.outliers:
             coded[: self.params.outliers] -= self._outlier_parts()
         entries = refit(replace(layer, weight=coded), self.layout(), self.books.entries[0])
-        self.books = codebooks.round_entries(entries[None])
+        self.books = _round_entries(entries[None], self.params)
 
     def part(self, rows: slice) -> _RowVectorRounder:
         """Return a rounder of the vectors of some rows; the scales of outliers stay as they are."""
@@ -164,6 +168,14 @@ class _RowVectorRounder(feedback.Rounder):
     def _outlier_parts(self) -> Tensor:
         """Return the integer parts of the outlier columns, [outliers, out]."""
         return self.codes[: self.params.outliers, :, 1:].flatten(1).float() * self.outlier_scale
+
+
+def _round_entries(entries: Tensor, params: codebook.Params) -> codebooks.StoredEntries:
+    """Round a codebook [1, k, d] to the type that is stored; one of float16 has no scale."""
+    if params.codebook_dtype == "int8":
+        return codebooks.round_entries(entries)
+    stored = entries.clamp(-65504, 65504).half()
+    return codebooks.StoredEntries(stored.float(), stored, stored.new_ones(1))
 
 
 def _integer_scale(left: Tensor) -> Tensor:
@@ -178,7 +190,8 @@ def _integer_scale(left: Tensor) -> Tensor:
 def _pack(rounder: _RowVectorRounder, order: Tensor, params: codebook.Params, shape: tuple[int, int]) -> PackedWeight:
     books, count = rounder.books, params.outliers
     codes = rounder.codes[torch.argsort(order), :, 0].T  # unit, column
-    parts = codebook.Parts([codes], [books.stored.unsqueeze(1)], [books.scale.unsqueeze(1)])
+    scales = [books.scale.unsqueeze(1)] if params.codebook_dtype == "int8" else []
+    parts = codebook.Parts([codes], [books.stored.unsqueeze(1)], scales)
     if count:
         integers = rounder.codes[:count, :, 1:].flatten(1)[:, : shape[0]]  # outlier, row
         parts = replace(

@@ -11,6 +11,9 @@ Differences from the paper and its code, and why:
 - Neither shift nor scale is kept where rounding alone does as well: no change is always one of the choices.
 - Only norms shift: between a linear and its reader there may be a gate or an attention sink, which a shift does not
   pass unchanged. The norm and all of its readers must have biases; elsewhere only the scale is searched.
+- Where a norm gives the residual stream itself, as in BERT, undoing a scale takes a factor in the shortcut, which plain
+  model code does not have: such a norm is shifted, not scaled (compress/papers/transform/stream_shift.py), and one at
+  the end of a block stays as it is.
 - What linears make (v -> o, up -> down) is scaled with the others; heads that share a head of v share its scale.
 
 Not done: biases are not created (norms without one, as most recent models have, are only scaled); linears whose weights
@@ -32,6 +35,7 @@ from torch import Tensor, nn
 
 from compress.model.blockwise import BlockInputs
 from compress.model.graph import Site
+from compress.papers.transform import stream_shift
 from compress.quant.settings import check
 from compress.transform import search
 from compress.transform.folding import by_producer, can_shift, fold, to_readers
@@ -83,9 +87,29 @@ def apply(
             largest = max(largest, best.change.scale.max().item())
     said = f"{changed} of {len(sites)} sites are scaled, by up to {largest:.3g}, {shifted} of them shifted"
     notes = [f"{said}; the searched error falls to {after / before:.3g}" if changed else said]
+    if moved := shift_stream(block, sites, batches, config, schemes) if config.shift else []:
+        notes.append(f"shifted without a scale, since they give the residual stream: {', '.join(moved)}")
     if len(searched) < len(sites):
         notes.append(f"{len(sites) - len(searched)} sites are read by no linear whose rounding the search knows")
     return tuple(notes)
+
+
+def shift_stream(
+    block: nn.Module, sites: Sequence[Site], batches: BlockInputs, config: Config, schemes: Mapping[str, Scheme]
+) -> list[str]:
+    """Shift the norms that give the residual stream itself where that lowers the error; return their names."""
+    streams = {stream.site: stream for stream in stream_shift.find_stream_sites(block, sites, batches)}
+    searched = [site for site in streams if any(is_rounded(schemes.get(reader)) for reader in site.readers)]
+    shifted = []
+    for site, seen, trial in search.trials(block, searched, batches, config.tokens, config.sequences):
+        if not seen.usable or not trial.kept:
+            continue
+        low, high = seen.low.double(), seen.high.double()
+        changes = [Change(torch.ones_like(low)), Change(torch.ones_like(low), (low + high) / 2)]
+        change = least_change(block, site, changes, (low, high), trial, schemes).change
+        if change is not None and change.shift is not None:
+            shifted += [site.producer] * stream_shift.fold_shift(block, streams[site], change.shift)
+    return shifted
 
 
 def is_rounded(scheme: Scheme | None) -> bool:
@@ -99,7 +123,6 @@ def best_change(
     """Return the change with the least error, the mildest of several; None if there is nothing to measure it on."""
     if not seen.usable or not trial.kept:
         return None
-    reference = trial.outputs()
     low, high = (by_producer(site, values.double()) for values in (seen.low, seen.high))
     low, high = low.amin(0), high.amax(0)
     changes: list[Change] = [Change(scale) for scale in scales(torch.maximum(high, -low), config.thresholds)]
@@ -107,9 +130,22 @@ def best_change(
         middle = (low + high) / 2
         shifted = scales((high - low) / 2, config.thresholds)
         changes = [changes[0], *(Change(scale, middle) for scale in shifted)]
+    return least_change(block, site, changes, (low, high), trial, schemes)
+
+
+def least_change(
+    block: nn.Module,
+    site: Site,
+    changes: Sequence[Change],
+    bounds: tuple[Tensor, Tensor],
+    trial: search.Trial,
+    schemes: Mapping[str, Scheme],
+) -> BestChange:
+    """Return the change with the least error; changes: none, and others; bounds: as in `substitutes`."""
+    reference = trial.outputs()
     best, least, before = None, float("inf"), float("inf")
     for index, change in enumerate(changes):
-        with search.substitute_weights(block, substitutes(block, site, change, (low, high), schemes)):
+        with search.substitute_weights(block, substitutes(block, site, change, bounds, schemes)):
             loss = trial.loss(reference)
         if index == 0:  # no change
             least = before = loss
