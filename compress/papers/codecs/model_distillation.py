@@ -220,7 +220,9 @@ class _Distillation:
         for _ in range(DRAWS):
             self._draw(generator)
             states = self._forward(self.unseen)[-1]
-            total += sum(self._head(sample, hidden, None)[0] for sample, hidden in zip(self.unseen, states, strict=True))
+            total += sum(
+                self._head(sample, hidden, None)[0] for sample, hidden in zip(self.unseen, states, strict=True)
+            )
             self.skeleton.free()
         return total / (DRAWS * len(self.unseen) * self.tokens.shape[1])
 
