@@ -72,7 +72,7 @@ class Config:
     steps: int = 0  # [steps] of training through the model, with even ranks
     rate: float = 0.003  # of AdamW, in units of the root mean square of each matrix
     batch_tokens: int = 2048  # [tokens] of a step, about: at least a sample
-    language: float = 0.75  # [share] of the loss that is the nll of the next token; the rest is KL to the model
+    language: float = 0.0  # [share] of the loss that is the nll of the next token; the rest is KL to the model
 
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:

@@ -22,9 +22,10 @@ them, until `keep` of the channels of all layers are left. The damage of a rank 
 output on the calibration text in the metric of the loss, the second moment of its gradient by that output
 (attended_text.py); all layers and both kinds are measured in this one unit.
 
-Differences from the paper: sinks and the newest tokens are exact, in training (`exact_tail`), too; damages add up over
-heads and kinds, where the paper runs the model for each step; U is the start times a Cayley map, which needs no column
-signs; coefficients may have fewer bits, as unit-variance levels times a norm for each token and head.
+Differences from the paper: `language`, the share of the next token in the loss, is 0 and not 0.75; sinks and the newest
+tokens are exact, in training (`exact_tail`), too; damages add up over heads and kinds, where the paper runs the model
+for each step; U is the start times a Cayley map, which needs no column signs; coefficients may have fewer bits, as
+unit-variance levels times a norm for each token and head.
 Static: mean and `back` (U times deviations) in float16, h width^2 numbers, ranks and their damages.
 What it does not do: fold U into the model's weights; code keys before the rotary embedding, whose subspace is smaller
 (cskv.py and compress/kv/codecs/pca.py do); measure damages with the bound on scores that some models have (softcap).
@@ -69,7 +70,7 @@ class Config:
     # paper has it; or the output of attention, layer by layer
     rate: float = 1e-3  # of Adam, on the entries of the skew matrix and on the mean
     batch_tokens: int = 2048  # [tokens] of a step of `train: model`, about: at least a sample
-    language: float = 0.75  # [share] of the loss of `train: model` that is the nll of the next token; the rest is KL
+    language: float = 0.0  # [share] of the loss of `train: model` that is the nll of the next token; the rest is KL
     exact_tail: int = 128  # [tokens] before a query that calibration takes as exact, as residual_length has them
     seed: int = 0  # of the text positions and ranks that training draws
 

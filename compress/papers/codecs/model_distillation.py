@@ -6,7 +6,9 @@ of directions that is drawn at random, and the loss of all heads and layers toge
     (1 - language) KL(original || cut) + language * nll of the next token
 
 with `language` 0.75 in the authors' code (repository The-kamisato/MatryoshkaKV-cache, whose trainer and attention were
-read: AdamW at a rate of 1e-3 with a cosine, gradients cut at the norm 1, ranks in quarters or eighths of a head).
+read: AdamW at a rate of 1e-3 with a cosine, gradients cut at the norm 1, ranks in quarters or eighths of a head). On
+as little text as a calibration has, the nll of the next token raises the divergence (docs/results/kv_structure.md), so
+that 0 is the default here.
 
 Memory is that of tuning end to end (compress/tune/streamed.py): a sample goes forward without gradients and leaves the
 states in front of each block; the head gives the loss; then each block is loaded again, the last first, and its pass
