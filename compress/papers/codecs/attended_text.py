@@ -146,9 +146,9 @@ class AttendedText:
                 (loss / count / base.gather(1, drawn.to(base.device)[:, None])[:, 0]).sum().backward()
                 optimizer.step()
             mean, basis = centre.detach().double(), start.double() @ cayley(free.detach().double())
-        return mean, self.scaled(mean, basis)
+        return mean, self.scale_columns(mean, basis)
 
-    def scaled(self, mean: Tensor, basis: Tensor) -> Tensor:
+    def scale_columns(self, mean: Tensor, basis: Tensor) -> Tensor:
         """mean [h, width], basis [h, width, width] orthogonal -> back: columns times what the states measure there."""
         states = self.states.double().transpose(0, 1) - mean[:, None]
         sizes = (states @ basis).square().mean(1).sqrt()

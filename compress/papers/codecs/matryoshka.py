@@ -54,7 +54,7 @@ from compress.papers.codecs.coefficients import Rows, greedy, grid
 NEEDS = frozenset({"keys", "values", "keys_sink", "values_sink", "queries_scaled", "gradients_output"})
 WORK = 48  # bytes that calibrating takes for each number of its largest sample
 ALONE = {"ranks": ("model", "layer")}
-RANKS_DRAWN = 8  # of a head in training through the model, evenly spaced, all channels among them
+RANK_LEVELS = 8  # training through the model draws the ranks of a head from so many, evenly spaced
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class NestedSubspace:
     def draw(self, generator: torch.Generator) -> None:
         """Choose the rank of each head, of the eighths of its width."""
         heads, width = self.start.shape[:2]
-        ranks = torch.randint(1, RANKS_DRAWN + 1, (heads, 1, 1), generator=generator) * width / RANKS_DRAWN
+        ranks = torch.randint(1, RANK_LEVELS + 1, (heads, 1, 1), generator=generator) * width / RANK_LEVELS
         self.is_kept = (torch.arange(width) < ranks.round().clamp(min=1)).to(self.start)
 
     def cut(self, states: Tensor, turns: model_distillation.Turns) -> Tensor:
@@ -149,7 +149,7 @@ def distil(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]], text: Text
         return
     subspaces = {(spec.layer, spec.kind): NestedSubspace(static, text.device) for _, spec, static in chosen}
     first = chosen[0][0]
-    settings = model_distillation.Settings(
+    settings = model_distillation.DistillationSettings(
         first.steps, first.rate, first.batch_tokens, first.language, first.exact_tail, first.seed
     )
     model_distillation.train(text, subspaces, settings)
@@ -160,7 +160,7 @@ def distil(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]], text: Text
             if spec.layer == index:
                 seen, trained = AttendedText(spec, samples, config.exact_tail), subspaces[index, spec.kind]
                 mean = trained.mean.detach().double()
-                back = seen.scaled(mean, trained.start.double() @ cayley(trained.free.detach().double()))
+                back = seen.scale_columns(mean, trained.start.double() @ cayley(trained.free.detach().double()))
                 new = _with_ranks(config, spec, seen, (mean, back))
                 static.update({name: tensor.cpu() for name, tensor in new.items()})
 

@@ -46,7 +46,7 @@ from compress.tune.descend import descend, is_checked
 NAME = "compress_kv_distilled"
 HELD_OUT = 10  # [samples] of which one is not trained on
 CHECKS = 4  # times that the held-out divergence is measured
-DRAWS = 2  # of ranks, for each held-out sample
+DRAWS_PER_SAMPLE = 2  # held-out samples are measured at so many draws of ranks
 QUERIES_PER_PIECE = 256
 
 Turns = tuple[Tensor, Tensor] | None  # rows of the rotary embedding, cos and sin
@@ -64,7 +64,7 @@ class Subspace(Protocol):
         """Return states [B, h, n, width] behind the rotary embedding as the cache would give them back."""
 
 
-class Settings(NamedTuple):
+class DistillationSettings(NamedTuple):
     """How subspaces are trained."""
 
     steps: int
@@ -78,7 +78,7 @@ class Settings(NamedTuple):
 Subspaces = Mapping[tuple[int, str], Subspace]  # by layer and kind
 
 
-def train(text: TextPass, subspaces: Subspaces, settings: Settings) -> tuple[float, float]:
+def train(text: TextPass, subspaces: Subspaces, settings: DistillationSettings) -> tuple[float, float]:
     """Train the parameters in place; return the held-out divergences before and after, nats a token.
 
     Raises CalibrationError for fewer than two samples, UnsupportedModelError for attention that cannot be replaced.
@@ -97,7 +97,7 @@ class CutAttention:
         self.turns: Turns = None
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
+    def replace_attention(self) -> Iterator[None]:
         """While active, the model's attention is this one."""
         AttentionMaskInterface.register(NAME, sdpa_mask)
         modules = [m for m in self.model.modules() if isinstance(getattr(m, "layer_idx", None), int)]
@@ -173,7 +173,7 @@ def attend_mixed(
 class _Distillation:
     """A model, its states on the text, and the subspaces in training."""
 
-    def __init__(self, text: TextPass, subspaces: Subspaces, settings: Settings) -> None:
+    def __init__(self, text: TextPass, subspaces: Subspaces, settings: DistillationSettings) -> None:
         self.text, self.subspaces, self.settings = text, subspaces, settings
         self.skeleton, self.tokens, self.device = text.skeleton, text.tokens, text.device
         count = len(self.tokens)
@@ -189,7 +189,7 @@ class _Distillation:
         """Take all steps; leave the best parameters behind."""
         self.stream = blockwise.HiddenStates(len(self.tokens), self.text.file, 2)  # embedded, and behind all blocks
         try:
-            with torch.inference_mode(False), self.attention.attached():
+            with torch.inference_mode(False), self.attention.replace_attention():
                 self.calls = blockwise.record_inputs(self.skeleton, self.tokens, 1, self.stream, self.device)
                 for index in range(len(self.skeleton.blocks)):
                     sides = (min(index, 1), 1)
@@ -219,14 +219,14 @@ class _Distillation:
     def _held_out_divergence(self) -> float:
         """Return the mean divergence on the samples that are not trained on, the same ranks at every call."""
         generator, total = torch.Generator().manual_seed(self.settings.seed + 1), 0.0
-        for _ in range(DRAWS):
+        for _ in range(DRAWS_PER_SAMPLE):
             self._draw(generator)
             states = self._forward(self.unseen)[-1]
             total += sum(
                 self._head(sample, hidden, None)[0] for sample, hidden in zip(self.unseen, states, strict=True)
             )
             self.skeleton.free()
-        return total / (DRAWS * len(self.unseen) * self.tokens.shape[1])
+        return total / (DRAWS_PER_SAMPLE * len(self.unseen) * self.tokens.shape[1])
 
     @torch.no_grad()
     def _forward(self, samples: list[int]) -> list[list[Tensor]]:

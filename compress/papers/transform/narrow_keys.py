@@ -67,13 +67,13 @@ class Config:
             raise ValueError(f"heal_rate {self.heal_rate} is not between 0 and 1")
 
 
-def apply(skeleton: Skeleton, config: Config, seed: int) -> Narrowing:
+def apply(skeleton: Skeleton, config: Config, seed: int) -> KeyNarrowing:
     """Give the skeleton narrower keys once `choose` has run; no weight is read."""
     skeleton.sources = dict(skeleton.sources)
-    return Narrowing(skeleton, config)
+    return KeyNarrowing(skeleton, config)
 
 
-class Narrowing(WeightEdits):
+class KeyNarrowing(WeightEdits):
     """Gives a model the narrowed weights that are in the files that `choose` writes."""
 
     def __init__(self, skeleton: Skeleton, config: Config) -> None:
@@ -137,8 +137,8 @@ class _NarrowedBlock:
         if self.path.is_file():
             self._advance(block, FULL)
         else:
-            found = self._weigh(block)
-            tensors, lost = self._narrowed(block, found)
+            pair_weights = self._weigh(block)
+            tensors, lost = self._zero_pairs(block, pair_weights)
             errors = [0.0, 0.0]
             if self.config.heal:
                 tensors, errors = self._heal(block, tensors)
@@ -177,9 +177,9 @@ class _NarrowedBlock:
         return _PairWeights(channels, k * q.unflatten(0, (len(k), -1)).sum(1))
 
     @torch.no_grad()
-    def _narrowed(self, block: nn.Module, found: _PairWeights) -> tuple[dict[str, Tensor], float]:
+    def _zero_pairs(self, block: nn.Module, pair_weights: _PairWeights) -> tuple[dict[str, Tensor], float]:
         """Return the parameters with zeros by path in the block, and the share of the weights that is lost."""
-        channels, weights = found
+        channels, weights = pair_weights
         count, pairs = weights.shape
         kept = max(1, round(self.config.keep * pairs))
         dropped = weights.argsort(dim=1, descending=True, stable=True)[:, kept:]  # of each head

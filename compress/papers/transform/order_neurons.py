@@ -8,9 +8,9 @@ The order of the neurons of an MLP is free: rows of the linears that make a neur
 of the one that reads them (down) are permuted together, which changes nothing but the order of sums. What is permuted
 is tried: the block has to give what it gave, else the site stays as it is.
 
-A neuron is described by QUANTILES quantiles of the weights of its rows, in each linear that makes it. Runs of a format
-have equal sizes, which clusters would not keep; so neurons are sorted along the direction in which their descriptions
-vary most (the leading principal component), and any cut into equal runs gives runs that are alike.
+A neuron is described by quantiles of the weights of its rows, in each linear that makes it. Runs of a format have equal
+sizes, which clusters would not keep; so neurons are sorted along the direction in which their descriptions vary most
+(the leading principal component), and any cut into equal runs gives runs that are alike.
 
 Differences from the paper, whose abstract leaves open how neurons are clustered: quantiles and a sort in place of
 clusters. Not done: heads (their channels belong to positions and to other heads), rows that the residual stream reads,
@@ -30,7 +30,7 @@ from compress.model.graph import Site
 from compress.types import Scheme
 
 SCOPE = "block"
-QUANTILES = 16  # that describe the weights of a row
+QUANTILES_PER_ROW = 16  # they describe its weights
 CLOSE = 1e-2  # relative error that another order of sums may make, in 16 bits
 
 
@@ -67,7 +67,7 @@ def makers_of(block: nn.Module, site: Site) -> list[str]:
 
 def order_of(weights: Sequence[Tensor]) -> Tensor:
     """Return the neurons [rows] int64 in the order of their descriptions; weights [rows, in] of all that make them."""
-    shares = torch.linspace(0, 1, QUANTILES, dtype=torch.float32)
+    shares = torch.linspace(0, 1, QUANTILES_PER_ROW, dtype=torch.float32)
     described = torch.cat([torch.quantile(w.detach().float().cpu(), shares, dim=1).T for w in weights], 1).double()
     described = described - described.mean(0)
     described = described / described.std(0).clamp(min=torch.finfo(torch.float32).tiny)
