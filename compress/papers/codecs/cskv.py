@@ -161,7 +161,9 @@ def distil(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]], text: Text
     first = chosen[0][0]
     how = first.steps, first.rate, first.batch_tokens, first.language
     settings = model_distillation.DistillationSettings(*how, text.tap.near, 0)
-    subspaces = {(spec.layer, spec.kind): SharedSubspace(config, spec, x, text.device) for config, spec, x in chosen}
+    subspaces: dict[tuple[int, str], SharedSubspace] = {
+        (spec.layer, spec.kind): SharedSubspace(config, spec, x, text.device) for config, spec, x in chosen
+    }
     model_distillation.train(text, subspaces, settings)
     for _, spec, static in chosen:
         trained = subspaces[spec.layer, spec.kind].numbers

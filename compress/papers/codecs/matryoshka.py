@@ -147,7 +147,9 @@ def distil(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]], text: Text
     chosen = [each for each in learned if each[0].steps and each[0].train == "model"]
     if not chosen:
         return
-    subspaces = {(spec.layer, spec.kind): NestedSubspace(static, text.device) for _, spec, static in chosen}
+    subspaces: dict[tuple[int, str], NestedSubspace] = {
+        (spec.layer, spec.kind): NestedSubspace(static, text.device) for _, spec, static in chosen
+    }
     first = chosen[0][0]
     settings = model_distillation.DistillationSettings(
         first.steps, first.rate, first.batch_tokens, first.language, first.exact_tail, first.seed

@@ -74,6 +74,7 @@ def slow_logits(model: LlamaForCausalLM, ids: Tensor, spaces: Spaces | None) -> 
         states = {"keys": k, "values": v}
         cut = dict(states)
         for kind in states if spaces is not None else ():
+            assert spaces is not None
             space = spaces[index, kind]
             kept = (space.start.double() @ cayley(space.free.double())) * space.is_kept
             mean = space.mean.double()[:, None]
