@@ -103,15 +103,19 @@ def calibrate(
             skeleton, device = cast(models.Skeleton, Loaded(model)), model.device
         else:
             skeleton = model
-        made = _Pass(skeleton, tokens, torch.device(device or "cpu"), batch, _Tap(skeleton.model, sink, near))
+        made = TextPass(skeleton, tokens, torch.device(device or "cpu"), batch, _Tap(skeleton.model, sink, near), file)
         learned: list[_Learned] = []
-        for index, samples, heads in made.layers(needs, file):
+        for index, samples, heads in made.layers(needs):
             learned += _learn_layer(codings, index, samples, heads)
             static |= _static_of_reading(codings, index, samples, heads, reading)
         learned.sort(key=lambda each: (each.spec.layer, each.spec.kind))
         for method in sorted({each.coding.method for each in learned}):
-            if (balance := getattr(plugins.load("kv", method), "balance", None)) is not None:
-                balance([(x.coding.config, x.spec, x.static) for x in learned if x.coding.method == method])
+            plugin = plugins.load("kv", method)
+            own = [(x.coding.config, x.spec, x.static) for x in learned if x.coding.method == method]
+            if hasattr(plugin, "distil"):
+                plugin.distil(own, made)
+            if hasattr(plugin, "balance"):
+                plugin.balance(own)
         for each in learned:
             names = f"layers.{each.spec.layer}.{each.spec.kind}."
             static |= {names + name: tensor for name, tensor in each.static.items()}
@@ -184,21 +188,29 @@ def _static_of_reading(
     return {f"layers.{index}.read.{name}": tensor.cpu() for name, tensor in learned.items()}
 
 
-class _Pass:
+class TextPass:
     """The text's pass through the blocks, and back if there are gradients."""
 
-    def __init__(self, skeleton: models.Skeleton, tokens: Tensor, device: torch.device, batch: int, tap: _Tap) -> None:
+    def __init__(
+        self,
+        skeleton: models.Skeleton,
+        tokens: Tensor,
+        device: torch.device,
+        batch: int,
+        tap: _Tap,
+        file: Path | None,
+    ) -> None:
         self.skeleton, self.tokens, self.device, self.batch = skeleton, tokens, device, batch
-        self.tap = tap
+        self.tap, self.file = tap, file
 
-    def layers(self, needs: list[frozenset[str]], file: Path | None) -> Iterator[tuple[int, dict[str, Tensor], _Heads]]:
+    def layers(self, needs: list[frozenset[str]]) -> Iterator[tuple[int, dict[str, Tensor], _Heads]]:
         """Yield (layer, its samples, its attention) for each layer of which samples are needed."""
         needed = [index for index, names in enumerate(needs) if names]
         is_backward = any(names & GRADIENTS for names in needs)
         blocks = len(self.skeleton.blocks)
         if blocks != len(needs):
             raise UnsupportedModelError(f"kv_cache: {blocks} decoder blocks, but the cache has {len(needs)} layers")
-        stream = blockwise.HiddenStates(self.tokens.shape[0], file, blocks + 1 if is_backward else 1)
+        stream = blockwise.HiddenStates(self.tokens.shape[0], self.file, blocks + 1 if is_backward else 1)
         try:
             with self.tap.attached():
                 calls = blockwise.record_inputs(self.skeleton, self.tokens, self.batch, stream, self.device)

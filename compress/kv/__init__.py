@@ -31,7 +31,8 @@ A codec is one file compress/kv/codecs/<name>.py; <name> is what recipes give as
     "layers.<i>.<keys|values>.<name>" and comes back to `build` as `static`. And, if not all heads can be stored,
     `check_heads(config, spec)`: it raises what `build` does for settings that do not fit the layer, before calibration.
     And, if layers share a budget, `balance(learned)`: after all layers it is given (config, spec, static) of each codec
-    of this method, in order of layers, keys first, and changes the tensors `static` in place; and `ALONE`, for
+    of this method, in order of layers, keys first, and changes the tensors `static` in place; `distil(learned, text)`,
+    called before that to train these through the whole model (text: calib/kv.py's TextPass); and `ALONE`, for
     allocations that choose layer by layer: {setting: (value with which layers share a budget, value to put in its place
     so that a layer has one of its own)}.
 5.  With `calibrate`: `specs(config, spec) -> {name: (shape, dtype)}` of what it returns, on which compiled code relies;

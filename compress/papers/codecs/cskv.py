@@ -17,13 +17,18 @@ on keys and values alone. `metric: states` is this closed form, about the mean. 
 S and take the leading eigenvectors of S^1/2 cov S^1/2. `scores`: for keys, S is the second moment of the queries of
 each KV head. `loss`: S is the second moment of the gradients of the model's loss by the keys or the values.
 
+`steps` heal what is lost: back, forward and mean of all layers are trained together through the model, towards its own
+predictions and the next token, with coefficients rounded as they are stored (gradients pass the rounding), one block in
+memory at a time (model_distillation.py). The paper trains each layer for itself, where the closed form has no
+rest that descent could take away, and rounds in training only for 4-bit codes.
+
 Ranks are chosen by greedy search: of the keys and values of all layers, that one loses a channel next whose loss hurts
 least, until `keep` of all channels are left. The damage of leaving out a component is the mean of the squared product
 of a gradient of the model's loss with it (`damages`), which has one unit for all layers and both kinds.
 
 Differences from the paper: the closed form in place of fine-tuning; a mean; metrics; ranks by layer and kind; the
 window slides by `flush` tokens and is never empty, where the published one empties at each multiple of its length;
-numbers of fewer bits are rounded, without training for it.
+rounding of fewer bits is that of compress/papers/codecs/coefficients.py, not KIVI's.
 Static: the mean, `back` and `forward` in float16, 2 C r numbers (in the file up to MAX_RANK_FACTOR times that); at run
 time in float32. What it does not do: folding into weights; reading keys without rebuilding them.
 
@@ -40,10 +45,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compress.kv.codec import Block, Codec, Spec, head_rows, token_rows
+from compress.calib.kv import TextPass
+from compress.kv.codec import Block, Codec, Spec, head_rows, rotate, token_rows, unrotate
 from compress.kv.codecs.components import moments, roots
 from compress.numerics import checks
-from compress.papers.codecs.coefficients import Rows, greedy, grid
+from compress.papers.codecs import model_distillation
+from compress.papers.codecs.coefficients import FLOAT_BITS, Rows, greedy, grid
+from compress.tune.trained import Trained
 
 NEEDS = frozenset({"keys_pre", "queries_pre", "values", "gradients"})
 WORK = 32  # bytes that calibrating takes for each number of its largest sample
@@ -61,10 +69,20 @@ class Config:
     metric: Literal["states", "scores", "loss"] = "states"  # the error that the subspace makes least: in the model's
     # loss, in the scores of keys (values: as states), or in the states themselves, as the paper has it
     ranks: Literal["model", "even"] = "model"  # greedy over the keys and values of all layers, or the same everywhere
+    steps: int = 0  # [steps] of training through the model, with even ranks
+    rate: float = 0.003  # of AdamW, in units of the root mean square of each matrix
+    batch_tokens: int = 2048  # [tokens] of a step, about: at least a sample
+    language: float = 0.0  # [share] of the loss that is the nll of the next token; the rest is KL to the model
 
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:
             raise ValueError(f"keep {self.keep} is not above 0 and at most 1")
+        if self.steps < 0 or self.batch_tokens < 1 or not 0 < self.rate < 1:
+            raise ValueError("steps is 0 or more, batch_tokens 1 or more, rate between 0 and 1")
+        if not 0 <= self.language <= 1:
+            raise ValueError(f"language {self.language} is not between 0 and 1")
+        if self.steps and self.ranks != "even":
+            raise ValueError(f"steps {self.steps} train fixed ranks; set ranks: even, or steps: 0")
 
 
 def even(config: Config, spec: Spec) -> int:
@@ -106,6 +124,50 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
         "damages": torch.cat((damages, damages.new_zeros(1)))[: count + 1].float(),
         "rank": torch.tensor([even(config, spec)], dtype=torch.int32),
     }
+
+
+class SharedSubspace:
+    """The subspace of all heads of a layer in training."""
+
+    def __init__(self, config: Config, spec: Spec, static: Mapping[str, Tensor], device: torch.device) -> None:
+        self.heads, self.is_before_rope, self.bits = spec.heads, spec.kind == "keys", config.bits
+        self.numbers = {name: Trained(static[name].to(device)) for name in ("mean", "back", "forward")}
+        self.parameters = [each.moved for each in self.numbers.values()]
+        self.rows = Rows([static["back"].shape[1]], config.bits, static["back"].float().square().sum(0)[None])
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Choose nothing: the rank is fixed."""
+
+    def cut(self, states: Tensor, turns: model_distillation.Turns) -> Tensor:
+        """Return states [B, h, n, width] as the cache would give them back, keys turned back and again."""
+        is_turned = self.is_before_rope and turns is not None
+        x = token_rows(unrotate(states, *turns) if is_turned else states.float())  # type: ignore[misc]
+        mean, back, forward = (each.value() for each in self.numbers.values())
+        z = (x - mean) @ forward
+        if self.bits < FLOAT_BITS:
+            z = z + (self.rows.decode(self.rows.encode(z.detach()[:, None]))[:, 0] - z).detach()
+        rebuilt = head_rows(z @ back.mT + mean, self.heads)
+        return rotate(rebuilt, *turns) if is_turned else rebuilt  # type: ignore[misc]
+
+
+def distil(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]], text: TextPass) -> None:
+    """Train the subspaces whose settings say so through the model; in place.
+
+    What decides the training is taken from the first of them, for keys and values alike.
+    """
+    chosen = [each for each in learned if each[0].steps]
+    if not chosen:
+        return
+    first = chosen[0][0]
+    how = first.steps, first.rate, first.batch_tokens, first.language
+    settings = model_distillation.DistillationSettings(*how, text.tap.near, 0)
+    subspaces: dict[tuple[int, str], SharedSubspace] = {
+        (spec.layer, spec.kind): SharedSubspace(config, spec, x, text.device) for config, spec, x in chosen
+    }
+    model_distillation.train(text, subspaces, settings)
+    for _, spec, static in chosen:
+        trained = subspaces[spec.layer, spec.kind].numbers
+        static.update({name: each.value().detach().half().cpu() for name, each in trained.items()})
 
 
 def balance(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]]) -> None:

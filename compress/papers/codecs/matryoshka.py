@@ -9,7 +9,10 @@ added, because sinks and the newest tokens keep their exact keys beside these. T
 them serve, and one basis serves all budgets.
 
 `basis: orthogonal` is the paper's: U starts as the principal components of the states (`steps: 0` leaves it there) and
-is trained to keep the output of attention, at ranks that are drawn anew at each step, through the Cayley map.
+is trained through the Cayley map, at ranks that are drawn anew at each step for each head, layer and kind.
+`train: model` is the paper's training: the model with all keys and values cut at once is distilled to the model itself
+and to the next token, one block in memory at a time (model_distillation.py). `train: layer` keeps the output of
+attention instead, layer by layer, keys and values each with the other exact.
 `basis: weighted` has a closed form in its place: with S the second moment of what meets the states (keys: the queries;
 values: the gradient of the model's loss by the output of attention), the components of S^1/2 cov S^1/2, whose lost part
 costs least in scores or in the loss. U^T is then the inverse of U, which is not orthogonal.
@@ -17,26 +20,15 @@ costs least in scores or in the loss. U^T is then the inverse of U, which is not
 Ranks are chosen by greedy search: from all channels on, the head and kind whose next `unit` channels hurt least loses
 them, until `keep` of the channels of all layers are left. The damage of a rank is the squared error of attention's
 output on the calibration text in the metric of the loss, the second moment of its gradient by that output
-(`AttendedText`); all layers and both kinds are measured in this one unit.
+(attended_text.py); all layers and both kinds are measured in this one unit.
 
-Differences from the paper: training is by layer, on the output of attention, keys and values each with the other
-exact, and not through the whole model, which is never in memory here; damages add up over heads and kinds, where the
-paper runs the model for each step; U is the start times a Cayley map, which needs no column signs; coefficients may
-have fewer bits, as unit-variance levels times a norm for each token and head.
+Differences from the paper: `language`, the share of the next token in the loss, is 0 and not 0.75; sinks and the newest
+tokens are exact, in training (`exact_tail`), too; damages add up over heads and kinds, where the paper runs the model
+for each step; U is the start times a Cayley map, which needs no column signs; coefficients may have fewer bits, as
+unit-variance levels times a norm for each token and head.
 Static: mean and `back` (U times deviations) in float16, h width^2 numbers, ranks and their damages.
 What it does not do: fold U into the model's weights; code keys before the rotary embedding, whose subspace is smaller
 (cskv.py and compress/kv/codecs/pca.py do); measure damages with the bound on scores that some models have (softcap).
-
-An `AttendedText` is the calibration text of one layer, as attention saw it. Queries look back over exact sinks, coded
-tokens and the `exact_tail` newest tokens, which are exact, as a cache has them. With o the output of attention for a
-query and o' that with coded keys (or values) of so many channels, the damage is
-
-    sum over queries of (o' - o)^T F (o' - o),   F = mean of g g^T, g the gradient of the model's loss by o
-
-for each query head, the second order of the loss with the empirical Fisher matrix in the place of its curvature. It has
-the same unit for all layers, heads, keys and values. Training lowers it by the Cayley map, U = U0 (I - A)(I + A)^-1
-with A skew and 0 at first, which stays orthogonal: at each step, each head is cut to a rank that is drawn anew, so that
-its leading columns come to carry most. The damage at each rank counts relative to that at the start.
 
 Outside the core because subspaces behind the rotary embedding break beyond the calibration's length: a KL of 3.1 at
 8,192 tokens of SmolLM2-135M, half of the channels (docs/results/kv_frontier.md).
@@ -46,23 +38,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from compress.calib.kv import TextPass
 from compress.errors import RecipeError
 from compress.kv.codec import Block, Codec, Spec
-from compress.kv.codecs.components import components
 from compress.numerics import checks
+from compress.papers.codecs import model_distillation
+from compress.papers.codecs.attended_text import AttendedText, cayley
 from compress.papers.codecs.coefficients import Rows, greedy, grid
 
 NEEDS = frozenset({"keys", "values", "keys_sink", "values_sink", "queries_scaled", "gradients_output"})
 WORK = 48  # bytes that calibrating takes for each number of its largest sample
 ALONE = {"ranks": ("model", "layer")}
-MEASURED_QUERIES = 512  # damages are sums over about so many
-STEP_QUERIES = 64
-MIN_DAMAGE = 1e-9  # damages are divided by no less, relative to the largest
+RANK_LEVELS = 8  # training through the model draws the ranks of a head from so many, evenly spaced
 
 
 @dataclass(frozen=True)
@@ -74,7 +66,11 @@ class Config:
     # of a layer and kind; or the same for each head
     unit: int = 4  # [channels] that a step of the greedy search takes
     steps: int = 0  # [steps] of training, of an orthogonal basis
+    train: Literal["model", "layer"] = "layer"  # what these keep: the model's predictions, all layers together, as the
+    # paper has it; or the output of attention, layer by layer
     rate: float = 1e-3  # of Adam, on the entries of the skew matrix and on the mean
+    batch_tokens: int = 2048  # [tokens] of a step of `train: model`, about: at least a sample
+    language: float = 0.0  # [share] of the loss of `train: model` that is the nll of the next token; the rest is KL
     exact_tail: int = 128  # [tokens] before a query that calibration takes as exact, as residual_length has them
     seed: int = 0  # of the text positions and ranks that training draws
 
@@ -87,170 +83,24 @@ class Config:
             raise ValueError("steps is 0 or more, rate above 0")
         if self.steps and self.basis != "orthogonal":
             raise ValueError(f"steps {self.steps} train an orthogonal basis; set basis: orthogonal, or steps: 0")
-        if self.exact_tail < 0:
-            raise ValueError(f"exact_tail {self.exact_tail} is not 0 or more")
-
-
-class Sight(NamedTuple):
-    """What some queries of one sample see: m queries times g query heads of each of h KV heads, n tokens."""
-
-    queries: Tensor  # [h, g m, width], scaled
-    keys: Tensor  # [h, n, width]
-    values: Tensor  # [h, n, width]
-    is_seen: Tensor  # bool [m, n], causal
-    is_coded: Tensor  # bool [m, n], a part of those
-
-
-class AttendedText:
-    """The samples of a layer, and what its queries see."""
-
-    def __init__(self, spec: Spec, samples: Mapping[str, Tensor], exact_tail: int) -> None:
-        self.spec = spec
-        sinks = {kind: samples[f"{kind}_sink"] for kind in ("keys", "values")}
-        self.count, self.sink = sinks["keys"].shape[:2]
-        self.states = samples[spec.kind]  # tokens, h, width
-        self.whole = {
-            kind: torch.cat((sinks[kind], samples[kind].unflatten(0, (self.count, -1))), 1).transpose(1, 2)
-            for kind in sinks
-        }  # samples, h, sink + n, width
-        queries = samples["queries_scaled"].unflatten(0, (self.count, -1))
-        self.queries = queries.unflatten(2, (spec.heads, -1)).permute(0, 2, 3, 1, 4)  # samples, h, g, n, width
-        slopes = samples["gradients_output"].unflatten(1, (spec.heads, -1)).permute(1, 2, 0, 3).double()
-        self.fisher = (slopes.mT @ slopes / slopes.shape[2]).to(queries.dtype)  # h, g, width, width
-        self.length = queries.shape[1]
-        self.tail = min(exact_tail, self.length // 2)
-        self.measured = min(max(1, MEASURED_QUERIES // self.count), self.length - self.tail)  # queries of a sample
-
-    def basis(self, is_weighted: bool) -> tuple[Tensor, Tensor]:
-        """Return mean [h, width] and back [h, width, width] float64, x = mean + back z with z of unit variance."""
-        moment = None
-        if is_weighted and self.spec.kind == "keys":
-            q = self.queries.permute(1, 0, 2, 3, 4).flatten(1, 3).double()
-            moment = q.mT @ q / q.shape[1]
-        elif is_weighted:
-            moment = self.fisher.double().sum(1)
-            size = moment.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
-            moment = torch.where(size > 0, moment / size, torch.eye(self.spec.width).to(moment))
-        alike = torch.full_like(self.states[..., 0], 1 / len(self.states), dtype=torch.float64)  # weights of tokens
-        mean, back, _ = components(self.states, moment, alike, alike)
-        return mean, back
-
-    def damages(self, mean: Tensor, back: Tensor, ranks: Sequence[int]) -> Tensor:
-        """mean [h, width], back [h, width, width] -> the damage of each of these ranks, float64 [h, len(ranks)]."""
-        places = torch.linspace(self.tail, self.length - 1, self.measured).long()
-        total = back.new_zeros(self.spec.heads, len(ranks))
-        for sample in range(self.count):
-            sight = self.sight(sample, places)
-            pair = mean.to(sight.keys), back.to(sight.keys), torch.linalg.inv(back).mT.to(sight.keys)
-            measure = self._of_keys if self.spec.kind == "keys" else self._of_values
-            for at, damage in enumerate(measure(sight, *pair, ranks)):
-                total[:, at] += damage.double()
-        return total
-
-    def sight(self, sample: int, places: Tensor) -> Sight:
-        """Return what the queries at these places (counted behind the sinks) see."""
-        keys, values = (self.whole[kind][sample] for kind in ("keys", "values"))
-        queries = self.queries[sample][:, :, places].flatten(1, 2)
-        at, now = torch.arange(keys.shape[1], device=keys.device), places.to(keys.device)[:, None] + self.sink
-        return Sight(queries, keys, values, at <= now, (at >= self.sink) & (at <= now - self.tail))
-
-    def _of_keys(self, sight: Sight, mean: Tensor, back: Tensor, forward: Tensor, ranks: Sequence[int]) -> list[Tensor]:
-        """Return damages [h] at each rank, which ascend."""
-        exact = self._by_query(sight.queries @ sight.keys.mT)
-        output = attend(exact, sight.is_seen, sight.values)
-        z, turned = (sight.keys - mean[:, None]) @ forward, sight.queries @ back
-        scores = self._by_query(sight.queries @ mean[..., None]).expand_as(exact)
-        damages, start = [], 0
-        for rank in ranks:
-            scores = scores + self._by_query(turned[..., start:rank] @ z[..., start:rank].mT)
-            start = rank
-            mixed = torch.where(sight.is_coded, scores, exact)
-            damages.append(self.felt(attend(mixed, sight.is_seen, sight.values) - output))
-        return damages
-
-    def _of_values(
-        self, sight: Sight, mean: Tensor, back: Tensor, forward: Tensor, ranks: Sequence[int]
-    ) -> list[Tensor]:
-        """Return damages [h] at each rank."""
-        p = weights(self._by_query(sight.queries @ sight.keys.mT), sight.is_seen) * sight.is_coded
-        z = (sight.values - mean[:, None]) @ forward
-        mixed = (p.flatten(1, 2) @ z).unflatten(1, p.shape[1:3])  # h, g, m, width
-        return [self.felt(mixed[..., rank:] @ back[:, None, :, rank:].mT) for rank in ranks]
-
-    def _by_query(self, rows: Tensor) -> Tensor:
-        """[h, g m, n] -> [h, g, m, n]."""
-        return rows.unflatten(1, (self.fisher.shape[1], -1))
-
-    def felt(self, difference: Tensor) -> Tensor:
-        """Return the damage [h] of a difference [h, g, m, width] of outputs."""
-        return ((difference @ self.fisher) * difference).sum((1, 2, 3))
-
-    def train(self, mean: Tensor, back: Tensor, steps: int, rate: float, unit: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Return mean and back after so many steps of Adam at this rate; the columns of back are orthogonal."""
-        width, heads = self.spec.width, self.spec.heads
-        ranks = [*range(unit, width, unit)] or [width]
-        base = self.damages(mean, back, ranks) / (self.count * self.measured)
-        base = base.clamp(min=MIN_DAMAGE * float(base.max()) + 1e-30).float()
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + 2 * self.spec.layer + (self.spec.kind == "keys"))
-        with torch.inference_mode(False), torch.enable_grad():
-            start = (back / back.norm(dim=1, keepdim=True)).to(self.states.dtype)
-            free = torch.zeros(heads, width, width, device=start.device, requires_grad=True)
-            centre = mean.to(self.states.dtype).clone().requires_grad_()
-            optimizer = torch.optim.Adam([free, centre], lr=rate)
-            for step in range(steps):
-                optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
-                sample = int(torch.randint(self.count, (1,), generator=generator))
-                count = min(STEP_QUERIES, self.length - self.tail)
-                places = self.tail + torch.randperm(self.length - self.tail, generator=generator)[:count].sort().values
-                drawn = torch.randint(len(ranks), (heads,), generator=generator)
-                is_kept = (torch.arange(width) < torch.tensor(ranks)[drawn][:, None]).to(start.device)
-                loss = self._loss(self.sight(sample, places), centre, start @ cayley(free), is_kept)
-                optimizer.zero_grad()
-                (loss / count / base.gather(1, drawn.to(base.device)[:, None])[:, 0]).sum().backward()
-                optimizer.step()
-            mean, basis = centre.detach().double(), start.double() @ cayley(free.detach().double())
-        states = self.states.double().transpose(0, 1) - mean[:, None]
-        sizes = (states @ basis).square().mean(1).sqrt()
-        return mean, basis * sizes.clamp(min=1e-3 * float(sizes.mean()) + 1e-9)[:, None]
-
-    def _loss(self, sight: Sight, mean: Tensor, basis: Tensor, is_kept: Tensor) -> Tensor:
-        """Return the damage [h] with the columns of `basis` [h, width, width] that are kept, bool [h, width]."""
-        kept = basis * is_kept[:, None]
-        exact = self._by_query(sight.queries @ sight.keys.mT)
-        if self.spec.kind == "keys":
-            z = (sight.keys - mean[:, None]) @ kept
-            scores = self._by_query((sight.queries @ kept) @ z.mT + sight.queries @ mean[..., None])
-            output = attend(torch.where(sight.is_coded, scores, exact), sight.is_seen, sight.values)
-            return self.felt(output - attend(exact, sight.is_seen, sight.values))
-        p = weights(exact, sight.is_seen) * sight.is_coded
-        centred = sight.values - mean[:, None]
-        lost = centred - (centred @ kept) @ kept.mT
-        return self.felt((p.flatten(1, 2) @ lost).unflatten(1, p.shape[1:3]))
-
-
-def cayley(free: Tensor) -> Tensor:
-    """free [h, width, width] -> orthogonal matrices (I - A)(I + A)^-1 with A = free - free^T."""
-    skew, one = free - free.mT, torch.eye(free.shape[-1]).to(free)
-    return torch.linalg.solve(one + skew, one - skew)  # the two factors commute
-
-
-def weights(scores: Tensor, is_seen: Tensor) -> Tensor:
-    """Return the probabilities [h, g, m, n] of scores alike; is_seen bool [m, n]."""
-    return scores.masked_fill(~is_seen, torch.finfo(scores.dtype).min).softmax(-1)
-
-
-def attend(scores: Tensor, is_seen: Tensor, values: Tensor) -> Tensor:
-    """scores [h, g, m, n], values [h, n, width] -> outputs [h, g, m, width]."""
-    p = weights(scores, is_seen)
-    return (p.flatten(1, 2) @ values).unflatten(1, p.shape[1:3])
+        if self.exact_tail < 0 or self.batch_tokens < 1:
+            raise ValueError("exact_tail is 0 or more, batch_tokens 1 or more")
+        if not 0 <= self.language <= 1:
+            raise ValueError(f"language {self.language} is not between 0 and 1")
 
 
 def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Samples as compress/kv/__init__.py describes them; ranks are those of this layer and kind alone."""
     text = AttendedText(spec, samples, config.exact_tail)
     mean, back = text.basis(config.basis == "weighted")
-    if config.steps:
+    if config.steps and config.train == "layer":
         mean, back = text.train(mean, back, config.steps, config.rate, config.unit, config.seed)
+    return _with_ranks(config, spec, text, (mean, back))
+
+
+def _with_ranks(config: Config, spec: Spec, text: AttendedText, basis: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Return all that is stored for a basis: mean [h, width] and back [h, width, width]."""
+    mean, back = basis
     learned = {"mean": mean.half(), "back": back.half()}
     ranks = grid(spec.width, config.unit)
     learned["damages"] = text.damages(learned["mean"].double(), learned["back"].double(), ranks).float().cpu()
@@ -261,6 +111,60 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
         chosen = greedy([*learned["damages"]], [ranks] * spec.heads, budget)
     learned["ranks"] = torch.tensor(chosen, dtype=torch.int32)
     return learned
+
+
+class NestedSubspace:
+    """Nested columns in training: a skew matrix for each head, turned into a rotation of the start, and the mean."""
+
+    def __init__(self, start: Mapping[str, Tensor], device: torch.device) -> None:
+        """start: mean [h, width] and back [h, width, width] of orthogonal columns, in any sizes."""
+        back = start["back"].to(device).double()
+        turn, upper = torch.linalg.qr(back)  # rounding of what is stored has bent them
+        self.start = (turn * upper.diagonal(dim1=1, dim2=2).sign()[:, None]).float()
+        self.free, self.mean = (
+            nn.Parameter(x) for x in (torch.zeros_like(self.start), start["mean"].to(device).float())
+        )
+        self.parameters = [self.free, self.mean]
+        self.is_kept = torch.ones(self.start.shape[0], 1, self.start.shape[2], device=device)
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Choose the rank of each head, of the eighths of its width."""
+        heads, width = self.start.shape[:2]
+        ranks = torch.randint(1, RANK_LEVELS + 1, (heads, 1, 1), generator=generator) * width / RANK_LEVELS
+        self.is_kept = (torch.arange(width) < ranks.round().clamp(min=1)).to(self.start)
+
+    def cut(self, states: Tensor, turns: model_distillation.Turns) -> Tensor:
+        """Return states [B, h, n, width] projected on the columns that are kept."""
+        kept, mean = (self.start @ cayley(self.free)) * self.is_kept, self.mean[:, None]
+        return ((states.float() - mean) @ kept) @ kept.mT + mean
+
+
+def distil(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]], text: TextPass) -> None:
+    """Train the bases whose settings say so through the model, and measure the damages of what they became; in place.
+
+    What decides the training is taken from the first of them.
+    """
+    chosen = [each for each in learned if each[0].steps and each[0].train == "model"]
+    if not chosen:
+        return
+    subspaces: dict[tuple[int, str], NestedSubspace] = {
+        (spec.layer, spec.kind): NestedSubspace(static, text.device) for _, spec, static in chosen
+    }
+    first = chosen[0][0]
+    settings = model_distillation.DistillationSettings(
+        first.steps, first.rate, first.batch_tokens, first.language, first.exact_tail, first.seed
+    )
+    model_distillation.train(text, subspaces, settings)
+    layers = {spec.layer for _, spec, _ in chosen}
+    needs = [NEEDS if index in layers else frozenset() for index in range(chosen[0][1].layers)]
+    for index, samples, _ in text.layers(needs):
+        for config, spec, static in chosen:
+            if spec.layer == index:
+                seen, trained = AttendedText(spec, samples, config.exact_tail), subspaces[index, spec.kind]
+                mean = trained.mean.detach().double()
+                back = seen.scale_columns(mean, trained.start.double() @ cayley(trained.free.detach().double()))
+                new = _with_ranks(config, spec, seen, (mean, back))
+                static.update({name: tensor.cpu() for name, tensor in new.items()})
 
 
 def balance(learned: Sequence[tuple[Config, Spec, dict[str, Tensor]]]) -> None:
