@@ -9,7 +9,7 @@ both ends of its range, together with a product of two thin matrices beside it:
 Rounding is straight-through, and all is trained by AdamW against the output of the block, which makes this ApiQ-bw. The
 product is `quantize.lowrank` of the recipe; without one only the factors of the ends are trained, and norms and biases.
 
-Differences: ApiQ begins with a random A, B = 0 and the whole range of W (factors of 0.982). Training begins here with
+Its own start, rates and stages are compress/papers/tune/apiq.py. Differences: ApiQ begins with a random A, B = 0 and the whole range of W (factors of 0.982). Training begins here with
 what the method of `quantize` stored: its scales, and the product that it fitted. What is rounded is W less that product
 (W itself only where there is none), in the cell of the stored code and as near to that as MARGIN of
 compress/tune/codes/latent.py allows; so that the first step sees the stored weight to the bit. A search has made the
@@ -21,7 +21,7 @@ Measured on a block of tests/models/books-8m in 2 bits beside rank 16: training 
 as `fixed` codes do, so that it is not in the core; the published start and rates give 0.0036 behind 400 steps
 (docs/results/tuning.md).
 
-Not done: ApiQ-lw, which trains one linear at a time; formats other than `int`, which keep their codes
+Not done: formats other than `int`, which keep their codes
 (compress/tune/codes/fixed.py); factors of fewer than 16 bits, of which only scales are trained.
 """
 
