@@ -26,7 +26,9 @@ from transformers.cache_utils import DynamicCache
 from compress.calib.data import token_windows
 from compress.model import load
 from compress.papers.decoding import lora_drop
-from compress.papers.decoding.lora_drop import Correction, Corrections, FitSettings, TeacherForced
+from compress.papers.decoding.lora_drop import BlockCorrection, Corrections, FitSettings, Reuse, TeacherForced
+
+REUSES: tuple[Reuse, ...] = ("state", "update")
 
 
 def block_sets(count: int) -> dict[str, tuple[int, ...]]:
@@ -44,8 +46,9 @@ def log_probabilities(model: Any, windows: Tensor, prompt: int, chosen: Correcti
     rows = []
     for window in windows:
         ids = window[None]
-        logits = model(input_ids=ids, use_cache=False).logits if chosen is None else None
-        if chosen is not None:
+        if chosen is None:
+            logits = model(input_ids=ids, use_cache=False).logits
+        else:
             logits = TeacherForced(model, chosen, prompt).logits(ids)
         rows.append(torch.log_softmax(logits[0, prompt - 1 : -1].float(), -1))
     return torch.cat(rows)
@@ -67,7 +70,8 @@ def decode(model: Any, prompt: Tensor, tokens: int) -> tuple[float, int]:
     for _ in range(tokens):
         ids = model(input_ids=ids, past_key_values=cache, use_cache=True).logits.argmax(-1)
     seconds = time.process_time() - started
-    return seconds, sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    layers: list[Any] = list(cache.layers)
+    return seconds, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
 
 
 def measure_quality(model: Any, asked: argparse.Namespace, fits: Tensor, windows: Tensor) -> None:
@@ -76,9 +80,9 @@ def measure_quality(model: Any, asked: argparse.Namespace, fits: Tensor, windows
     expected = log_probabilities(model, windows, asked.prompt, None)
     print(f"whole model: perplexity {scores(expected, expected, targets)[2]:.2f}, {len(targets)} tokens", flush=True)
     for name, blocks in block_sets(len(lora_drop.blocks_in(model))).items():
-        for period in asked.periods:
+        for period in asked.periods if name in asked.sets else ():
             ways: dict[str, Corrections] = {}
-            for reuse in ("state", "update"):
+            for reuse in REUSES:
                 settings = FitSettings(period, asked.rank, reuse, asked.prompt)
                 ways[f"{reuse}, corrected"] = lora_drop.fit(model, fits, blocks, settings)
                 ways[f"{reuse}, as it is"] = lora_drop.without_correction(model, blocks, period, reuse)
@@ -92,7 +96,7 @@ def measure_quality(model: Any, asked: argparse.Namespace, fits: Tensor, windows
 def measure_speed(model: Any, asked: argparse.Namespace, prompt: Tensor) -> None:
     """Print CPU seconds and bytes of the cache of whole and of shortened decoding, in turns."""
     hidden = model.config.get_text_config().hidden_size
-    correction = Correction(torch.zeros(asked.rank, hidden), torch.zeros(hidden, asked.rank))
+    correction = BlockCorrection(torch.zeros(asked.rank, hidden), torch.zeros(hidden, asked.rank))
     kinds: dict[str, Corrections] = {"whole": Corrections({}, 1)}
     for name, blocks in block_sets(len(lora_drop.blocks_in(model))).items():
         for period in asked.periods:
@@ -118,6 +122,7 @@ def main() -> None:
     parser.add_argument("--calib", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--periods", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--sets", nargs="+", default=["3 of 4", "1 of 2", "1 of 4"], help="of blocks that are scored")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=384)
     parser.add_argument("--prompt", type=int, default=64)
@@ -129,7 +134,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.bfloat16).eval().requires_grad_(False)
     tokenizer, size = load.load_tokenizer(asked.model), model.config.get_text_config().vocab_size
     fits, windows = (token_windows(text, tokenizer, asked.seq_len, size)[0] for text in (asked.calib, asked.text))
-    measure_speed(model, asked, windows[:1, : asked.prompt])
+    if asked.turns:
+        measure_speed(model, asked, windows[:1, : asked.prompt])
     measure_quality(model, asked, fits[: asked.samples], windows[: asked.windows])
 
 

@@ -44,10 +44,10 @@ from compress.runtime.bypass import blocks_in
 
 Reuse = Literal["state", "update", "nothing"]
 ALWAYS_RUN = 4  # each so many-th block, as in the released code
-RIDGE = 1e-3  # of the mean square of inputs, added to their Gram matrix
+RIDGE_SHARE = 1e-3  # mean square of inputs times this is added to the diagonal of their Gram matrix
 
 
-class Correction(NamedTuple):
+class BlockCorrection(NamedTuple):
     """What takes the place of a block: A [rank, hidden] and B [hidden, rank], float32."""
 
     a: Tensor
@@ -63,7 +63,7 @@ class Correction(NamedTuple):
 class Corrections:
     """The blocks that are left out between refreshes, and their corrections."""
 
-    blocks: Mapping[int, Correction]  # by number of the block
+    blocks: Mapping[int, BlockCorrection]  # by number of the block
     period: int  # [tokens] from one refresh to the next; 1: the whole model runs for each
     reuse: Reuse = "state"  # of the refreshed token: the block's output, what it added, or nothing of it
 
@@ -82,7 +82,7 @@ def published_blocks(count: int) -> tuple[int, ...]:
 def without_correction(model: nn.Module, blocks: Sequence[int], period: int, reuse: Reuse = "state") -> Corrections:
     """Return corrections of nothing: anchors are used as they are."""
     hidden = _hidden_size(model)
-    nothing = Correction(torch.zeros(1, hidden), torch.zeros(hidden, 1))
+    nothing = BlockCorrection(torch.zeros(1, hidden), torch.zeros(hidden, 1))
     return Corrections(dict.fromkeys(blocks, nothing), period, reuse)
 
 
@@ -111,7 +111,7 @@ def decoding(model: nn.Module, corrections: Corrections) -> Iterator[None]:
     ways = {number: _Dropped(each, reuse, step) for number, each in corrections.blocks.items()}
     handle = blocks_in(model)[0].register_forward_pre_hook(step.begin, with_kwargs=True)
     try:
-        with _replaced(model, ways):
+        with _replace_forwards(model, ways):
             yield
     finally:
         handle.remove()
@@ -120,7 +120,7 @@ def decoding(model: nn.Module, corrections: Corrections) -> Iterator[None]:
 class _Dropped:
     """The forward function of a block that is left out between refreshes."""
 
-    def __init__(self, correction: Correction, reuse: Reuse, step: _Step) -> None:
+    def __init__(self, correction: BlockCorrection, reuse: Reuse, step: _Step) -> None:
         self.correction, self.reuse, self.step = correction, reuse, step
         self.original: Any = None
         self.anchor: tuple[Tensor, Tensor] | None = None  # its input and its output for the last refreshed token
@@ -129,7 +129,7 @@ class _Dropped:
         """Return what the block returns, or what takes its place."""
         hidden = _hidden_of(args, kwargs)
         if not self.step.is_refresh and self.anchor is not None:
-            return replaced(hidden, *self.anchor, self.correction, self.reuse)
+            return replace_output(hidden, *self.anchor, self.correction, self.reuse)
         if hidden.shape[1] == 1:
             kwargs["attention_mask"] = None  # as long as the first block's cache; all that is cached here is seen
         result = self.original(*args, **kwargs)
@@ -138,7 +138,9 @@ class _Dropped:
         return result
 
 
-def replaced(hidden: Tensor, anchor_in: Tensor, anchor_out: Tensor, correction: Correction, reuse: Reuse) -> Tensor:
+def replace_output(
+    hidden: Tensor, anchor_in: Tensor, anchor_out: Tensor, correction: BlockCorrection, reuse: Reuse
+) -> Tensor:
     """Return what takes the place of a block's output for inputs [..., hidden], with those of the refreshed tokens."""
     if reuse == "nothing":
         return hidden + correction.apply(hidden)
@@ -166,10 +168,10 @@ class TeacherForced:
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits [batch, length, vocabulary] of tokens [batch, length]."""
         anchors, reuse = self.anchors(tokens.shape[1]), self.corrections.reuse
-        ways = {number: _Read(each, reuse, anchors) for number, each in self.corrections.blocks.items()}
-        with _replaced(self.model, ways):
-            found: Tensor = self.model(input_ids=tokens, use_cache=False).logits
-        return found
+        ways = {number: _ReadBlock(each, reuse, anchors) for number, each in self.corrections.blocks.items()}
+        with _replace_forwards(self.model, ways):
+            logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits
 
 
 def _anchors(length: int, prompt: int, period: int) -> Tensor:
@@ -178,10 +180,10 @@ def _anchors(length: int, prompt: int, period: int) -> Tensor:
     return torch.where(behind > 0, prompt - 1 + behind // period * period, position)
 
 
-class _Read:
+class _ReadBlock:
     """The forward function of a block that is left out, for all tokens of texts at once."""
 
-    def __init__(self, correction: Correction, reuse: Reuse, anchors: Tensor) -> None:
+    def __init__(self, correction: BlockCorrection, reuse: Reuse, anchors: Tensor) -> None:
         self.correction, self.reuse, self.anchors = correction, reuse, anchors
         self.is_refreshed = anchors == torch.arange(len(anchors))
         self.original: Any = None
@@ -191,13 +193,13 @@ class _Read:
         hidden = _hidden_of(args, kwargs)
         result = self.original(*args, **{**kwargs, "attention_mask": self.mask(hidden)})
         output, others = (result[0], result[1:]) if isinstance(result, tuple) else (result, None)
-        made = self.made(hidden, hidden[:, self.anchors], output[:, self.anchors])
+        made = self.make_output(hidden, hidden[:, self.anchors], output[:, self.anchors])
         mixed = torch.where(self.is_refreshed[:, None], output, made)
         return mixed if others is None else (mixed, *others)
 
-    def made(self, hidden: Tensor, anchor_in: Tensor, anchor_out: Tensor) -> Tensor:
+    def make_output(self, hidden: Tensor, anchor_in: Tensor, anchor_out: Tensor) -> Tensor:
         """Return what takes the place of the block's output [batch, length, hidden]."""
-        return replaced(hidden, anchor_in, anchor_out, self.correction, self.reuse)
+        return replace_output(hidden, anchor_in, anchor_out, self.correction, self.reuse)
 
     def mask(self, hidden: Tensor) -> Tensor:
         """Return what is added to scores [1, 1, length, length]: each token sees refreshed ones, and itself."""
@@ -206,23 +208,23 @@ class _Read:
         return torch.zeros(seen.shape, dtype=hidden.dtype).masked_fill(~seen, torch.finfo(hidden.dtype).min)[None, None]
 
 
-class _Fitted(_Read):
+class _Fitted(_ReadBlock):
     """A block whose correction is fitted when it is first called, to what the whole model gives there."""
 
     def __init__(self, target: Tensor, rank: int, reuse: Reuse, anchors: Tensor) -> None:
         """target [batch, length, hidden]."""
-        super().__init__(Correction(torch.empty(0), torch.empty(0)), reuse, anchors)
+        super().__init__(BlockCorrection(torch.empty(0), torch.empty(0)), reuse, anchors)
         self.target, self.rank = target, rank
 
-    def made(self, hidden: Tensor, anchor_in: Tensor, anchor_out: Tensor) -> Tensor:
+    def make_output(self, hidden: Tensor, anchor_in: Tensor, anchor_out: Tensor) -> Tensor:
         """Fit the correction; return what takes the place of the block's output with it."""
         moved = hidden - anchor_in if self.reuse == "update" else hidden
-        nothing = Correction(torch.zeros(1, hidden.shape[-1]), torch.zeros(hidden.shape[-1], 1))
-        plain = replaced(hidden, anchor_in, anchor_out, nothing, self.reuse)
+        nothing = BlockCorrection(torch.zeros(1, hidden.shape[-1]), torch.zeros(hidden.shape[-1], 1))
+        plain = replace_output(hidden, anchor_in, anchor_out, nothing, self.reuse)
         left_out = ~self.is_refreshed
         x, missing = (each[:, left_out].flatten(0, 1).double() for each in (moved, self.target - plain))
         self.correction = regress(x, missing, self.rank)
-        return super().made(hidden, anchor_in, anchor_out)
+        return super().make_output(hidden, anchor_in, anchor_out)
 
 
 @dataclass(frozen=True)
@@ -241,28 +243,28 @@ def fit(model: nn.Module, tokens: Tensor, blocks: Sequence[int], settings: FitSe
     body, anchors = next(bodies(model)), _anchors(tokens.shape[1], settings.prompt, settings.period)
     targets = _outputs(model, body, tokens, blocks)
     ways = {number: _Fitted(targets[number], settings.rank, settings.reuse, anchors) for number in blocks}
-    with _replaced(model, ways):
+    with _replace_forwards(model, ways):
         body(input_ids=tokens, use_cache=False)
     return Corrections({number: each.correction for number, each in ways.items()}, settings.period, settings.reuse)
 
 
-def regress(x: Tensor, y: Tensor, rank: int) -> Correction:
+def regress(x: Tensor, y: Tensor, rank: int) -> BlockCorrection:
     """Return the product of a rank whose image of x is nearest to y, both [tokens, hidden] float64."""
     gram = x.T @ x
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    gram.diagonal().add_(RIDGE_SHARE * gram.diagonal().mean())
     whole = torch.linalg.solve(gram, x.T @ y).T
-    found = truncate_rank(whole, gram, rank)
-    return Correction(found.right.float(), found.left.float())
+    cut = truncate_rank(whole, gram, rank)
+    return BlockCorrection(cut.right.float(), cut.left.float())
 
 
 def _outputs(model: nn.Module, body: nn.Module, tokens: Tensor, blocks: Sequence[int]) -> dict[int, Tensor]:
     """Return what blocks of the whole model give for texts, [samples, length, hidden]."""
-    found: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
     held = blocks_in(model)
 
     def note(number: int) -> Any:
         def keep(_: nn.Module, args: Any, output: Any) -> None:
-            found[number] = output[0] if isinstance(output, tuple) else output
+            outputs[number] = output[0] if isinstance(output, tuple) else output
 
         return held[number].register_forward_hook(keep)
 
@@ -270,11 +272,11 @@ def _outputs(model: nn.Module, body: nn.Module, tokens: Tensor, blocks: Sequence
         for number in blocks:
             stack.callback(note(number).remove)
         body(input_ids=tokens, use_cache=False)
-    return found
+    return outputs
 
 
 @contextmanager
-def _replaced(model: nn.Module, ways: Mapping[int, Any]) -> Iterator[None]:
+def _replace_forwards(model: nn.Module, ways: Mapping[int, Any]) -> Iterator[None]:
     """Let these take the place of the forward functions of blocks."""
     blocks = blocks_in(model)
     try:

@@ -53,10 +53,10 @@ from compress.types import PackedWeight
 
 SCOPE = "block"
 CHECKS = 8  # times that the held-out error is measured
-CLIP_START = 4.0  # of gamma and beta, as published: ends times 0.982
-ALPHA = 16.0  # of LoRA, as published: the product counts ALPHA / rank times
+CLIP_START = 4.0  # gamma and beta begin so, as published: ends times 0.982
+LORA_ALPHA = 16.0  # the published one: the product counts LORA_ALPHA / rank times
 MIN_SCALE = 1e-5
-WARM_UP_SHARE = 0.03  # of the steps
+WARM_UP_STEPS_SHARE = 0.03
 WEIGHT_NBYTES = 60  # [bytes] for each weight of a block: the copy, what is rounded, the stored codes, and a step
 STATES = 5  # times the activations of a forward pass that the passes of a step take
 
@@ -125,7 +125,7 @@ class ClippedWeight(Latent):
         random = torch.rand(part.rank, in_features, generator=torch.Generator().manual_seed(seed))
         a = ((2 * random - 1) * in_features**-0.5).to(self.values.device)
         b = torch.zeros(out_features, part.rank, device=a.device)
-        return {lowrank.PREFIX + "a": _begin(a), lowrank.PREFIX + "b": _begin(b, ALPHA / part.rank)}
+        return {lowrank.PREFIX + "a": _begin(a), lowrank.PREFIX + "b": _begin(b, LORA_ALPHA / part.rank)}
 
     def _grid(self) -> tuple[Tensor, Tensor]:
         """Return scales and zero points [out, groups, 1] as they are now; gradients pass through scales alone."""
@@ -193,7 +193,7 @@ def train(
 
 def rate_share(step: int, steps: int) -> float:
     """Return what the rate of a step is of the largest one."""
-    warmth = min(1.0, (step + 1) / max(1.0, WARM_UP_SHARE * steps))
+    warmth = min(1.0, (step + 1) / max(1.0, WARM_UP_STEPS_SHARE * steps))
     return warmth * (FINAL_RATE_SHARE + (1 - FINAL_RATE_SHARE) * (1 + math.cos(math.pi * step / steps)) / 2)
 
 
@@ -223,7 +223,7 @@ class BlockTuning(adaquant.BlockTuning):
         }
         if not weights:
             return self.packed, {}, "no weight of the block is in the format int: ApiQ has trained nothing"
-        found = self.error({})
+        quantized = self.error({})
         for name, each in weights.items():
             self._place(name, each.weight(), None)
         first = self.error({})
@@ -235,7 +235,7 @@ class BlockTuning(adaquant.BlockTuning):
             self.packed[name] = each.pack()
             self._place(name, formats.decode(self.packed[name], torch.float32), None)
         ends = f"{first:.3g} as it began, {self.error({}):.3g} trained"
-        return self.packed, {}, f"ApiQ; held-out error of the block: {found:.3g} as it was quantized, {ends}"
+        return self.packed, {}, f"ApiQ; held-out error of the block: {quantized:.3g} as it was quantized, {ends}"
 
     def _train_block(self, weights: Mapping[str, ClippedWeight]) -> None:
         """Train all linears together, against the output of the block."""
@@ -284,9 +284,9 @@ class BlockTuning(adaquant.BlockTuning):
             for name in group:
                 if name in weights and sums[name].size:
                     _train_linear(weights[name], sums[name], held, self.config)
-                self._place(name, weights[name].weight() if name in weights else self._decoded(name), None)
+                self._place(name, weights[name].weight() if name in weights else self._decode(name), None)
 
-    def _decoded(self, name: str) -> Tensor:
+    def _decode(self, name: str) -> Tensor:
         return formats.decode(self.packed[name], torch.float32)
 
 

@@ -29,7 +29,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def rounded(weight: Tensor, bits: int = 2, entry_bits: int = 16, seed: int = 1) -> PackedWeight:
     """A weight rounded to nearest, with a low-rank part beside it that has nothing to do with it."""
-    packed, part = round_to_nearest(weight, bits, GROUP), LowRank(RANK, entry_bits)
+    packed, part = round_to_nearest(weight, bits, GROUP, symmetric=False), LowRank(RANK, entry_bits)
     factors = random(RANK, weight.shape[1], seed=seed), random(RANK, weight.shape[0], seed=seed + 1)
     tensors = {lowrank.PREFIX + name: tensor for name, tensor in lowrank.pack(*factors, part).items()}
     return PackedWeight(dataclasses.replace(packed.stored, lowrank=part), {**packed.tensors, **tensors}, packed.shape)
@@ -82,7 +82,7 @@ def test_gradients_are_those_of_the_formula() -> None:
     by_scale = (mix * (code.clamp(0, 3) - zero - inside * padded / scale)).sum(-1, keepdim=True)
     ends = {"low": -padded.amin(-1, keepdim=True).clamp(max=0), "high": padded.amax(-1, keepdim=True).clamp(min=0)}
     expected = {name: by_scale * ends[name] / 3 * factor[name] * (1 - factor[name]) for name in ends}
-    share = apiq.ALPHA / RANK
+    share = apiq.LORA_ALPHA / RANK
     a, b = moved["lowrank_a"], share * moved["lowrank_b"]
     expected |= {"lowrank_a": b.T @ mixing.double(), "lowrank_b": share * mixing.double() @ a.T}
     for name, gradient in expected.items():
