@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-import compress
 from compress import formats
 from compress.calib.data import token_windows
 from compress.export import peft as adapter
@@ -33,7 +32,7 @@ SEQ_LEN = 512
 
 def with_adapter(checkpoint: Path, rank: int) -> tuple[Any, list[torch.nn.Parameter]]:
     """Return the model with dense, frozen base weights, and the factors of its adapters."""
-    model: Any = compress.load(checkpoint)
+    model: Any = load.load_model(checkpoint, "float32", "cpu")
     if not adapter.separate(model):
         adapter.attach(model, rank)
     factors = adapter.parameters(model)
@@ -115,7 +114,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where matrices are multiplied")
     asked = parser.parse_args()
-    original = compress.load(asked.base)
+    original = load.load_model(asked.base, "float32", "cpu")
     for checkpoint in asked.checkpoints:
         started = time.process_time()
         torch.manual_seed(0)
