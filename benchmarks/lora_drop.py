@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from compress.calib.data import token_windows
@@ -131,7 +130,7 @@ def main() -> None:
     parser.add_argument("--decode", type=int, default=64, help="tokens of the timed decoding")
     parser.add_argument("--turns", type=int, default=3)
     asked = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.bfloat16).eval().requires_grad_(False)
+    model: Any = load.load_model(asked.model, "bfloat16", "cpu").requires_grad_(False)
     tokenizer, size = load.load_tokenizer(asked.model), model.config.get_text_config().vocab_size
     fits, windows = (token_windows(text, tokenizer, asked.seq_len, size)[0] for text in (asked.calib, asked.text))
     if asked.turns:
