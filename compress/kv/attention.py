@@ -60,6 +60,8 @@ def attention(
     if not layer.cache.exact_prefill:
         layer.commit(query)
         output = _attend(layer, query, None, attention_mask, logits)
+    elif is_first and (read := layer.read_prompt(query, new, attention_mask, logits)) is not None:
+        output = read
     elif is_first and logits.softcap is None:
         output, _ = sdpa_attention_forward(module, query, *new, attention_mask, scaling=scaling, **kwargs)
         layer.watch(query, scaling)

@@ -14,6 +14,7 @@ above, and what hooks and attention call:
 
     enter         before a forward pass of the whole model
     before        before the attention module of the layer: its mask
+    read_prompt   attention of a first pass to a part of its tokens
     watch         queries that read everything
     read_chosen   attention to a part of the stored tokens
     forget_values weights of values that are not read
@@ -238,6 +239,13 @@ class CodedLayer(CacheLayerMixin):
     def before(self, call: Call, mask: Any, tokens: int) -> Any:
         """Take note of the forward pass of an attention module; return the mask for so many new tokens."""
         return mask
+
+    def read_prompt(self, query: Tensor, new: tuple[Tensor, Tensor], mask: Any, logits: Logits) -> Tensor | None:
+        """Attend in a first pass to a part of its own tokens -> [B, n, H, width]; None: to all of them, as is usual.
+
+        query [B, H, n, width], new: keys and values [B, h, n, width], mask: the model's own.
+        """
+        return None
 
     @property
     def chooses(self) -> bool:
