@@ -284,9 +284,8 @@ class Preserved:
     taken, so that lambda depends on no size; the paper scales g^2 of a linear to mean 1, which cancels here.
 
     Measured on one block in 2 bits: lambda 0.01 and 0.1 raise the KL from 0.00092 to 0.00093 and 0.00099
-    (docs/results/tuning.md). Not done: the stages of the paper, which train by this term alone before, or by the output
-    alone behind; W_eff without the low-rank part; a lambda that changes from block to block; sliced Wasserstein
-    distances.
+    (docs/results/tuning.md). The stages of the paper, and W_eff without the low-rank part, are those of the method
+    `partial_retraining`. Not done: a lambda that changes from block to block; sliced Wasserstein distances.
     """
 
     def __init__(self, block: nn.Module, names: Sequence[str], fisher: Mapping[str, Fisher]) -> None:

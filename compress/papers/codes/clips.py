@@ -9,11 +9,12 @@ both ends of its range, together with a product of two thin matrices beside it:
 Rounding is straight-through, and all is trained by AdamW against the output of the block, which makes this ApiQ-bw. The
 product is `quantize.lowrank` of the recipe; without one only the factors of the ends are trained, and norms and biases.
 
-Differences: ApiQ begins with a random A, B = 0 and the whole range of W (factors of 0.982). Training begins here with
-what the method of `quantize` stored: its scales, and the product that it fitted. What is rounded is W less that product
-(W itself only where there is none), in the cell of the stored code and as near to that as MARGIN of
-compress/tune/codes/latent.py allows; so that the first step sees the stored weight to the bit. A search has made the
-range smaller before, so that factors go up to MAX_CLIP_FACTOR, not 1: that times sigmoid(gamma), 1 at the start.
+Its own start, rates and stages are compress/papers/tune/apiq.py. Differences: ApiQ begins with a random A, B = 0 and
+the whole range of W (factors of 0.982). Training begins here with what the method of `quantize` stored: its scales, and
+the product that it fitted. What is rounded is W less that product (W itself only where there is none), in the cell of
+the stored code and as near to that as MARGIN of compress/tune/codes/latent.py allows; so that the first step sees the
+stored weight to the bit. A search has made the range smaller before, so that factors go up to MAX_CLIP_FACTOR, not 1:
+that times sigmoid(gamma), 1 at the start.
 `codes_rate` is what gamma and beta travel in the stage at most. Norms and biases are trained, too. Symmetric weights
 have one factor. No weight decay, and no second term for the output of the quantized block's own inputs (`aug_loss`).
 
@@ -21,7 +22,7 @@ Measured on a block of tests/models/books-8m in 2 bits beside rank 16: training 
 as `fixed` codes do, so that it is not in the core; the published start and rates give 0.0036 behind 400 steps
 (docs/results/tuning.md).
 
-Not done: ApiQ-lw, which trains one linear at a time; formats other than `int`, which keep their codes
+Not done: formats other than `int`, which keep their codes
 (compress/tune/codes/fixed.py); factors of fewer than 16 bits, of which only scales are trained.
 """
 

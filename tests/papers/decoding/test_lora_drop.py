@@ -1,0 +1,123 @@
+"""LoRA-Drop: decoding step by step against texts read at once, the cache, the fit against plain least squares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from compress.errors import UnsupportedModelError
+from compress.papers.decoding import lora_drop
+from compress.papers.decoding.lora_drop import BlockCorrection, Corrections, FitSettings, TeacherForced
+from helpers.pico import PICO
+
+PROMPT, HIDDEN = 5, 64
+IDS = torch.randint(0, 256, (1, 18), generator=torch.Generator().manual_seed(1))
+
+
+def corrections(period: int, reuse: Any, scale: float = 0.05) -> Corrections:
+    generator = torch.Generator().manual_seed(2)
+    pair = (scale * torch.randn(shape, generator=generator) for shape in ((3, HIDDEN), (HIDDEN, 3)))
+    return Corrections({1: BlockCorrection(*pair)}, period, reuse)
+
+
+def stepwise(model: Any, ids: Tensor) -> tuple[Tensor, DynamicCache]:
+    """Logits behind each token from the last of the prompt on, and the cache."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        rows = [model(input_ids=ids[:, :PROMPT], past_key_values=cache, use_cache=True).logits[:, -1:]]
+        rows += [
+            model(input_ids=ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits
+            for i in range(PROMPT, ids.shape[1])
+        ]
+    return torch.cat(rows, 1), cache
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("reuse", ["state", "update", "nothing"])
+def test_texts_read_at_once_are_what_decoding_reads(name: str, reuse: str) -> None:
+    model = PICO[name]()
+    whole = model(input_ids=IDS).logits
+    for period in (1, 3, 4):
+        chosen = corrections(period, reuse)
+        with lora_drop.decoding(model, chosen):
+            found, cache = stepwise(model, IDS)
+        expected = TeacherForced(model, chosen, PROMPT).logits(IDS)
+        assert torch.allclose(found, expected[:, PROMPT - 1 :], atol=2e-5)
+        assert torch.equal(expected, whole) or period > 1
+        decoded = IDS.shape[1] - PROMPT
+        assert [cache.get_seq_length(i) for i in range(2)] == [IDS.shape[1], PROMPT + decoded // period]
+    assert torch.equal(model(input_ids=IDS).logits, whole), "something was left in the model"
+
+
+def test_a_step_is_the_formula() -> None:
+    """output = anchor + B A x, with the output of the last refresh."""
+    model, chosen = PICO["llama"](), corrections(2, "state")
+    inputs, outputs = list[Tensor](), list[Tensor]()
+    lora_drop.blocks_in(model)  # which runs the model
+
+    def note(_: Any, args: Any, kwargs: Any, output: Tensor) -> None:
+        inputs.append(args[0] if args else kwargs["hidden_states"])
+        outputs.append(output)
+
+    handle = model.model.layers[1].register_forward_hook(note, with_kwargs=True)
+    with lora_drop.decoding(model, chosen):
+        stepwise(model, IDS)
+    handle.remove()
+    a, b = chosen.blocks[1]
+    for number in range(1, len(inputs), 2):  # the prompt is number 0
+        expected = outputs[number - 1][:, -1:] + inputs[number] @ (b @ a).T
+        assert torch.allclose(outputs[number], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [2, HIDDEN])
+def test_a_correction_is_the_least_squares_of_its_rank(rank: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, HIDDEN, generator=generator).double() * torch.linspace(0.1, 3, HIDDEN)
+    y = x @ torch.randn(HIDDEN, HIDDEN, generator=generator).double() + torch.randn(300, HIDDEN, generator=generator)
+    found = lora_drop.regress(x, y, rank)
+    gram = x.T @ x
+    gram += lora_drop.RIDGE_SHARE * gram.diagonal().mean() * torch.eye(HIDDEN)
+    whole = torch.linalg.solve(gram, x.T @ y).T
+    left, size, right = torch.linalg.svd(whole @ torch.linalg.cholesky(gram), full_matrices=False)
+    best = (left[:, :rank] * size[:rank]) @ right[:rank] @ torch.linalg.inv(torch.linalg.cholesky(gram))
+    assert torch.allclose((found.b @ found.a).double(), best, atol=1e-4)
+
+
+@pytest.mark.parametrize("reuse", ["state", "update", "nothing"])
+def test_fitted_corrections_bring_blocks_nearer(reuse: Any) -> None:
+    model = PICO["llama"]()
+    tokens = torch.randint(0, 256, (24, 32), generator=torch.Generator().manual_seed(3))
+    settings = FitSettings(period=3, rank=16, reuse=reuse, prompt=PROMPT)
+    whole = model(input_ids=tokens).logits
+    fitted = lora_drop.fit(model, tokens, [1], settings)
+    nothing = lora_drop.without_correction(model, [1], 3, reuse)
+    errors = [(TeacherForced(model, c, PROMPT).logits(tokens) - whole).square().mean() for c in (fitted, nothing)]
+    assert errors[0] < 0.85 * errors[1]
+    assert fitted.blocks[1].a.shape == (16, HIDDEN) and fitted.period == 3
+    assert torch.equal(model(input_ids=tokens).logits, whole)
+
+
+def test_generate_runs_inside() -> None:
+    model = PICO["llama"]()
+    arguments = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(IDS, **arguments)
+    with lora_drop.decoding(model, corrections(1, "state")):
+        assert torch.equal(model.generate(IDS, **arguments), plain)
+    with lora_drop.decoding(model, corrections(4, "state", scale=1.0)):
+        assert not torch.equal(model.generate(IDS, **arguments), plain)
+    assert torch.equal(model.generate(IDS, **arguments), plain)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="period 0"):
+        Corrections({}, 0)
+    with pytest.raises(ValueError, match="block 0"):
+        Corrections({0: BlockCorrection(torch.zeros(1, 2), torch.zeros(2, 1))}, 2)
+    model = PICO["llama"]()
+    with lora_drop.decoding(model, corrections(2, "state")), pytest.raises(UnsupportedModelError, match="one sequence"):
+        model(input_ids=IDS.repeat(2, 1))
+    assert lora_drop.published_blocks(9) == (1, 2, 3, 5, 6, 7)
