@@ -20,21 +20,21 @@ def projection_weights(block: nn.Module, run: Callable[[], Mapping[str, Tensor]]
     """
     weights = [p for p in block.parameters() if p.dim() == 2 and p.is_floating_point()]
     before = [p.requires_grad for p in weights]
-    found = {}
+    weights_by_kind = {}
     try:
         for p in weights:
             p.requires_grad_(True)
         with torch.enable_grad():
             for kind, states in run().items():
                 slope = torch.linspace(-1, 1, states.numel(), device=states.device).view_as(states).to(states.dtype)
-                found[kind] = _reached(weights, states, slope)
+                weights_by_kind[kind] = _rows_reached(weights, states, slope)
     finally:
         for p, required in zip(weights, before, strict=True):
             p.requires_grad_(required)
-    return found
+    return weights_by_kind
 
 
-def _reached(weights: list[nn.Parameter], states: Tensor, slope: Tensor) -> Tensor:
+def _rows_reached(weights: list[nn.Parameter], states: Tensor, slope: Tensor) -> Tensor:
     """Return the rows of the one weight that the gradient of states reaches; [0, 0] if it is not one."""
     if not states.requires_grad:
         return torch.zeros(0, 0)

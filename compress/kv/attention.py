@@ -61,7 +61,8 @@ def attention(
         layer.commit(query)
         output = _attend(layer, query, None, attention_mask, logits)
     elif is_first and logits.softcap is None:
-        output, _ = sdpa_attention_forward(module, query, *new, attention_mask, scaling=scaling, **kwargs)
+        first_mask = layer.mask_first(query, key.new, attention_mask, scaling)
+        output, _ = sdpa_attention_forward(module, query, *new, first_mask, scaling=scaling, **kwargs)
         layer.watch(query, scaling)
     else:
         output = _attend(layer, query, new, attention_mask, logits)

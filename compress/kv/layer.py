@@ -14,6 +14,7 @@ above, and what hooks and attention call:
 
     enter         before a forward pass of the whole model
     before        before the attention module of the layer: its mask
+    mask_first    which keys of a first pass its queries read
     watch         queries that read everything
     read_chosen   attention to a part of the stored tokens
     forget_values weights of values that are not read
@@ -246,6 +247,10 @@ class CodedLayer(CacheLayerMixin):
 
     def watch(self, query: Tensor, scaling: float) -> None:
         """See queries [B, H, n, width] that read everything."""
+
+    def mask_first(self, query: Tensor, keys: Tensor, mask: Tensor | None, scaling: float) -> Tensor | None:
+        """Return the mask of a first pass: query [B, H, n, width] that reads its own keys [B, h, n, width]."""
+        return mask
 
     def read_chosen(
         self,

@@ -58,6 +58,7 @@ FULL = {
     "tidal": {"keep": 1.0, "dense_layers": 0},
     "actqkv": {"keep": 1.0, "dense_layers": 0},
     "selective_values": {"eps": 0.0},
+    "loopserve": {"keep": 1.0, "alpha": 1.0},
 }
 
 

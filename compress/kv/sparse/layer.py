@@ -89,6 +89,11 @@ class ReadingLayer(CodedLayer):
         if self.reader is not None:
             self.reader.watch(group_queries(query, self.reader.spec.heads, scaling))
 
+    def mask_first(self, query: Tensor, keys: Tensor, mask: Tensor | None, scaling: float) -> Tensor | None:
+        if self.reader is None:
+            return mask
+        return self.reader.mask_first(group_queries(query, self.reader.spec.heads, scaling), keys, mask)
+
     def candidates(self) -> int:
         """Return how many tokens may be chosen or left: those that keys and values hold coded, in whole units."""
         if self.reader is None or not self.stores:
