@@ -34,9 +34,12 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 SPLITS = ((4, 2), (2, 4), (3, 3), (4, 4))  # bits of keys, of values
 NORMS = {"method": "kv_adaquant", "bits": 3.0, "widths": (2, 3, 4, 6, 8)}
+BY_TOKEN = {**NORMS, "axis": "token"}
 RULES: dict[str, dict[str, Any]] = {
-    f"kv_adaquant{name}, {of}": {**NORMS, **axis, "of": of}
-    for (name, axis), of in product((("", {}), (", both by token", {"axis": "token"})), ("weights", "cache"))
+    "both by token, spectral of weights": {**BY_TOKEN, "norm": "spectral"},
+    "both by token, Frobenius of weights": {**BY_TOKEN, "norm": "frobenius"},
+    "both by token, Frobenius of cache": {**BY_TOKEN, "norm": "frobenius", "of": "cache"},
+    "spectral of weights": {**NORMS, "norm": "spectral"},
 }
 
 

@@ -4,7 +4,7 @@ The error of b-bit integers grows with what is coded and falls as 2^-b. The norm
 W_V, and so do those of the keys that they make, so that keys should get more bits. With c = |W|^2 of each tensor kind
 of each layer, the sum of c 4^-bits is made small by the published greedy: all begin at the fewest of `widths`; again
 and again the kind with the largest fall of c 4^-bits for each bit that is added goes to its next width, as long as
-`bits` is not exceeded on average. `norm` is the Frobenius or the spectral norm, `of` says whether of the weights, as
+`bits` is not exceeded on average. `norm` is the spectral or the Frobenius norm, `of` says whether of the weights, as
 published, or of the keys and values that a calibration text gives, for each token.
 
 Codes are those of compress/kv/codecs/kivi.py. The paper's evidence is for groups along channels, of both kinds: that
@@ -39,7 +39,7 @@ MAX_BITS = 8
 class Config:
     bits: float = 3.0  # [bits] of one code, on average over keys and values of all layers with such settings
     widths: tuple[int, ...] = (1, 2, 4, 6, 8)  # [bits] that the keys or the values of a layer may have
-    norm: Literal["frobenius", "spectral"] = "frobenius"  # which norm is c, squared
+    norm: Literal["spectral", "frobenius"] = "spectral"  # which norm is c, squared
     of: Literal["weights", "cache"] = "weights"  # whose: of the projections, or of keys and values by token
     group_size: GroupSize = "auto"  # as kivi has it
     axis: Literal["channel", "token"] | None = None  # as kivi has it
