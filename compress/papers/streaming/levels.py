@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,10 +30,11 @@ from compress.errors import CheckpointError, CompressError, OutputError, Unsuppo
 from compress.kv.codec import rotate
 from compress.kv.saved import EARLY_FACTOR, EARLY_SHARE, LATE_FACTOR, columns, file, parts, plain
 from compress.kv.settings import KINDS
+from compress.numerics import rans
 from compress.storage import checkpoint, json_text
 
 VERSION = 1
-MANIFEST, COMMON = "manifest.json", "common"
+MANIFEST, COMMON, TABLES = "manifest.json", "common", "tables"
 # Squared error relative to the variance of a tensor, the finest level first.
 LEVELS: Mapping[str, float] = {"fine": 1e-3, "medium": 3.4e-3, "coarse": 1.2e-2, "coarsest": 4e-2}
 PIECE_TOKENS = 512
@@ -70,13 +71,8 @@ def write_levels(
     OutputError for a folder that cannot be made, CompressError for tokens that are not those of the cache.
     """
     seen = cache.get_seq_length()
-    if (
-        tokens.shape != (1, seen)
-        or seen <= plain.SINKS
-        or piece_tokens < 1
-        or piece_tokens % columns.CHUNK
-        or not levels
-    ):
+    fits = piece_tokens >= 1 and not piece_tokens % columns.CHUNK and levels
+    if tokens.shape != (1, seen) or seen <= plain.SINKS or not fits:
         raise CompressError(
             f"levels need a cache of more than {plain.SINKS} tokens, its token ids [1, tokens], and pieces of a "
             f"multiple of {columns.CHUNK}; found {seen} tokens, ids {list(tokens.shape)} and pieces of {piece_tokens}"
@@ -88,56 +84,68 @@ def write_levels(
     except OSError as error:
         raise OutputError(f"cannot make {folder}: {error.strerror}; name a folder that is not there") from error
     with TemporaryDirectory(dir=folder) as temporary:
-        stored = {
+        coded = {
             name: _code(cache, Path(temporary) / f"{at}.kv", model, noise)
             for at, (name, noise) in enumerate(levels.items())
         }
-        heads = {
-            name: {key: t.read() for key, t in own.tensors.items() if not key.endswith(".stream")}
-            for name, own in stored.items()
-        }
-        first, *others = heads.values()
-        common = {
-            key: x
-            for key, x in first.items()
-            if "." in key and all(key in own and torch.equal(own[key], x) for own in others)
-        }
-        common["tokens"] = tokens.to(torch.int32).cpu()
-        for index, layer in enumerate(cache.layers):
-            for kind in KINDS:
-                common[f"{index}.{kind}.sink"] = getattr(layer, kind)[:, :, : plain.SINKS].cpu().contiguous()
+        shared = _shared(cache, [own.head for own in coded.values()])
+        shared["tokens"] = tokens.to(torch.int32).cpu()
         entries = []
-        for name, own in stored.items():
-            head = {key: x for key, x in heads[name].items() if key not in common}
-            sizes = [
-                _put(folder / f"{name}.{at}", piece) for at, piece in enumerate(_pieces(own, heads[name], piece_tokens))
-            ]
-            described = {key: part.plain() for key, part in own.parts.items()}
-            entries.append(
-                {
-                    **{"name": name, "noise": float(levels[name]), "pieces": [each["nbytes"] for each in sizes]},
-                    **_put(folder / f"{name}.safetensors", save(head)),
-                    **{"parts": described, "turned": own.turned},
-                }
-            )
+        for name, own in coded.items():
+            pieces = [_put(folder / f"{name}.{at}", piece) for at, piece in enumerate(own.pieces(piece_tokens))]
+            head = {key: x for key, x in own.head.items() if key not in shared}
+            facts = {
+                **{"name": name, "noise": float(levels[name]), "turned": own.turned},
+                "pieces": [piece["nbytes"] for piece in pieces],
+                "parts": {key: part.plain() for key, part in own.parts.items()},
+            }
+            entries.append({**facts, **_put(folder / f"{name}.safetensors", save(head))})
         manifest = {
             **{"version": VERSION, "tokens": seen, "piece_tokens": piece_tokens, "levels": entries},
             **{"model": file.fingerprint(model), "tokens_sha256": file.hash_tokens(tokens)},
-            "common": _put(folder / f"{COMMON}.safetensors", save(common)),
+            "common": _put(folder / f"{COMMON}.safetensors", save(shared)),
         }
     checkpoint.write_text(folder / MANIFEST, json.dumps(manifest))
 
 
+def _shared(cache: DynamicCache, heads: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the tensors that all levels have alike, and the first tokens of all layers."""
+    first, *others = heads
+    shared = {
+        name: x
+        for name, x in first.items()
+        if name != TABLES and all(name in own and torch.equal(own[name], x) for own in others)
+    }
+    for index, layer in enumerate(cache.layers):
+        for kind in KINDS:
+            shared[f"{index}.{kind}.sink"] = getattr(layer, kind)[:, :, : plain.SINKS].cpu().contiguous()
+    return shared
+
+
 @dataclass(frozen=True)
-class _Coded:
+class _CodedLevel:
     """A level as compress/kv/saved writes it."""
 
-    tensors: Mapping[str, checkpoint.StoredTensor]
+    streams: Mapping[str, checkpoint.StoredTensor]
+    head: Mapping[str, Tensor]  # all small tensors
     parts: Mapping[str, parts.SavedPart]
     turned: list[bool]
 
+    def pieces(self, piece_tokens: int) -> Iterator[bytes]:
+        """Yield the bytes of each piece."""
+        names = [name for name, part in self.parts.items() if part.way == "grid"]
+        ends = {name: [0, *self.head[f"{name}.chunks"][:, :2].sum(1).cumsum(0).tolist()] for name in names}
+        step = piece_tokens // columns.CHUNK
+        for first in range(0, len(ends[names[0]]) - 1, step):
+            streams = []
+            for name in names:
+                own = ends[name]
+                last = min(first + step, len(own) - 1)
+                streams.append(self.streams[f"{name}.stream"].rows(own[first], own[last]))
+            yield torch.cat(streams).numpy().tobytes()
 
-def _code(cache: DynamicCache, path: Path, model: nn.Module, noise: float) -> _Coded:
+
+def _code(cache: DynamicCache, path: Path, model: nn.Module, noise: float) -> _CodedLevel:
     """Code all layers with this noise, less in the first third, into a file."""
     both, count = plain.turns(model, cache.get_seq_length()), len(cache.layers)
     given, turned = {}, []
@@ -147,20 +155,10 @@ def _code(cache: DynamicCache, path: Path, model: nn.Module, noise: float) -> _C
         turned.append(bool(facts["turned"]))
         given |= {name: part for name, part in own if not name.endswith(".sink")}
     file.write(path, given, {})
-    return _Coded(checkpoint.read_header(path), {name: part for name, (part, _) in given.items()}, turned)
-
-
-def _pieces(coded: _Coded, head: Mapping[str, Tensor], piece_tokens: int) -> Iterator[bytes]:
-    """Yield the bytes of each piece of a level."""
-    names = [name for name, part in coded.parts.items() if part.way == "grid"]
-    ends = {name: [0, *head[f"{name}.chunks"][:, :2].sum(1).cumsum(0).tolist()] for name in names}
-    step = piece_tokens // columns.CHUNK
-    for first in range(0, len(ends[names[0]]) - 1, step):
-        streams = []
-        for name in names:
-            own = ends[name]
-            streams.append(coded.tensors[f"{name}.stream"].rows(own[first], own[min(first + step, len(own) - 1)]))
-        yield torch.cat(streams).numpy().tobytes()
+    tensors = checkpoint.read_header(path)
+    streams = {name: x for name, x in tensors.items() if name.endswith(".stream")}
+    head = {name: x.read() for name, x in tensors.items() if name not in streams}
+    return _CodedLevel(streams, head, {name: part for name, (part, _) in given.items()}, turned)
 
 
 def _put(path: Path, content: bytes) -> dict[str, Any]:
@@ -241,7 +239,10 @@ class LevelledCache:
     def sinks(self) -> States:
         """Return the first SINKS tokens of all layers as they are."""
         count = len(next(iter(self.levels.values()))["turned"])
-        return [(self.common[f"{i}.keys.sink"], self.common[f"{i}.values.sink"]) for i in range(count)]
+        try:
+            return [(self.common[f"{i}.keys.sink"], self.common[f"{i}.values.sink"]) for i in range(count)]
+        except KeyError as error:
+            raise CheckpointError(f"{COMMON}.safetensors lacks {first_line(error)}; write the levels again") from error
 
     def head(self, level: str) -> dict[str, Tensor]:
         """Return the small tensors of a level, fetched once."""
@@ -285,7 +286,9 @@ class LevelledCache:
         """Return keys or values of some tokens of a layer, and what follows them in the stream."""
         part = parts.read_part(facts["parts"][name])
         small = {end: head[f"{name}.{end}"] for end in parts.CODED[1:]}
-        freqs = head["tables"].long()
+        freqs = head[TABLES].long()
+        if freqs.shape[1:] != (rans.SYMBOLS,) or bool((freqs < 0).any()) or bool((freqs.sum(1) != rans.TOTAL).any()):
+            raise ValueError("its tables do not add up")
         parts.check(part, small, len(freqs))
         first, last = (span[0] - plain.SINKS) // columns.CHUNK, -(-(span[1] - plain.SINKS) // columns.CHUNK)
         words = int(small["chunks"][first:last, :2].sum())
