@@ -114,6 +114,7 @@ def test_training_brings_blocks_closer(trained: tuple[Path, Path]) -> None:
     assert 0 < after < before
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_behind_the_last_merged_block(trained: tuple[Path, Path], tmp_path: Path) -> None:
     model, expected = trained
     asked = job(model, tmp_path / "out", HEAL)

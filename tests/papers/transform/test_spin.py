@@ -140,6 +140,7 @@ def test_the_same_function_in_a_learned_basis(
     assert (a - b).norm() > 1e-3 * b.norm()
 
 
+@pytest.mark.slow
 def test_learning_finds_a_basis_without_outliers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the identity, on a model whose stream has large channels; merged, the search finds the same."""
     source = build("llama")

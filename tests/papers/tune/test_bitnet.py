@@ -121,6 +121,7 @@ def test_what_is_stored_is_what_was_trained(
     assert abs(float(torch.stack(losses).mean()) - last) < 0.02 * last  # norms and tables have the model's type
 
 
+@pytest.mark.slow
 def test_equal_runs_give_equal_bytes_and_random_weights_are_not_the_checkpoints(tmp_path: Path) -> None:
     model, short = save_pico("llama", tmp_path / "model"), ("tune.steps=2", "tune.start=random")
     for name in ("a", "b"):

@@ -145,6 +145,7 @@ def test_settings_that_cannot_be(setting: str, said: str) -> None:
         recipe.load("int4", [f"tune={{method: norm_tweaking, {setting}}}"])
 
 
+@pytest.mark.slow
 def test_a_tweaked_model_is_the_same_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_pico("gpt_neox", tmp_path / "model", dtype=torch.bfloat16)
     setup = GPTQ.set("bits=2", *TWEAKED)
