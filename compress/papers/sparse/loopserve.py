@@ -30,6 +30,7 @@ from compress.kv.sparse.reader import QueryPiece, Reader, TokenChoice, check_kee
 
 NEEDS: frozenset[str] = frozenset()
 LAYER = ReadingLayer
+SAMPLED_QUERIES = 64  # of a prompt, whose attention chooses its lines
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,13 @@ class Config:
     alpha: float = 0.95  # share of the sampled attention that the lines of a prompt hold; 1: prompts read everything
     every: int = 16  # [tokens] after which the choice is made anew within a turn
     window: int = 16  # [tokens] the newest, whose queries choose
-    sampled: int = 64  # queries of a prompt whose attention chooses its lines
 
     def __post_init__(self) -> None:
         check_keep(self.keep)
         if not 0 < self.alpha <= 1:
             raise ValueError(f"alpha {self.alpha:g} is not above 0 and at most 1")
-        if min(self.every, self.window, self.sampled) < 1:
-            raise ValueError("every, window and sampled are 1 or more")
+        if min(self.every, self.window) < 1:
+            raise ValueError("every and window are 1 or more")
 
 
 def choose_lines(p: Tensor, rows: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
@@ -90,10 +90,10 @@ class LoopServe(Reader):
     def mask_first(self, q: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor | None:
         """Return the mask of a first prompt, [B, H, n, n]: the lines that are chosen, where `mask` allows them."""
         count = q.shape[3]
-        if self.config.alpha == 1 or count <= self.config.sampled or (mask is not None and mask.dtype != torch.bool):
+        if self.config.alpha == 1 or count <= SAMPLED_QUERIES or (mask is not None and mask.dtype != torch.bool):
             return mask
-        half = self.config.sampled // 2
-        newest = torch.arange(count - self.config.sampled + half, count, device=q.device)
+        half = SAMPLED_QUERIES // 2
+        newest = torch.arange(count - SAMPLED_QUERIES + half, count, device=q.device)
         spread = torch.linspace(0, count - len(newest) - 1, half, device=q.device).long()
         rows = torch.cat((spread, newest)).unique()
         causal = torch.ones(count, count, dtype=torch.bool, device=q.device).tril()

@@ -88,7 +88,7 @@ def write_levels(
             name: _code(cache, Path(temporary) / f"{at}.kv", model, noise)
             for at, (name, noise) in enumerate(levels.items())
         }
-        shared = _shared(cache, [own.head for own in coded.values()])
+        shared = _find_shared(cache, [own.head for own in coded.values()])
         shared["tokens"] = tokens.to(torch.int32).cpu()
         entries = []
         for name, own in coded.items():
@@ -108,7 +108,7 @@ def write_levels(
     checkpoint.write_text(folder / MANIFEST, json.dumps(manifest))
 
 
-def _shared(cache: DynamicCache, heads: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _find_shared(cache: DynamicCache, heads: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the tensors that all levels have alike, and the first tokens of all layers."""
     first, *others = heads
     shared = {

@@ -103,7 +103,7 @@ def test_lines_are_those_of_the_slow_search(alpha: float) -> None:
 
 
 def test_a_first_prompt_is_read_along_its_lines() -> None:
-    made = cache({**READ, "alpha": 0.6, "sampled": 20})
+    made = cache({**READ, "alpha": 0.6})
     layer: Any = made.layers[0]
     q, k, v = chunks([80], 1)[0]
     found = step(layer, q, k, v)
