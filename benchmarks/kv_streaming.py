@@ -81,7 +81,7 @@ def main() -> None:
     from compress.model import load as lm
     from compress.papers.streaming.controller import TEXT, MachineSpeeds, Trace, always, choose, simulate
     from compress.papers.streaming.levels import LevelledCache, fetch_from, write_levels
-    from compress.papers.streaming.stream import load_choices, sizes_of
+    from compress.papers.streaming.stream import load_choices
 
     torch.set_num_threads(1)
     directory = Path(args.model).resolve()
@@ -101,7 +101,7 @@ def main() -> None:
             raw = sum(2 * 2 * layer.keys.numel() for layer in cache.layers)
             base, known = score(model, cache, following), dict[tuple[str, ...], float]()
             source = LevelledCache(fetch_from(Path(folder) / "prompt"), model)
-            sizes, started = sizes_of(source), time.process_time()
+            sizes, started = source.sizes, time.process_time()
             load_choices(source, [*sizes.pieces][1:2] * source.pieces)
             decoded = args.context / (time.process_time() - started)
             if speeds is None:

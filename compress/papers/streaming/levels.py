@@ -31,6 +31,7 @@ from compress.kv.codec import rotate
 from compress.kv.saved import EARLY_FACTOR, EARLY_SHARE, LATE_FACTOR, columns, file, parts, plain
 from compress.kv.settings import KINDS
 from compress.numerics import rans
+from compress.papers.streaming.controller import PieceSizes
 from compress.storage import checkpoint, json_text
 
 VERSION = 1
@@ -222,6 +223,17 @@ class LevelledCache:
         """Return the first token of a piece and the one behind its last."""
         size = self.manifest["piece_tokens"]
         return plain.SINKS + piece * size, min(plain.SINKS + (piece + 1) * size, self.tokens)
+
+    @cached_property
+    def sizes(self) -> PieceSizes:
+        """Bytes and tokens of all that can be sent."""
+        spans = [self.span(piece) for piece in range(self.pieces)]
+        return PieceSizes(
+            [stop - start for start, stop in spans],
+            {name: level["pieces"] for name, level in self.levels.items()},
+            {name: level["nbytes"] for name, level in self.levels.items()},
+            self.manifest["common"]["nbytes"],
+        )
 
     @cached_property
     def common(self) -> dict[str, Tensor]:

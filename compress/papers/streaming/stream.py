@@ -20,7 +20,7 @@ from threading import Event, Thread
 import torch
 from transformers.cache_utils import DynamicCache
 
-from compress.papers.streaming.controller import TEXT, MachineSpeeds, PieceSizes, Policy, StreamState, choose
+from compress.papers.streaming.controller import TEXT, MachineSpeeds, Policy, StreamState, choose
 from compress.papers.streaming.levels import LevelledCache, States
 
 MAX_WAITING_PIECES = 2  # arrived and not decoded: a bound of memory
@@ -32,17 +32,6 @@ class Report:
 
     choices: tuple[str, ...]  # of each piece
     seconds: float  # until the cache was whole
-
-
-def sizes_of(source: LevelledCache) -> PieceSizes:
-    """Return the bytes and tokens of all pieces."""
-    spans = [source.span(piece) for piece in range(source.pieces)]
-    return PieceSizes(
-        [stop - start for start, stop in spans],
-        {name: level["pieces"] for name, level in source.levels.items()},
-        {name: level["nbytes"] for name, level in source.levels.items()},
-        source.manifest["common"]["nbytes"],
-    )
 
 
 class _Filling:
@@ -87,7 +76,7 @@ def stream_cache(
     """
     started = time.monotonic()
     sizes, waiting, stopped = (
-        sizes_of(source),
+        source.sizes,
         Queue[tuple[int, str, bytes] | BaseException](MAX_WAITING_PIECES),
         Event(),
     )

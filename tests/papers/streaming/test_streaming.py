@@ -21,7 +21,7 @@ from compress.papers.streaming.controller import (
     simulate,
 )
 from compress.papers.streaming.levels import LevelledCache, fetch_from, write_levels
-from compress.papers.streaming.stream import load_choices, sizes_of, stream_cache
+from compress.papers.streaming.stream import load_choices, stream_cache
 from helpers.pico import build
 
 MODEL = build("llama", {"max_position_embeddings": 2048})
@@ -65,7 +65,7 @@ def test_each_level_has_the_error_that_it_was_written_with(folder: Path) -> None
     fine, coarse = (errors(load_choices(source(folder), [level] * 3)) for level in ("fine", "coarse"))
     assert bool((fine[:4] == 0).all()) and fine.mean() < 3e-4  # the first tokens are exact
     assert 20 * fine.mean() < coarse.mean() < 3e-2
-    sizes = sizes_of(source(folder)).pieces
+    sizes = source(folder).sizes.pieces
     assert sum(sizes["coarse"]) < 0.8 * sum(sizes["fine"])
 
 
