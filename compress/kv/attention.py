@@ -60,9 +60,10 @@ def attention(
     if not layer.cache.exact_prefill:
         layer.commit(query)
         output = _attend(layer, query, None, attention_mask, logits)
+    elif is_first and (read := layer.read_prompt(query, new, attention_mask, logits)) is not None:
+        output = read
     elif is_first and logits.softcap is None:
-        first_mask = layer.mask_first(query, key.new, attention_mask, scaling)
-        output, _ = sdpa_attention_forward(module, query, *new, first_mask, scaling=scaling, **kwargs)
+        output, _ = sdpa_attention_forward(module, query, *new, attention_mask, scaling=scaling, **kwargs)
         layer.watch(query, scaling)
     else:
         output = _attend(layer, query, new, attention_mask, logits)

@@ -14,7 +14,7 @@ above, and what hooks and attention call:
 
     enter         before a forward pass of the whole model
     before        before the attention module of the layer: its mask
-    mask_first    which keys of a first pass its queries read
+    read_prompt   attention of a first pass to a part of its tokens
     watch         queries that read everything
     read_chosen   attention to a part of the stored tokens
     forget_values weights of values that are not read
@@ -240,6 +240,13 @@ class CodedLayer(CacheLayerMixin):
         """Take note of the forward pass of an attention module; return the mask for so many new tokens."""
         return mask
 
+    def read_prompt(self, query: Tensor, new: tuple[Tensor, Tensor], mask: Any, logits: Logits) -> Tensor | None:
+        """Attend in a first pass to a part of its own tokens -> [B, n, H, width]; None: to all of them, as is usual.
+
+        query [B, H, n, width], new: keys and values [B, h, n, width], mask: the model's own.
+        """
+        return None
+
     @property
     def chooses(self) -> bool:
         """Return whether `read_chosen` may read less than everything."""
@@ -247,10 +254,6 @@ class CodedLayer(CacheLayerMixin):
 
     def watch(self, query: Tensor, scaling: float) -> None:
         """See queries [B, H, n, width] that read everything."""
-
-    def mask_first(self, query: Tensor, keys: Tensor, mask: Tensor | None, scaling: float) -> Tensor | None:
-        """Return the mask of a first pass: query [B, H, n, width] that reads its own keys [B, h, n, width]."""
-        return mask
 
     def read_chosen(
         self,

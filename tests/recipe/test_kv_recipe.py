@@ -149,7 +149,7 @@ def test_built_in_recipes_with_a_cache() -> None:
     wanted = {"kv8": ("kivi", 8), "kv4": ("kivi", 4), "kv3": ("pca", 3.125), "kv2": ("pca", 2.125)}
     wanted |= {"w4kv4": ("kivi", 4), "w4kv2": ("pca", 2.125), "pca4": ("pca", 4.125), "kivi2": ("kivi", 2)}
     wanted |= {"kvquant3": ("kvquant", 3), "gear4": ("gear", 4), "squat2": ("squat", 2), "rotatekv2": ("rotatekv", 2)}
-    wanted |= {"zipkv": ("zipvl", None), "kv1": ("commvq", 1.0), "kv1.5": ("pca", 1.5)}
+    wanted |= {"zipkv": ("lloyd", 4), "kv1": ("commvq", 1.0), "kv1.5": ("pca", 1.5)}
     assert wanted.keys() <= found.keys()
     for name, (method, bits) in wanted.items():
         cache = found[name].kv_cache

@@ -63,14 +63,14 @@ class HeadStores:
         for head, store in enumerate(self.heads):
             head_scores = q.new_empty(q.shape[0], 1, q.shape[2], len(store))
             store.scores(q[:, head : head + 1], head_scores)
-            out[:, head : head + 1, :, out.shape[3] - len(store) :] = _in_token_order(head_scores, store.columns)
+            out[:, head : head + 1, :, out.shape[3] - len(store) :] = in_token_order(head_scores, store.columns)
 
     def mix(self, p: Tensor) -> Tensor:
         """p [B, h, m, tokens] float32 -> the sum of all values [B, h, m, width], weighted by p."""
         parts = []
         for head, store in enumerate(self.heads):
             head_p = p[:, head : head + 1, :, p.shape[3] - len(store) :]
-            parts.append(store.mix(_in_storage_order(head_p, store.columns)))
+            parts.append(store.mix(in_storage_order(head_p, store.columns)))
         return torch.cat(parts, 1)
 
     def crop(self, count: int) -> None:
@@ -89,17 +89,18 @@ class HeadStores:
         return sum((store.nbytes() for store in self.heads), Bytes())
 
 
-def _in_token_order(x: Tensor, columns: Tensor | None) -> Tensor:
-    """x [B, 1, m, n]; columns int64 [B, c]: the column that stands at each of the first c places."""
+def in_token_order(x: Tensor, columns: Tensor | None) -> Tensor:
+    """Reorder x [B, h, m, n] by columns int64 [B, c]: the column that stands at each of the first c places."""
     if columns is None:
         return x
     return _reorder(x, columns.argsort(-1))
 
 
-def _in_storage_order(x: Tensor, columns: Tensor | None) -> Tensor:
+def in_storage_order(x: Tensor, columns: Tensor | None) -> Tensor:
+    """Undo `in_token_order`."""
     return x if columns is None else _reorder(x, columns)
 
 
 def _reorder(x: Tensor, columns: Tensor) -> Tensor:
-    head = x.gather(3, columns[:, None, None].expand(-1, 1, x.shape[2], -1))
+    head = x.gather(3, columns[:, None, None].expand(-1, *x.shape[1:3], -1))
     return torch.cat((head, x[..., columns.shape[1] :]), 3)

@@ -16,7 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from compress.errors import CompressError
-from compress.kv.layer import KVCache
+from compress.kv.layer import KVCache, Logits
 
 NAME = "compress_kv_queries_"  # and the name of the model's own attention
 LAYER_ATTRIBUTE = "_compress_kv_layer"  # attention modules hold the cache layer of this forward pass
@@ -69,8 +69,11 @@ def _attention(own: str, module: Any, query: Tensor, *args: Any, **kwargs: Any) 
         attend = getattr(sys.modules[type(module).__module__], f"{own}_attention_forward", None)
     if attend is None:
         raise CompressError(f"kv_cache.evict: attention {own!r} of this model cannot be watched; use sdpa")
-    output = attend(module, query, *args, **kwargs)
-    layer = vars(module).pop(LAYER_ATTRIBUTE, None)
+    layer, read = vars(module).pop(LAYER_ATTRIBUTE, None), None
+    if layer is not None and len(args) > 2:
+        logits = Logits(kwargs.get("scaling") or query.shape[-1] ** -0.5, kwargs.get("softcap"))
+        read = layer.read_prompt(query, (args[0], args[1]), args[2], logits)
+    output = attend(module, query, *args, **kwargs) if read is None else (read, None)
     if layer is not None:
         layer.commit(query)
     return output

@@ -89,10 +89,15 @@ class ReadingLayer(CodedLayer):
         if self.reader is not None:
             self.reader.watch(group_queries(query, self.reader.spec.heads, scaling))
 
-    def mask_first(self, query: Tensor, keys: Tensor, mask: Tensor | None, scaling: float) -> Tensor | None:
-        if self.reader is None:
-            return mask
-        return self.reader.mask_first(group_queries(query, self.reader.spec.heads, scaling), keys, mask)
+    def read_prompt(self, query: Tensor, new: tuple[Tensor, Tensor], mask: Any, logits: Logits) -> Tensor | None:
+        if self.reader is None or logits.softcap is not None:
+            return None
+        read = self.reader.mask_first(group_queries(query, self.reader.spec.heads, logits.scaling), new[0], mask)
+        if read is mask:
+            return None
+        self.watch(query, logits.scaling)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(query, *new, attn_mask=read, scale=logits.scaling, enable_gqa=True).transpose(1, 2).contiguous()
 
     def candidates(self) -> int:
         """Return how many tokens may be chosen or left: those that keys and values hold coded, in whole units."""

@@ -1,4 +1,8 @@
-"""Two tiers of tokens by importance, after ZipVL (arXiv 2410.08584): `high` bits for those that matter, else `low`.
+"""Two tiers of tokens in a fixed share of each span: `high` bits for those that matter, else `low`.
+
+This is the part of ZipVL (arXiv 2410.08584) that a codec alone can do, which sees neither other layers nor the prompt
+as a whole. The paper's method, in which attention chooses the share for each layer and input and the prompt's attention
+runs on important tokens, is `evict: {method: zipvl}` (compress/papers/evict/zipvl.py), which the recipe zipkv has.
 
 Of each SPAN tokens of a head the `important` share is coded with `high` bits, the rest with `low`, each by the rotated
 Lloyd-Max levels of compress/kv/codecs/lloyd.py. A key is important if the probes look at it: the last PROBES queries of

@@ -68,7 +68,7 @@ class PrunedLayer(EvictingLayer):
             stays = method.fractions(eviction.config, eviction.budget.keep, len(types))
         except ValueError as error:
             raise RecipeError(f"kv_cache.evict ({eviction.method}): {error}") from error
-        pruning = PromptPruning(stays, revival=Revival() if eviction.config.revive else None)
+        pruning = PromptPruning(stays, revival=Revival() if getattr(eviction.config, "revive", False) else None)
         return lambda index, cache: cls(index, cache, eviction, pruning)
 
     def enter(self, model: nn.Module, kwargs: Mapping[str, Any]) -> list[Any]:
@@ -183,13 +183,19 @@ class PrunedLayer(EvictingLayer):
         firsts = prompts if filled is None else filled.tolist()
         chosen = []
         for row, (first, pads) in enumerate(zip(firsts, prompts, strict=True)):
-            scores = self._scores(keys[row, :, first:], values[row, :, first:], queries[row, :, first:])
-            recent = self.eviction.budget.recent
-            kept = select.count(self.pruning.tokens - pads, fraction, self.sink + recent)
-            best = select.best(select.protect(scores, self.sink, recent), [min(kept, width - first)])[0]
-            chosen.append(best + first)
+            parts = (keys[row, :, first:], values[row, :, first:], queries[row, :, first:])
+            chosen.append(self._stay(row, pads, parts, fraction) + first)
         if any(len(row) < width - first for row, first in zip(chosen, firsts, strict=True)):
             self.pruning.drop(chosen, keys.device)
+
+    def _stay(self, row: int, pads: int, parts: tuple[Tensor, Tensor, Tensor], fraction: float) -> Tensor:
+        """Return the places of the tokens of one row that stay, int64 ascending; pads: how many the prompt began with.
+
+        parts: its keys and values [h, n, width] and queries [H, n, width].
+        """
+        scores, recent = self._scores(*parts), self.eviction.budget.recent
+        kept = select.count(self.pruning.tokens - pads, fraction, self.sink + recent)
+        return select.best(select.protect(scores, self.sink, recent), [min(kept, scores.shape[1])])[0]
 
     def _scores(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
         """Return the scores [1, n] of tokens [h, n, width] by queries [H, m, width] of the newest."""
@@ -319,6 +325,9 @@ def _slice(before: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
             is_left[pruning.moves[0].to(hidden.device)] = False
             pruning.revival.leave(before.index, hidden[:, is_left], before.columns[is_left])
             pruning.revival.turns, pruning.revival.positions = kwargs.get(TURNS), kwargs.get(POSITIONS)
+        if pruning.joins is not None:
+            hidden = _join_rows(hidden, pruning.joins)
+            pruning.joins = None
         hidden = _take(hidden, pruning.moves)
         pruning.moves = None
     pruning.turns, pruning.positions = kwargs.get(TURNS), kwargs.get(POSITIONS)
@@ -347,6 +356,17 @@ def _remaining(pruning: PromptPruning, name: str, given: Any) -> Any:
         left = given
     pruning.sliced[name] = given, left
     return left
+
+
+def _join_rows(hidden: Tensor, joins: Tensor) -> Tensor:
+    """Return hidden states [B, n, hidden] where each place has the mean of those that join it, int64 [B, n].
+
+    Places that nobody joins are 0.
+    """
+    index = joins.to(hidden.device)[..., None]
+    total = torch.zeros_like(hidden).scatter_add_(1, index.expand_as(hidden), hidden)
+    count = torch.zeros_like(hidden[..., :1]).scatter_add_(1, index, torch.ones_like(hidden[..., :1]))
+    return total / count.clamp(min=1)
 
 
 def _take(x: Tensor, columns: Tensor) -> Tensor:

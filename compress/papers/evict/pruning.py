@@ -112,6 +112,8 @@ class PromptPruning:
     columns: Tensor | None = None  # int64 [B, m]: of the tokens that are left; None: all
     pads: Tensor | None = None  # int64 [B]: first of these columns that are filled up
     moves: Tensor | None = None  # int64 [B, m]: places of these among the tokens of the layer that dropped some
+    joins: Tensor | None = None  # int64 [B, n]: of each token of that layer the place that its hidden state joins;
+    # None: each its own
     turns: tuple[Tensor, Tensor] | None = None  # cos and sin [B or 1, tokens, rotary width] of the whole prompt
     positions: Tensor | None = None  # int64 [B or 1, tokens]
     sliced: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # arguments of blocks: as given, of what is left
@@ -127,7 +129,7 @@ class PromptPruning:
 
     def forget(self) -> None:
         """Free what later passes do not need."""
-        self.columns, self.pads, self.moves, self.turns, self.positions = (None,) * 5
+        self.columns, self.pads, self.moves, self.joins, self.turns, self.positions = (None,) * 6
         self.sliced.clear()
 
     def drop(self, chosen: list[Tensor], device: torch.device) -> None:

@@ -149,7 +149,7 @@ class _CodedLevel:
 def _code(cache: DynamicCache, path: Path, model: nn.Module, noise: float) -> _CodedLevel:
     """Code all layers with this noise, less in the first third, into a file."""
     both, count = plain.turns(model, cache.get_seq_length()), len(cache.layers)
-    given, turned = {}, []
+    given, turned = dict[str, tuple[parts.SavedPart, file.Source]](), list[bool]()
     for index, layer in enumerate(cache.layers):
         factor = (EARLY_FACTOR if index < EARLY_SHARE * count else 1.0) * LATE_FACTOR
         facts, own = plain.layer_parts(index, layer, noise * factor, both)
@@ -187,7 +187,7 @@ class LevelledCache:
     Raises CheckpointError for files that are damaged, of another version, another model or another prompt.
     """
 
-    def __init__(self, fetch: Fetch, model: nn.Module) -> None:
+    def __init__(self, fetch: Fetch, model: Any) -> None:
         self.fetch, self.model = fetch, model
         try:
             self.manifest = json_text.loads(fetch(MANIFEST), is_strict=True)
