@@ -33,6 +33,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from compress import plugins
 from compress.calib.kv_attended import attention_by_key
+from compress.calib.projections import projection_weights
 from compress.errors import CalibrationError, NumericalError, UnsupportedModelError
 from compress.kv import rope
 from compress.kv.codec import Spec, rotate, unrotate
@@ -45,9 +46,10 @@ from compress.numerics import kl
 NAME = "compress_kv_samples"
 SINKS = ("keys_sink", "values_sink")  # float32 [samples, sink, h, width], what the others leave out
 KIND_GRADIENTS = ("gradients", "gradients_rotated")  # keys before and after RoPE; values: the same twice
+PROJECTIONS = "projections"  # float32 [rows, columns]: the weights that make the keys or the values; [0, 0]: not told
 GRADIENTS = frozenset({*KIND_GRADIENTS, "gradients_output"})
 QUERIES = ("queries", "queries_pre", "queries_scaled")
-SAMPLES = ("keys", "keys_pre", "values", *QUERIES, "attended", *SINKS, *sorted(GRADIENTS))
+SAMPLES = ("keys", "keys_pre", "values", *QUERIES, "attended", *SINKS, PROJECTIONS, *sorted(GRADIENTS))
 Samples = dict[str, list[Tensor]]  # "gradients" under their kind's name, "gradients.keys"
 
 
@@ -164,7 +166,8 @@ def _learn_layer(codings: Codings, index: int, samples: Mapping[str, Tensor], he
         plugin = plugins.load("kv", coding.method)
         if not plugin.NEEDS:
             continue
-        own = {name: samples[f"{name}.{kind}" if name in KIND_GRADIENTS else name] for name in plugin.NEEDS}
+        by_kind = (*KIND_GRADIENTS, PROJECTIONS)
+        own = {name: samples[f"{name}.{kind}" if name in by_kind else name] for name in plugin.NEEDS}
         _, count, width = next(samples[name] for name in (kind, "keys") if name in samples).shape
         layers = len(codings)
         spec = Spec(kind, index, layers, count, width, max(1, heads.queries // count), heads.dtype)  # type: ignore[arg-type]
@@ -211,6 +214,7 @@ class TextPass:
         if blocks != len(needs):
             raise UnsupportedModelError(f"kv_cache: {blocks} decoder blocks, but the cache has {len(needs)} layers")
         stream = blockwise.HiddenStates(self.tokens.shape[0], self.file, blocks + 1 if is_backward else 1)
+        first = min(self.batch, self.tokens.shape[0])
         try:
             with self.tap.attached():
                 calls = blockwise.record_inputs(self.skeleton, self.tokens, self.batch, stream, self.device)
@@ -219,16 +223,30 @@ class TextPass:
                     sides = (index, index + 1) if is_backward else (0, 0)
                     blockwise.propagate(self.skeleton, index, calls, stream, self.batch, self.device, sides)
                     if needs[index] and not is_backward:
-                        yield index, self.tap.samples(), self.tap.heads
+                        yield index, self._samples(index, calls, stream.read(0, first)), self.tap.heads
                 if is_backward:
                     slopes = self._loss(stream, blocks)
                     for index in range(blocks - 1, needed[0] - 1, -1):
                         self.tap.watch(index, needs[index])
                         self._backward(index, calls, stream, slopes)
                         if needs[index]:
-                            yield index, self.tap.samples(), self.tap.heads
+                            yield index, self._samples(index, calls, stream.read(0, first)), self.tap.heads
         finally:
             stream.close()
+
+    def _samples(self, index: int, calls: blockwise.ModelArgs, hidden: Tensor) -> dict[str, Tensor]:
+        """Return the samples of a block that was run; hidden: any states of its first slice, to trace projections."""
+        if PROJECTIONS in self.tap.names:
+            self.tap.names, block = frozenset(), self.skeleton.load_block(index, self.device)
+
+            def run() -> dict[str, Tensor]:
+                blockwise.call_block(block, calls[index][len(hidden)], hidden.to(self.device))
+                return self.tap.states
+
+            weights = projection_weights(block, run)
+            self.tap.found |= {f"{PROJECTIONS}.{kind}": [weight] for kind, weight in weights.items()}
+            self.skeleton.free()
+        return self.tap.samples()
 
     def _slices(self) -> Iterator[slice]:
         for start in range(0, self.tokens.shape[0], self.batch):
@@ -286,6 +304,7 @@ class _Tap:
         self.found: Samples = {}
         self.turns: tuple[Tensor, Tensor] | None = None
         self.heads = _Heads(0, torch.float32)
+        self.states: dict[str, Tensor] = {}  # keys and values of the newest call of which no samples are kept
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -297,7 +316,7 @@ class _Tap:
             yield
 
     def watch(self, layer: int, names: frozenset[str]) -> None:
-        self.layer, self.names, self.found = layer, names, {}
+        self.layer, self.names, self.found, self.states = layer, names, {}, {}
 
     def samples(self) -> dict[str, Tensor]:
         """Return name -> [tokens, h, width] float32 of the layer that was watched, and let go of them."""
@@ -322,6 +341,8 @@ class _Tap:
         """Attend: query [B, H, n, width], key and value [B, h, n, width] after RoPE -> [B, n, H, width]."""
         if self.names:
             self._keep(query, key, value, kwargs.get("scaling"))
+        else:
+            self.states = {"keys": key, "values": value}
         if "attended" in self.names:
             scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
             self._add(

@@ -22,6 +22,7 @@ SCREEN_LINES = 64
 UNMEASURED = {"bitnet1.58", "clover25", "lord-adapter", "lord-search"}
 UNMEASURED |= {"cskv80", "diffqkv", "jlcm2bit", "matryoshka50", "merged-heads", "lq-lora-program", "sapr2bit"}
 UNMEASURED |= {"layerwise-lim", "mc-moe2", "vptq2bit-tuned", "w4a4-pvq", "w6a6-os"}
+UNMEASURED |= {"kv-adaquant3", "kv-loopserve"}
 
 
 def succeeded(*words: str) -> str:

@@ -88,6 +88,7 @@ def calibrated(recipe: Mapping[str, Any], layers: int) -> dict[str, Tensor]:
     samples = {name: normal(SAMPLES, HEADS, WIDTH, seed=i) * fall + mean for i, name in enumerate(kinds)}
     asked = ("queries", "queries_pre", "queries_scaled", "gradients_output")
     samples |= {name: normal(SAMPLES, QUERIES, WIDTH, seed=i) for i, name in enumerate(asked)}
+    samples["projections"] = normal(HEADS * WIDTH, QUERIES * WIDTH)
     samples |= {
         name: normal(4, POLICY["sink"], HEADS, WIDTH, seed=i) for i, name in enumerate(("keys_sink", "values_sink"))
     }
@@ -189,6 +190,7 @@ CASES = (
     Case("per_token", {"bits": 4, "group_size": 8}, _fixed(4 + 32 / 8)),
     Case("per_token", {"bits": 3, "levels": "lloyd"}, _fixed(3 + 16 / WIDTH)),
     Case("balanced", {"bits": 4.0}, _balanced),
+    Case("kv_adaquant", {"bits": 2.0, "group_size": 16}, lambda _, static: int(static["bits"]) + 32 / 16),
     Case("zipvl", {}, _fixed(TIERS), is_before_rope=True),
     Case("zipvl", {"judge": "probes"}, _fixed(TIERS), ("fused",), is_before_rope=True),
     Case("key_pairs", {"keep": 0.5}, _narrow(32, 0.5)),

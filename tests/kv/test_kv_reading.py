@@ -59,6 +59,7 @@ FULL = {
     "actqkv": {"keep": 1.0, "dense_layers": 0},
     "quest": {"keep": 1.0, "dense_layers": 0},
     "selective_values": {"eps": 0.0},
+    "loopserve": {"keep": 1.0, "alpha": 1.0},
 }
 
 

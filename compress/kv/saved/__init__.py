@@ -16,8 +16,8 @@ entropy coding in chunks that are decoded alone. What is done otherwise, and why
     file.py      hashes, the model's fingerprint, and the tokens that the cache is of
 
 It does not choose between sending a cache and computing it, has no levels to switch between while it loads, and does
-not send anything: it reads and writes a file. Loading decodes layer after layer: beside the cache it needs memory for
-one layer.
+not send anything: it reads and writes a file. Levels, streaming and the controller are compress/papers/streaming.
+Loading decodes layer after layer: beside the cache it needs memory for one layer.
 """
 
 from __future__ import annotations
