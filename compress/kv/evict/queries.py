@@ -70,7 +70,8 @@ def _attention(own: str, module: Any, query: Tensor, *args: Any, **kwargs: Any) 
     if attend is None:
         raise CompressError(f"kv_cache.evict: attention {own!r} of this model cannot be watched; use sdpa")
     layer, read = vars(module).pop(LAYER_ATTRIBUTE, None), None
-    if layer is not None and len(args) > 2:
+    has_more = kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None  # than scores and a mask
+    if layer is not None and len(args) > 2 and not has_more:
         logits = Logits(kwargs.get("scaling") or query.shape[-1] ** -0.5, kwargs.get("softcap"))
         read = layer.read_prompt(query, (args[0], args[1]), args[2], logits)
     output = attend(module, query, *args, **kwargs) if read is None else (read, None)

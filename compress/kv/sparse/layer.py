@@ -89,16 +89,6 @@ class ReadingLayer(CodedLayer):
         if self.reader is not None:
             self.reader.watch(group_queries(query, self.reader.spec.heads, scaling))
 
-    def read_prompt(self, query: Tensor, new: tuple[Tensor, Tensor], mask: Any, logits: Logits) -> Tensor | None:
-        if self.reader is None or logits.softcap is not None:
-            return None
-        read = self.reader.mask_first(group_queries(query, self.reader.spec.heads, logits.scaling), new[0], mask)
-        if read is mask:
-            return None
-        self.watch(query, logits.scaling)
-        attend = torch.nn.functional.scaled_dot_product_attention
-        return attend(query, *new, attn_mask=read, scale=logits.scaling, enable_gqa=True).transpose(1, 2).contiguous()
-
     def candidates(self) -> int:
         """Return how many tokens may be chosen or left: those that keys and values hold coded, in whole units."""
         if self.reader is None or not self.stores:

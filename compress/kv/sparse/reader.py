@@ -138,10 +138,6 @@ class Reader:
     def watch(self, q: Tensor) -> None:
         """See queries [B, h, query heads, n, width] float32, scaled, that read everything."""
 
-    def mask_first(self, q: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Return the mask of a first pass: q as in `watch`, keys [B, h, n, width], mask [B, 1, n, n]; None: causal."""
-        return mask
-
     def choose(self, piece: QueryPiece) -> TokenChoice | None:
         """Choose among piece.count > 0 candidates; None: all are read."""
         return None

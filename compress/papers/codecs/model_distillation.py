@@ -150,7 +150,7 @@ def attend_mixed(
     outputs = []
     for start in range(0, query.shape[2], QUERIES_PER_PIECE):
         stop = min(start + QUERIES_PER_PIECE, query.shape[2])
-        ends = [min(sink, stop), max(sink, stop - tail), max(sink, start - tail + 1)]
+        ends = [min(sink, stop), max(sink, stop - tail), min(max(sink, start - tail + 1), stop)]
         parts = [torch.arange(first, last) for first, last in ((0, ends[0]), (sink, ends[1]), (ends[2], stop))]
         columns = torch.cat(parts)
         is_cut = torch.arange(len(columns)) >= len(parts[0])

@@ -22,9 +22,9 @@ end of the prompt, where the released code counts calls of the model since it wa
 
 The set, as in the released code: three of four blocks, the first and each fourth one run always (`published_blocks`).
 
-Not done: batches of several sequences, padding, caches other than plain ones, models whose blocks share keys and
-values, sliding windows that are shorter than a text.
-What it brings: docs/studies/lora_drop.md.
+Not done: batches of several sequences, padding, decoding without a cache, a second prompt behind a decoding, caches
+other than plain ones, models whose blocks share keys and values, sliding windows that are shorter than a text. On a
+model of real size nothing was measured (docs/studies/lora_drop.md).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from compress.errors import UnsupportedModelError
 from compress.numerics.linalg import truncate_rank
@@ -81,9 +82,12 @@ def published_blocks(count: int) -> tuple[int, ...]:
 
 def without_correction(model: nn.Module, blocks: Sequence[int], period: int, reuse: Reuse = "state") -> Corrections:
     """Return corrections of nothing: anchors are used as they are."""
-    hidden = _hidden_size(model)
-    nothing = BlockCorrection(torch.zeros(1, hidden), torch.zeros(hidden, 1))
-    return Corrections(dict.fromkeys(blocks, nothing), period, reuse)
+    hidden, device = _hidden_size(model), next(model.parameters()).device
+    return Corrections(dict.fromkeys(blocks, _no_correction(hidden, device)), period, reuse)
+
+
+def _no_correction(hidden: int, device: torch.device) -> BlockCorrection:
+    return BlockCorrection(torch.zeros(1, hidden, device=device), torch.zeros(hidden, 1, device=device))
 
 
 class _Step:
@@ -93,11 +97,17 @@ class _Step:
         self.period, self.count, self.is_refresh = period, 0, True
 
     def begin(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Begin a pass: one of several tokens is a refresh, and starts the count."""
+        """Begin a pass: one of several tokens, or with an empty cache, is a refresh and starts the count."""
         samples, tokens = _hidden_of(args, kwargs).shape[:2]
         if samples > 1:
             raise UnsupportedModelError("LoRA-Drop decodes one sequence at a time; give one")
-        self.count = 0 if tokens > 1 else self.count + 1
+        is_behind = _cached_tokens(kwargs) > 0
+        if tokens > 1 and is_behind and self.count:
+            raise UnsupportedModelError(
+                "LoRA-Drop reads no prompt behind tokens that it has decoded, which some blocks have not cached; give "
+                "the whole text and a new cache"
+            )
+        self.count = self.count + 1 if tokens == 1 and is_behind else 0
         self.is_refresh = self.count % self.period == 0
 
 
@@ -160,22 +170,21 @@ class TeacherForced:
         """prompt: tokens at the beginning of each text that the whole model reads."""
         self.model, self.corrections, self.prompt = model, corrections, prompt
 
-    def anchors(self, length: int) -> Tensor:
-        """Return for each of `length` positions that of its refreshed token; its own if it is one."""
-        return _anchors(length, self.prompt, self.corrections.period)
-
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits [batch, length, vocabulary] of tokens [batch, length]."""
-        anchors, reuse = self.anchors(tokens.shape[1]), self.corrections.reuse
+        anchors = _anchors(tokens.shape[1], self.prompt, self.corrections.period, tokens.device)
+        reuse = self.corrections.reuse
         ways = {number: _ReadBlock(each, reuse, anchors) for number, each in self.corrections.blocks.items()}
         with _replace_forwards(self.model, ways):
             logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return logits
 
 
-def _anchors(length: int, prompt: int, period: int) -> Tensor:
-    position = torch.arange(length)
+def _anchors(length: int, prompt: int, period: int, device: torch.device) -> Tensor:
+    if prompt < 1:
+        raise ValueError(f"prompt {prompt} is less than 1: the first token is always read by the whole model")
+    position = torch.arange(length, device=device)
     behind = (position - (prompt - 1)).clamp(min=0)
     return torch.where(behind > 0, prompt - 1 + behind // period * period, position)
 
@@ -185,7 +194,7 @@ class _ReadBlock:
 
     def __init__(self, correction: BlockCorrection, reuse: Reuse, anchors: Tensor) -> None:
         self.correction, self.reuse, self.anchors = correction, reuse, anchors
-        self.is_refreshed = anchors == torch.arange(len(anchors))
+        self.is_refreshed = anchors == torch.arange(len(anchors), device=anchors.device)
         self.original: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,9 +212,10 @@ class _ReadBlock:
 
     def mask(self, hidden: Tensor) -> Tensor:
         """Return what is added to scores [1, 1, length, length]: each token sees refreshed ones, and itself."""
-        position = torch.arange(len(self.anchors))
+        position = torch.arange(len(self.anchors), device=self.anchors.device)
         seen = (position[None] < position[:, None]) & self.is_refreshed[None] | (position[None] == position[:, None])
-        return torch.zeros(seen.shape, dtype=hidden.dtype).masked_fill(~seen, torch.finfo(hidden.dtype).min)[None, None]
+        added = torch.zeros(seen.shape, dtype=hidden.dtype, device=seen.device)
+        return added.masked_fill(~seen, torch.finfo(hidden.dtype).min)[None, None]
 
 
 class _Fitted(_ReadBlock):
@@ -219,7 +229,7 @@ class _Fitted(_ReadBlock):
     def make_output(self, hidden: Tensor, anchor_in: Tensor, anchor_out: Tensor) -> Tensor:
         """Fit the correction; return what takes the place of the block's output with it."""
         moved = hidden - anchor_in if self.reuse == "update" else hidden
-        nothing = BlockCorrection(torch.zeros(1, hidden.shape[-1]), torch.zeros(hidden.shape[-1], 1))
+        nothing = _no_correction(hidden.shape[-1], hidden.device)
         plain = replace_output(hidden, anchor_in, anchor_out, nothing, self.reuse)
         left_out = ~self.is_refreshed
         x, missing = (each[:, left_out].flatten(0, 1).double() for each in (moved, self.target - plain))
@@ -240,7 +250,8 @@ class FitSettings:
 @torch.no_grad()
 def fit(model: nn.Module, tokens: Tensor, blocks: Sequence[int], settings: FitSettings) -> Corrections:
     """Fit a correction for each of some blocks in one pass over texts [samples, length], from the first to the last."""
-    body, anchors = next(bodies(model)), _anchors(tokens.shape[1], settings.prompt, settings.period)
+    body = next(bodies(model))
+    anchors = _anchors(tokens.shape[1], settings.prompt, settings.period, tokens.device)
     targets = _outputs(model, body, tokens, blocks)
     ways = {number: _Fitted(targets[number], settings.rank, settings.reuse, anchors) for number in blocks}
     with _replace_forwards(model, ways):
@@ -287,6 +298,11 @@ def _replace_forwards(model: nn.Module, ways: Mapping[int, Any]) -> Iterator[Non
     finally:
         for number in ways:
             vars(blocks[number]).pop("forward", None)
+
+
+def _cached_tokens(kwargs: Mapping[str, Any]) -> int:
+    """Return how many tokens the first block has cached before a pass; 0 without a cache."""
+    return next((int(x.get_seq_length()) for x in kwargs.values() if isinstance(x, Cache)), 0)
 
 
 def _hidden_of(args: Any, kwargs: Mapping[str, Any]) -> Tensor:

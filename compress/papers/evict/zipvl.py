@@ -19,7 +19,8 @@ important ones and to themselves, and `all` leaves the prompt as it is. The pape
 here they are numbers. The authors' code is not public; this follows the abstracts and the project's notes on the paper.
 
 What it does not do: judge again while decoding; codecs that are calibrated (their tables are of one number of bits).
-Models whose logits are capped (`softcap`) have their prompt computed in full.
+Models whose attention has a bound on scores (`softcap`), sink logits or position biases have their prompt computed in
+full.
 
 Outside the core because no table has it on the frontier (docs/results/kv_vision.md).
 """

@@ -53,12 +53,11 @@ from torch import Tensor
 from compress.kv.buffer import Buffer
 from compress.kv.codec import Spec
 from compress.kv.sparse.layer import ReadingLayer
-from compress.kv.sparse.reader import QueryPiece, Reader, TokenChoice, best, budget_of, check_keep, decode_tokens
-from compress.papers.sparse.blocks import expand_blocks
+from compress.kv.sparse.reader import QueryPiece, Reader, TokenChoice, best, budget_of, check_keep
+from compress.papers.sparse.blocks import expand_blocks, hide_unseen, iterate_blocks
 
 NEEDS: frozenset[str] = frozenset()
 LAYER = ReadingLayer
-STEP = 2048  # tokens whose block means are made at a time
 
 
 @dataclass(frozen=True)
@@ -101,12 +100,13 @@ class ActQKV(Reader):
         if self.spec.layer < self.config.dense_layers or self.config.keep == 1:
             return None
         blocks = piece.count // self.config.block
-        self._average(piece, blocks)
+        for keys in iterate_blocks(piece, self.config.block, self.means.length):
+            self.means.append(keys.mean(3).half())
         means = self.means.view(0, blocks).float()
         if self.tally is not None:
             self.tally.extra += means.numel() * 2 * piece.q.shape[3]
         scores = (_cosines if is_published else _attention)(probe, means)
-        scores = _hide_unseen(scores, piece, self.config.block)
+        scores = hide_unseen(scores, piece, self.config.block)
         weights = scores.softmax(-1).nan_to_num_(0).mean(2)  # B, h, n, blocks
         keep = self._keep(piece, weights)
         budgets = -(-budget_of(piece, keep, weights) // self.config.block)
@@ -138,15 +138,6 @@ class ActQKV(Reader):
         whole = torch.cat((q.new_zeros(*q.shape[:3], missing, q.shape[4]), before, q), 3)
         number = torch.arange(window, device=q.device) + torch.arange(n, device=q.device)[:, None]
         return whole.unfold(3, window, 1).transpose(-1, -2), (number >= missing)[..., None]
-
-    def _average(self, piece: QueryPiece, blocks: int) -> None:
-        """Make the means of blocks that have none yet."""
-        keys, size = piece.layer.stores["keys"], self.config.block
-        unit = torch.tensor([size, keys.codec.granularity])
-        step = max(STEP // int(unit.prod()), 1) * int(unit.prod())
-        for start in range(self.means.length * size, blocks * size, step):
-            stop = min(start + step, blocks * size)
-            self.means.append(decode_tokens(keys, start, stop).unflatten(2, (-1, size)).mean(3).half())
 
     def _keep(self, piece: QueryPiece, weights: Tensor) -> float | Tensor:
         """Return the share of tokens that each query reads in this layer, [B, n]."""
@@ -198,14 +189,6 @@ def _cosines(probe: Tensor, means: Tensor) -> Tensor:
         probe.square().sum((1, 2, 4)).sqrt()[..., None] * (probe.shape[2] * means.square().sum((1, 3))).sqrt()[:, None]
     )
     return (products / sizes.clamp(min=1e-12))[:, None, None].expand(-1, means.shape[1], -1, -1, -1)
-
-
-def _hide_unseen(scores: Tensor, piece: QueryPiece, size: int) -> Tensor:
-    """Return scores of blocks [B, h, query heads, n, blocks], -inf where a query may see no token of a block."""
-    if piece.allowed is None:
-        return scores
-    is_seen = piece.allowed.unflatten(-1, (-1, size)).any(-1)
-    return scores.masked_fill(~is_seen[:, None, None], -torch.inf)
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Reader:

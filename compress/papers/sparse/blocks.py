@@ -1,10 +1,35 @@
-"""Turn chosen blocks of tokens into the tokens that attention reads: what methods share that retrieve whole blocks."""
+"""What methods share that retrieve whole blocks of tokens: facts of each block, and the tokens of chosen blocks."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator
 
-from compress.kv.sparse.reader import QueryPiece, TokenChoice
+import torch
+from torch import Tensor
+
+from compress.kv.sparse.reader import QueryPiece, TokenChoice, decode_tokens
+
+STEP = 2048  # tokens that are decoded at a time
+
+
+def iterate_blocks(piece: QueryPiece, size: int, known: int) -> Iterator[Tensor]:
+    """Yield the keys of candidates in blocks of `size`, some blocks at a time [B, h, blocks, size, width].
+
+    known: how many blocks are left out at the beginning.
+    """
+    keys, stop = piece.layer.stores["keys"], piece.count // size * size
+    unit = size * keys.codec.granularity
+    step = max(STEP // unit, 1) * unit
+    for start in range(known * size, stop, step):
+        yield decode_tokens(keys, start, min(start + step, stop)).unflatten(2, (-1, size))
+
+
+def hide_unseen(scores: Tensor, piece: QueryPiece, size: int) -> Tensor:
+    """Return scores of blocks [B, h, query heads, n, blocks], -inf where a query may see no token of a block."""
+    if piece.allowed is None:
+        return scores
+    is_seen = piece.allowed.unflatten(-1, (-1, size)).any(-1)
+    return scores.masked_fill(~is_seen[:, None, None], -torch.inf)
 
 
 def expand_blocks(choice: TokenChoice, piece: QueryPiece, size: int) -> TokenChoice:

@@ -15,8 +15,8 @@ Differences from the published code: those of double_sparsity; layers that have 
 ones, where it has a list of layers that choose by their own queries (0, 1 and 31); one input, that of the layer's
 attention behind its norm, as its engine has it (its evaluation leaves the norm out).
 What it does not do: passes of several tokens and batches with left padding are not foreseen, they choose by their own
-queries; a stream of its own on a GPU (nothing here was run on one); take the next layer's projection into one product
-with this layer's.
+queries; rotary embeddings that change from layer to layer (the next layer's query is turned by this layer's); a stream
+of its own on a GPU (nothing here was run on one); take the next layer's projection into one product with this layer's.
 
 Outside the core because nothing here was measured on a device whose memory is short: docs/results/kv_reading.md has the
 shares of tokens that are brought rightly.
@@ -219,11 +219,18 @@ def _foresee(layer: OffloadedLayer, module: nn.Module, before: nn.Module, args: 
     if not isinstance(hidden, Tensor) or hidden.shape[1] != 1 or not isinstance(turns, tuple) or layer.reader is None:
         return
     source: Any = module
-    q = source.q_proj(hidden).unflatten(-1, (-1, layer.reader.spec.width)).transpose(1, 2)
-    if getattr(source, "q_norm", None) is not None:
-        q = source.q_norm(q)
+    q, norm, spec = source.q_proj(hidden), getattr(source, "q_norm", None), layer.reader.spec
+    if norm is not None and norm.weight.numel() == q.shape[-1] != spec.width:  # of all heads at once
+        q, norm = norm(q), None
+    q = q.unflatten(-1, (-1, spec.width)).transpose(1, 2)
+    if q.shape[1] != spec.heads * spec.queries:
+        raise CompressError(
+            "kv_cache.read: tokens cannot be brought ahead for this model, whose q_proj gives more than queries; set "
+            "read.prefetch: false"
+        )
+    q = q if norm is None else norm(q)
     scaling = getattr(source, "scaling", None) or q.shape[-1] ** -0.5
-    layer.fetch_ahead(group_queries(rotate(q, *turns), layer.reader.spec.heads, scaling))
+    layer.fetch_ahead(group_queries(rotate(q, *turns), spec.heads, scaling))
 
 
 LAYER = OffloadedLayer

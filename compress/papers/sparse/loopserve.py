@@ -12,24 +12,29 @@ of the past, and its own tokens in full.
 
 Differences from the paper, whose code was not at hand: the mass is that of the union of the lines, so that crossings
 count once; sampled queries are half the newest and half spread evenly; a choice for decoding is one for each KV head.
-What it does not do: save time on a prompt, which is computed under a mask; move what is not read to another memory.
-The bytes of the cache are those of all tokens. Measured: docs/results/kv_reading.md.
+What it does not do: save time on a prompt, which is computed under a mask of a byte for each head and pair of tokens;
+lines for prompts of up to SAMPLED_QUERIES tokens, for models with a bound on scores (softcap) and for masks that are
+added to scores: these prompts read everything; keep a choice from token to token for batches with left padding, which
+choose at each token. The bytes of the cache are those of all tokens, and all stay in one memory.
+Measured: docs/results/kv_reading.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from compress.kv.codec import Spec
+from compress.kv.layer import Logits
 from compress.kv.sparse.layer import ReadingLayer
-from compress.kv.sparse.reader import QueryPiece, Reader, TokenChoice, check_keep, top
+from compress.kv.sparse.reader import QueryPiece, Reader, TokenChoice, check_keep, group_queries, top
 
 NEEDS: frozenset[str] = frozenset()
-LAYER = ReadingLayer
 SAMPLED_QUERIES = 64  # of a prompt, whose attention chooses its lines
 
 
@@ -88,10 +93,14 @@ class LoopServe(Reader):
             self.chosen = None
 
     def mask_first(self, q: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Return the mask of a first prompt, [B, H, n, n]: the lines that are chosen, where `mask` allows them."""
+        """Return the mask of a first prompt, bool [B, H, n, n]: the lines that are chosen, where `mask` allows them.
+
+        q [B, h, query heads, n, width] float32, scaled; keys [B, h, n, width]; mask [B, 1, n, n], None: causal. None if
+        all is to be read.
+        """
         count = q.shape[3]
         if self.config.alpha == 1 or count <= SAMPLED_QUERIES or (mask is not None and mask.dtype != torch.bool):
-            return mask
+            return None
         half = SAMPLED_QUERIES // 2
         newest = torch.arange(count - SAMPLED_QUERIES + half, count, device=q.device)
         spread = torch.linspace(0, count - len(newest) - 1, half, device=q.device).long()
@@ -158,6 +167,25 @@ class LoopServe(Reader):
 
     def kept_tensors(self) -> list[Tensor]:
         return [x for x in (self.newest, self.chosen) if x is not None]
+
+
+class LoopServeLayer(ReadingLayer):
+    """A `ReadingLayer` whose first prompt is read along lines."""
+
+    def read_prompt(self, query: Tensor, new: tuple[Tensor, Tensor], mask: Any, logits: Logits) -> Tensor | None:
+        reader = self.reader
+        if not isinstance(reader, LoopServe) or logits.softcap is not None:
+            return None
+        q = group_queries(query, reader.spec.heads, logits.scaling)
+        if (read := reader.mask_first(q, new[0], mask)) is None:
+            return None
+        reader.watch(q)
+        attend = functional.scaled_dot_product_attention
+        output: Tensor = attend(query, *new, attn_mask=read, scale=logits.scaling, enable_gqa=True)
+        return output.transpose(1, 2).contiguous()
+
+
+LAYER = LoopServeLayer
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Reader:

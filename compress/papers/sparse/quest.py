@@ -25,12 +25,11 @@ from torch import Tensor
 from compress.kv.buffer import Buffer
 from compress.kv.codec import Spec
 from compress.kv.sparse.layer import ReadingLayer
-from compress.kv.sparse.reader import QueryPiece, Reader, TokenChoice, best, budget_of, check_keep, decode_tokens
-from compress.papers.sparse.blocks import expand_blocks
+from compress.kv.sparse.reader import QueryPiece, Reader, TokenChoice, best, budget_of, check_keep
+from compress.papers.sparse.blocks import expand_blocks, hide_unseen, iterate_blocks
 
 NEEDS: frozenset[str] = frozenset()
 LAYER = ReadingLayer
-STEP = 2048  # tokens whose bounds are made at a time
 
 
 @dataclass(frozen=True)
@@ -59,17 +58,15 @@ class Quest(Reader):
         if self.spec.layer < self.config.dense_layers or self.config.keep == 1:
             return None
         pages = piece.count // self.config.page
-        self._add_bounds(piece, pages)
+        for paged in iterate_blocks(piece, self.config.page, self.bounds.length):
+            self.bounds.append(torch.stack((paged.amin(3), paged.amax(3)), 3).half())
         bounds = self.bounds.view(0, pages)
         if self.tally is not None:
             self.tally.extra += bounds.numel() * 2 * piece.q.shape[3]
         low, high = bounds.float().unbind(3)
         # max(q low, q high) is q high where q is positive and q low where it is negative
         scores = piece.rows.clamp(min=0) @ high.mT + piece.rows.clamp(max=0) @ low.mT
-        scores = scores.unflatten(2, piece.q.shape[2:4])
-        if piece.allowed is not None:
-            is_seen = piece.allowed.unflatten(-1, (-1, self.config.page)).any(-1)
-            scores = scores.masked_fill(~is_seen[:, None, None], -torch.inf)
+        scores = hide_unseen(scores.unflatten(2, piece.q.shape[2:4]), piece, self.config.page)
         weights = scores.softmax(-1).nan_to_num_(0).mean(2)  # B, h, n, pages
         budgets = -(-budget_of(piece, self.config.keep, weights) // self.config.page)
         choice = best(weights, budgets.clamp(max=pages))
@@ -83,16 +80,6 @@ class Quest(Reader):
 
     def kept_tensors(self) -> list[Tensor]:
         return [self.bounds.view()] if self.bounds.length else []
-
-    def _add_bounds(self, piece: QueryPiece, pages: int) -> None:
-        """Make the bounds of pages that have none yet."""
-        keys, size = piece.layer.stores["keys"], self.config.page
-        unit = size * keys.codec.granularity
-        step = max(STEP // unit, 1) * unit
-        for start in range(self.bounds.length * size, pages * size, step):
-            stop = min(start + step, pages * size)
-            paged = decode_tokens(keys, start, stop).unflatten(2, (-1, size))
-            self.bounds.append(torch.stack((paged.amin(3), paged.amax(3)), 3).half())
 
 
 def build(config: Config, spec: Spec, static: Mapping[str, Tensor]) -> Reader:

@@ -3,12 +3,14 @@
 The rule of CacheGen (arXiv 2310.07240): with the bandwidth of what was fetched last, and the time that is left until
 the first token is due,
 
-    the text, if the model computes all pieces that are left in that time: nothing is lost then;
+    the text, if the model computes all pieces that are left in that time: nothing more is lost then;
     else the finest level at which all pieces that are left arrive in that time;
     else the coarsest.
 
 The choice holds for one piece, and is made anew for the next. Decoding goes on beside the network, so that only what
 is left of it behind the last piece counts; `MachineSpeeds` says how long decoding, computing and the question take.
+What it does not do: look at a network before the piece that is on its way, or guess that it will change; take a level
+that is late, but less so than others, for what it loses. What that costs: docs/results/kv_streaming.md.
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ class MachineSpeeds:
     computed: float  # tokens a second, from text
     decoded: float  # tokens a second, from a piece of any level
     question: float = 0.0  # seconds from the whole cache to the first token
+
+    def __post_init__(self) -> None:
+        if not (self.computed > 0 and self.decoded > 0 and self.question >= 0):
+            raise ValueError("computed and decoded are above 0 tokens a second, question is 0 seconds or more")
 
 
 @dataclass(frozen=True)
@@ -80,8 +86,14 @@ class Trace:
     rates: Sequence[float]
     span: float = 1.0  # seconds of each
 
+    def __post_init__(self) -> None:
+        if not self.rates or min(self.rates) < 0 or not self.span > 0:
+            raise ValueError("rates are at least one number, each 0 or more, and span is above 0")
+
     def arrival(self, start: float, nbytes: float) -> float:
-        """Return when bytes have arrived that are sent from `start` on, in seconds."""
+        """Return when bytes have arrived that are sent from `start` on, in seconds; infinity: never."""
+        if nbytes <= 0:
+            return start
         now = start
         for at in count(int(start / self.span)):
             end = (at + 1) * self.span

@@ -44,7 +44,7 @@ LEVEL_LAYOUT = {
     "name": json_text.TEXT,
     **FILE,
     "noise": json_text.NUMBER,
-    "pieces": [json_text.INTEGER],
+    "pieces": [FILE],
     "parts": {str: file.PART},
     "turned": [(bool,)],
 }
@@ -97,7 +97,7 @@ def write_levels(
             head = {key: x for key, x in own.head.items() if key not in shared}
             facts = {
                 **{"name": name, "noise": float(levels[name]), "turned": own.turned},
-                "pieces": [piece["nbytes"] for piece in pieces],
+                "pieces": pieces,
                 "parts": {key: part.plain() for key, part in own.parts.items()},
             }
             entries.append({**facts, **_put(folder / f"{name}.safetensors", save(head))})
@@ -230,7 +230,7 @@ class LevelledCache:
         spans = [self.span(piece) for piece in range(self.pieces)]
         return PieceSizes(
             [stop - start for start, stop in spans],
-            {name: level["pieces"] for name, level in self.levels.items()},
+            {name: [piece["nbytes"] for piece in level["pieces"]] for name, level in self.levels.items()},
             {name: level["nbytes"] for name, level in self.levels.items()},
             self.manifest["common"]["nbytes"],
         )
@@ -267,6 +267,8 @@ class LevelledCache:
         facts, head = self.levels[level], self.head(level)
         start, stop = self.span(piece)
         try:
+            if hashlib.sha256(content).hexdigest() != facts["pieces"][piece]["sha256"]:
+                raise ValueError("its sha256 is another")
             stream, states_of = torch.frombuffer(bytearray(content), dtype=torch.int16), []
             for index, turned in enumerate(facts["turned"]):
                 both = []

@@ -75,11 +75,8 @@ def stream_cache(
     Raises what `fetch` raises, and CheckpointError for pieces that are damaged.
     """
     started = time.monotonic()
-    sizes, waiting, stopped = (
-        source.sizes,
-        Queue[tuple[int, str, bytes] | BaseException](MAX_WAITING_PIECES),
-        Event(),
-    )
+    sizes, stopped = source.sizes, Event()
+    waiting = Queue[tuple[int, str, bytes] | BaseException](MAX_WAITING_PIECES)
     filling = _Filling(source)
     before = max(time.monotonic() - started, 1e-9)
 

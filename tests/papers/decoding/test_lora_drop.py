@@ -112,6 +112,25 @@ def test_generate_runs_inside() -> None:
     assert torch.equal(model.generate(IDS, **arguments), plain)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_a_text_of_one_token_begins_anew(name: str) -> None:
+    """Also behind another text: nothing of that is used, and all blocks cache the first token."""
+    model, chosen = PICO[name](), corrections(4, "state", scale=1.0)
+
+    def read() -> tuple[Tensor, list[int]]:
+        cache = DynamicCache(config=model.config)
+        rows = [model(input_ids=IDS[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(3)]
+        return torch.cat(rows, 1), [cache.get_seq_length(i) for i in range(2)]
+
+    with lora_drop.decoding(model, chosen):
+        alone = read()
+    with lora_drop.decoding(model, chosen):
+        stepwise(model, IDS[:, 4:14])
+        behind = read()
+    assert torch.equal(alone[0], behind[0]) and alone[1] == behind[1] == [3, 1]
+    assert torch.allclose(alone[0], TeacherForced(model, chosen, 1).logits(IDS[:, :3]), atol=2e-5)
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="period 0"):
         Corrections({}, 0)
@@ -120,4 +139,10 @@ def test_what_cannot_be_is_refused() -> None:
     model = PICO["llama"]()
     with lora_drop.decoding(model, corrections(2, "state")), pytest.raises(UnsupportedModelError, match="one sequence"):
         model(input_ids=IDS.repeat(2, 1))
+    with pytest.raises(ValueError, match="prompt 0"):
+        TeacherForced(model, corrections(2, "state"), 0).logits(IDS)
+    with lora_drop.decoding(model, corrections(4, "state")):
+        _, cache = stepwise(model, IDS)
+        with pytest.raises(UnsupportedModelError, match="no prompt behind"):
+            model(input_ids=IDS, past_key_values=cache, use_cache=True)
     assert lora_drop.published_blocks(9) == (1, 2, 3, 5, 6, 7)

@@ -117,8 +117,17 @@ def test_a_trace_of_bandwidths() -> None:
     assert trace.arrival(0.0, 10) == pytest.approx(1.0)
     assert trace.arrival(0.5, 10) == pytest.approx(3.0)  # 5 bytes, a second of nothing, 5 bytes
     assert trace.arrival(7.0, 10) == pytest.approx(9.0)
-    slow = sum(1e-3 for _ in range(2500) if True)  # the same in small steps
-    assert trace.arrival(0.0, 12.5) == pytest.approx(slow)
+    sent, steps = 0.0, 0
+    while sent < 12.5:  # in steps of a millisecond
+        sent, steps = sent + 1e-3 * trace.rates[min(steps // 1000, 2)], steps + 1
+    assert trace.arrival(0.0, 12.5) == pytest.approx(1e-3 * steps, abs=2e-3)
+    dead = Trace((0.0,))
+    assert dead.arrival(2.0, 1) == float("inf") and dead.arrival(2.0, 0) == 2.0  # text is here already
+    for wrong in ((), (1.0, -1.0)):
+        with pytest.raises(ValueError, match="rates"):
+            Trace(wrong)
+    with pytest.raises(ValueError, match="computed"):
+        MachineSpeeds(0.0, 1.0)
 
 
 def test_a_network_that_slows_down_costs_a_level_and_not_the_deadline() -> None:
@@ -145,7 +154,7 @@ def test_what_is_damaged_or_of_another_model_is_refused(folder: Path, tmp_path: 
 
         return LevelledCache(fetch, MODEL)
 
-    for name in ("common.safetensors", "fine.safetensors", "fine.1"):
+    for name in ("common.safetensors", "fine.safetensors", "fine.0", "fine.1", "fine.2"):
         with pytest.raises(CheckpointError, match="write the levels again"):
             load_choices(damaged(name), ["fine"] * 3)
     with pytest.raises(CheckpointError, match=r"fine\.1 is damaged"):
