@@ -15,8 +15,8 @@ count once; sampled queries are half the newest and half spread evenly; a choice
 What it does not do: save time on a prompt, which is computed under a mask of a byte for each head and pair of tokens;
 lines for prompts of up to SAMPLED_QUERIES tokens, for models with a bound on scores (softcap) and for masks that are
 added to scores: these prompts read everything; keep a choice from token to token for batches with left padding, which
-choose at each token. The bytes of the cache are those of all tokens, and all stay in one memory.
-Measured: docs/results/kv_reading.md.
+choose at each token and read later prompts in full. The bytes of the cache are those of all
+tokens, and all stay in one memory. Measured: docs/results/kv_reading.md.
 """
 
 from __future__ import annotations
@@ -152,7 +152,10 @@ class LoopServe(Reader):
         keys, rows = piece.layer.stores["keys"], self.newest.flatten(2, 3)
         scores = rows.new_empty(*rows.shape[:3], len(keys))
         keys.scores(rows, scores)
-        return scores[..., keys.sink.length : keys.sink.length + piece.count].softmax(-1)
+        scores = scores[..., keys.sink.length : keys.sink.length + piece.count]
+        if piece.allowed is not None:
+            scores = scores.masked_fill(~piece.allowed[:, None, -1:], -torch.inf)
+        return scores.softmax(-1).nan_to_num_(0)
 
     def crop(self, coded: int, removed: int) -> None:
         self.chosen = None

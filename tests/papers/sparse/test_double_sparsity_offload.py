@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM
 
 from compress.errors import CompressError
 from compress.kv import generation
@@ -91,22 +91,22 @@ def test_rows_of_a_batch_are_taken_and_stay_in_slow_memory() -> None:
     assert torch.equal(layer.stores["keys"].read(), before[[1, 1], :, :-30])
 
 
-def model(silent: bool) -> Any:
+def model(silent: bool, family: str = "llama") -> Any:
     """A tiny model; silent: its blocks add nothing, so that all layers have the same input."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=512, pad_token_id=0,
     )  # fmt: skip
-    made = LlamaForCausalLM(config).eval()
+    made: Any = LlamaForCausalLM(config) if family == "llama" else Olmo2ForCausalLM(Olmo2Config(**config.to_dict()))
     for block in made.model.layers if silent else ():
         block.self_attn.o_proj.weight.data.zero_()
         block.mlp.down_proj.weight.data.zero_()
-    return made
+    return made.eval()
 
 
-def overlap(silent: bool, method: str = OFFLOAD["method"]) -> tuple[float, Tensor]:  # type: ignore[assignment]
-    made, tokens = model(silent), torch.randint(1, 64, (1, 200), generator=torch.Generator().manual_seed(1))
+def overlap(silent: bool, method: str = "double_sparsity_offload", family: str = "llama") -> tuple[float, Tensor]:
+    made, tokens = model(silent, family), torch.randint(1, 64, (1, 200), generator=torch.Generator().manual_seed(1))
     section = {"method": "identity", "sink": 2, "residual_length": 8, "flush": 1}
     read = {"method": method, "keep": 0.25, "channels": 8, "dense_layers": 1}
     settings = cache_settings({**section, "read": read})
@@ -129,6 +129,11 @@ def test_a_model_brings_tokens_by_the_input_of_the_layer_in_front() -> None:
     share, logits = overlap(True)
     assert share == 1 and torch.equal(logits, overlap(True, "double_sparsity")[1])
     assert 0 < overlap(False)[0] < 1
+
+
+def test_queries_with_one_norm_for_all_heads_are_foreseen() -> None:
+    share, logits = overlap(True, family="olmo2")
+    assert share == 1 and torch.equal(logits, overlap(True, "double_sparsity", "olmo2")[1])
 
 
 def test_labels_are_not_read_out_of_slow_memory() -> None:
