@@ -103,12 +103,12 @@ class ListedRecipe(NamedTuple):
         """The most expensive thing that the recipe asks for; all but "data-free" read calibration text."""
         schemes, transforms = _schemes(self.data), self.data.get("transform", [])
         trained = any(map(_trains, [*(scheme.get("lowrank") or {} for scheme in schemes), *transforms]))
-        if trained or "tune" in self.data:
+        cache = self.data.get("kv_cache", {})
+        if trained or "tune" in self.data or cache.get("steps", 0) > 0:
             return "training"
         if "allocate" in self.data and _damages(self.data["allocate"]) - CHEAP_SCORES:
             return "search"
         by_block = any(plugins.constant("transform", step["method"], "SCOPE") == "block" for step in transforms)
-        cache = self.data.get("kv_cache", {})
         cached = any(plugins.constant("kv", codec, "NEEDS") for codec in _codecs(cache))
         cached |= any(plugins.constant("read", name, "NEEDS") for name in _codecs(cache.get("read", {})))
         if by_block or cached or "experts" in self.data or any(map(_reads_inputs, schemes)):
@@ -168,7 +168,8 @@ def _reads_inputs(scheme: dict[str, Any]) -> bool:
 
 def _trains(settings: dict[str, Any]) -> bool:
     """Whether settings of a transform or of a low-rank part ask for gradient steps."""
-    return any(settings.get(key, 0) > 0 for key in ("train", "train_blocks", "learn"))
+    steps = (settings.get(key, 0) for key in ("train", "train_blocks", "learn", "heal"))
+    return any(isinstance(each, int) and each > 0 for each in steps)
 
 
 def _damages(settings: dict[str, Any]) -> Set[str]:

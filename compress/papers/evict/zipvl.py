@@ -16,7 +16,7 @@ beside `tau`, `keep` is the most that may be important. What came after the prom
 Where we differ: attention is the mean over heads, and the same tokens are important in all heads of a layer. The first
 `sink` tokens and the newest `recent` ones are important always. `prefill: keys` lets all tokens attend, to the
 important ones and to themselves, and `all` leaves the prompt as it is. The paper counts probes in shares of the prompt,
-here they are numbers. The authors' code is not public; this follows the abstracts and the project's notes on the paper.
+here they are numbers. The authors' code was not at hand; this follows the abstracts and notes on the paper.
 
 What it does not do: judge again while decoding; codecs that are calibrated (their tables are of one number of bits).
 Models whose attention has a bound on scores (`softcap`), sink logits or position biases have their prompt computed in

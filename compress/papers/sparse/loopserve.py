@@ -35,7 +35,7 @@ from compress.kv.sparse.layer import ReadingLayer
 from compress.kv.sparse.reader import QueryPiece, Reader, TokenChoice, check_keep, group_queries, top
 
 NEEDS: frozenset[str] = frozenset()
-SAMPLED_QUERIES = 64  # of a prompt, whose attention chooses its lines
+SAMPLED_QUERIES = 64  # a prompt chooses its lines by the attention of so many
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ keys the rotary pairs of channels with the least weight in scores are set to zer
 them, and `heal` trains each block's attention (or all of it) behind the narrowed blocks before it against what the
 original model gives (kv_head_pass.py). Rows that are zero on both sides have no gradient, so that they stay zero.
 
-The checkpoint stays plain, with zeros in it. The cache codec `key_pairs` with the same `keep` then stores no channel
-that is zero, and so loses nothing more: keys take `keep` of their bytes, values all.
+The checkpoint stays plain, with zeros in it. The cache codec `key_pairs` with the same `keep` then leaves out only
+zeros, and so loses nothing more: keys take `keep` of their bytes, values all. That holds where positions turn all
+channels of a head, the two halves in pairs; elsewhere `key_pairs` takes other channels for pairs, and loses some.
 
 The weight of a pair is the mean square of what it adds to scores, as in compress/papers/codecs/key_pairs.py. Channels
 that no position turns stay.

@@ -218,6 +218,16 @@ def test_shared_subspaces_are_healed() -> None:
     assert divergences[1] < 0.97 * divergences[0]
 
 
+def test_texts_that_end_among_the_sinks_are_exact() -> None:
+    """Also where a piece of queries does."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, other = (torch.randn(1, h, 300, 8, generator=generator) for h in (4, 2, 2, 2))
+    exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    for sink, tail in ((280, 4), (400, 0)):
+        found = model_distillation.attend_mixed(query, (key, value), (other, other), None, None, sink, tail)
+        torch.testing.assert_close(found[:, :, :280], exact[:, :, :280])
+
+
 def test_one_sample_is_refused() -> None:
     with pytest.raises(CalibrationError, match="two samples"):
         model_distillation.train(
