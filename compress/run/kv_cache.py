@@ -279,9 +279,7 @@ def _stand_ins(config: Any, settings: CacheSettings, cached: CachedLayers) -> di
             spec = Spec(kind, index, len(codings), *shape, queries)  # type: ignore[arg-type]
             for name, (size, dtype) in specs(coding.config, spec).items() if specs is not None else ():
                 chosen = getattr(coding.config, name, None)  # a number that the recipe gives, on average over layers
-                whole = (
-                    max(1, math.floor(chosen)) if isinstance(chosen, int | float) else 1
-                )  # no more in all
+                whole = max(1, math.floor(chosen)) if isinstance(chosen, int | float) else 1  # no more in all
                 tensors[f"layers.{index}.{kind}.{name}"] = _stand_in(size, dtype) * whole
     return tensors
 
