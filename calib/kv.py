@@ -32,7 +32,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from compress import plugins
-from compress.calib.kv_attended import attention_by_key
+from compress.calib.kv_attended import attention_by_key, capped_attention
 from compress.calib.projections import projection_weights
 from compress.errors import CalibrationError, NumericalError, UnsupportedModelError
 from compress.kv import rope
@@ -351,7 +351,7 @@ class _Tap:
         if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
             raise UnsupportedModelError("kv_cache: attention with sink logits or position biases cannot be calibrated")
         if kwargs.get("softcap") is not None:
-            output = _capped_attention(query, key, value, attention_mask, **kwargs)
+            output = capped_attention(query, key, value, attention_mask, **kwargs)
         else:
             output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         if "gradients_output" in self.names:
@@ -396,16 +396,3 @@ class _Tap:
         """Keep the rows of x [B, h, n, width] behind the first `sink` tokens."""
         rows = x.detach()[:, :, self.sink :].transpose(1, 2).flatten(0, 1).float().contiguous()
         self.found.setdefault(name, []).append(rows)
-
-
-def _capped_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float, **kwargs: Any
-) -> Tensor:
-    """Attend with logits bounded by softcap tanh(logits / softcap), differentiable."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = ((query @ key.mT) * scaling / softcap).tanh() * softcap
-    if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return (scores.float().softmax(-1).to(value.dtype) @ value).transpose(1, 2).contiguous()

@@ -2,10 +2,13 @@
 
 An error e of a token's value moves the output of a query with probability p by p e, so that the sum of p^2 weighs the
 squared errors of tokens (compress/kv/codecs/components.py). Tokens less than `near` before a query are exact when it
-reads them, and are left out. At most QUERIES queries of a sample are looked at, evenly spaced.
+reads them, and are left out. At most QUERIES_PER_SAMPLE queries of a sample are looked at, evenly spaced. Beside that,
+attention with a bound on scores, through which gradients pass.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,3 +55,16 @@ def _probabilities(
         mask = mask if len(mask) == 1 else mask.unflatten(0, products.shape[:2])
     never = torch.finfo(torch.float32).min
     return (products.masked_fill(~mask, never) if mask.dtype == torch.bool else products + mask).softmax(-1)
+
+
+def capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float, **kwargs: Any
+) -> Tensor:
+    """Attend with logits bounded by softcap tanh(logits / softcap), differentiable."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = ((query @ key.mT) * scaling / softcap).tanh() * softcap
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return (scores.float().softmax(-1).to(value.dtype) @ value).transpose(1, 2).contiguous()
