@@ -39,6 +39,8 @@ def start_clover(model: Any) -> tuple[list[nn.Parameter], Weights]:
     for index, block in enumerate(model.base_model.layers):
         attention, path = block.self_attn, f"model.layers.{index}.self_attn."
         size = attention.head_dim
+        if attention.v_proj.bias is not None:
+            raise SystemExit(f"{path}v_proj has a bias, which would have to be turned, too; take a model without one")
         values = attention.v_proj.weight.detach().double().unflatten(0, (-1, size))
         outputs = attention.o_proj.weight.detach().double().unflatten(1, (len(values), -1, size)).permute(1, 2, 0, 3)
         pairs = [decompose_product(value, output) for value, output in zip(values, outputs, strict=True)]

@@ -78,7 +78,7 @@ class StreamedModel:
     """A packed checkpoint whose blocks are read from its files whenever they are needed, or held as they are stored.
 
     `stored`: what can be trained, by names on disk, in its type there: norms and biases, and floating-point tensors of
-    packed linears but the scales of what these read; with `is_low_rank` the factors of low-rank parts and nothing else.
+    packed linears but the scales of what these read; with `is_low_rank` the 16-bit factors of low-rank parts alone.
     """
 
     def __init__(self, directory: Path, device: torch.device, is_held: bool, is_low_rank: bool = False) -> None:
@@ -224,7 +224,7 @@ class StreamedModel:
         fixed = formats.fixed_tensors(weight.stored)
         floats = (key for key, tensor in weight.tensors.items() if tensor.dtype in FLOATS and key not in fixed)
         if self.is_low_rank:
-            floats = (key for key in floats if key.startswith(lowrank.PREFIX))
+            floats = (key for key in floats if key in (lowrank.PREFIX + "a", lowrank.PREFIX + "b"))
         named = {key: self._on_disk(f"{prefix}{path}.{key}", weight.tensors[key]) for key in floats}
         return {key: name for key, name in named.items() if name is not None}
 

@@ -87,7 +87,7 @@ def test_no_matrix_has_a_gradient(made: tuple[Path, Path]) -> None:
 
 
 def test_factors_move_and_nothing_else(made: tuple[Path, Path], tmp_path: Path) -> None:
-    config = Config(24, rate=0.02, batch_tokens=96, top_k=VOCAB_SIZE, held_out=3, trains="low_rank")
+    config = Config(12, rate=0.02, batch_tokens=96, top_k=VOCAB_SIZE, held_out=3, trains="low_rank")
     work = TuningWork(made[1], open_checkpoint(made[0]), TOKENS.repeat(2, 1), CPU, 2, tmp_path, True, lambda _: None)
     result = end_to_end.train(config, work)
     assert result.tensors and all("lowrank_" in name for name in result.tensors)
@@ -97,9 +97,10 @@ def test_factors_move_and_nothing_else(made: tuple[Path, Path], tmp_path: Path) 
     assert all(tensor.dtype == stored[name].dtype for name, tensor in result.tensors.items())
 
 
-def test_a_model_without_low_rank_parts_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", [(), ("lowrank={rank: 4, bits: 8}",)], ids=["none", "8 bits"])
+def test_a_model_without_low_rank_parts_is_left_alone(part: tuple[str, ...], tmp_path: Path) -> None:
     model = save_pico("llama", tmp_path / "model")
-    setup = GPTQ.set("bits=2", *SMALL[1:3], "tune={method: end_to_end, steps: 2, trains: low_rank}")
+    setup = GPTQ.set("bits=2", *SMALL[1:3], *part, "tune={method: end_to_end, steps: 2, trains: low_rank}")
     api.quantize(job(model, setup, tmp_path / "out"))
     assert "there is no low-rank part in 16 bits" in str(report_of(tmp_path / "out")["notes"])
 

@@ -9,7 +9,7 @@ form (compress/quant/descent.py).
 Differences from the paper and its code: scales are weighted and refitted; groups of GPTQ's columns are those of the
 scale; signs of all weights, without a part that keeps more bits.
 
-Not in the core: trellis codes of as many bits lose less (docs/results/allocation.md).
+Not in the core, because nothing was measured with it: no whole model, and no comparison with trellis codes of one bit.
 
 Not done: rounding fed back between outputs; tiles of rows.
 """

@@ -11,8 +11,9 @@ Differences from the paper, and why: the second moments are not centred, and no 
 outputs. A tenth of the squared inputs of tests/models/books-8m is their mean, but that takes one direction of the k:
 with centred moments and a bias, errors of linears on held-out text are 0.4% smaller, and the KL is no better, 0.0319
 against 0.0316 at `ratio: 0.8` and 0.256 against 0.249 at 0.5 (64 samples of 512 tokens, 8176 tokens scored). Most
-linears have no bias that could hold it, either. Linears of one shape have one rank; others come from rules. Factors can
-be stored in 8 or 4 bits.
+linears have no bias that could hold it, either. Linears of one shape have one rank; others come from rules or an
+allocator (recipe `lord-search`). Factors can be stored in 8 or 4 bits; those of 16 bits are healed by
+compress/tune/end_to_end.py.
 
 Not in the core: at 12.75 bits a weight `lord20` has KL 0.0279, where 8 bits have 0.00003 (docs/low_bit.md).
 

@@ -10,7 +10,8 @@ What a channel counts in the paper is the joint norm of its row and column, whic
 equally frequent. With `measure: inputs` values are decomposed for what attention hands to the output on the calibration
 text: with second moments C = L L^T of a head's mixed values, and M = O^T O, L^T M L = U S^2 U^T gives V' = S^1/2 U^T
 L^-1 V and O' = O L U S^-1/2. The product is the same, and cutting the channels of least S is then the best cut of so
-many for the head's outputs (the optimum of LoRD, arXiv 2309.14021, inside a head).
+many for the head's outputs (the optimum of LoRD, arXiv 2309.14021, inside a head). Where several heads of the output
+share one of values, C is their mean and M their sum, which is that optimum only if their mixed values are alike.
 
 With `prune_keys` (which may be 0) the same is done to queries and keys, whose product Q^T K makes the scores. Channels
 that no rotary position touches are decomposed as above. Two channels that are turned together are one complex number
@@ -246,11 +247,13 @@ def _mix_moments(block: nn.Module, attention: Attention, batches: BlockInputs) -
     float64 [key-value heads, head_dim, head_dim].
     """
     sums: list[Tensor] = []
+    counts: list[int] = []
     shape = (attention.key_value_heads, -1, attention.head_dim)
 
     def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         mixed = inputs[0].flatten(0, -2).unflatten(1, shape).double()  # token, key-value head, head of the group
-        sums.append(torch.einsum("tkgi,tkgj->kij", mixed, mixed) / mixed[:, 0, :, 0].numel())
+        sums.append(torch.einsum("tkgi,tkgj->kij", mixed, mixed))
+        counts.append(mixed[:, 0, :, 0].numel())
 
     hook = block.get_submodule(attention.output).register_forward_pre_hook(add)
     try:
@@ -258,7 +261,7 @@ def _mix_moments(block: nn.Module, attention: Attention, batches: BlockInputs) -
             run_block(block, call, hidden, "a block")
     finally:
         hook.remove()
-    return torch.stack(sums).mean(0)
+    return torch.stack(sums).sum(0) / sum(counts)
 
 
 def _decompose_free(queries: nn.Module, keys: nn.Module, query_rows: Tensor, key_rows: Tensor) -> None:

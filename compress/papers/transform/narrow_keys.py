@@ -17,7 +17,8 @@ Differences from the paper: a trained model is changed, instead of one trained f
 (merge_kv_heads merges keys with values); queries are trained but not widened, for which transformers' classes have no
 width of their own. Values that are read for the largest scores alone are compress/papers/sparse/selective_values.py.
 
-Outside the core because narrower keys cost more than fewer bits at the same bytes (docs/results/kv_heads.md).
+Outside the core because narrower keys, untrained, cost more than fewer bits at the same bytes
+(docs/results/kv_heads.md). What training brings was not measured.
 
 Refused: anything but scales and rotary positions between the projections and the scores, as norms of queries and keys.
 """

@@ -282,7 +282,7 @@ class BlockTuning(adaquant.BlockTuning):
                 for each in sums.values():
                     each.add(inputs)
             for name in group:
-                if name in weights and sums[name].size:
+                if name in weights:
                     _train_linear(weights[name], sums[name], held, self.config)
                 self._place(name, weights[name].weight() if name in weights else self._decode(name), None)
 
@@ -294,6 +294,8 @@ def _train_linear(
     weight: ClippedWeight, sums: adaquant.Sums, batches: Sequence[adaquant.Inputs], config: Config
 ) -> None:
     held = adaquant.HeldOutError(sums.weight, None, batches)
+    if not (held.size and sums.size):  # an expert that no token reached
+        return
 
     def loss(step: int) -> float:
         with torch.enable_grad():

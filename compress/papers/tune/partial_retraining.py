@@ -51,6 +51,8 @@ class Config(apiq.Config):
             raise ValueError("scope: linear has no output of a block; saliency-aware retraining is of scope: block")
         if not 0 <= self.weight < float("inf"):
             raise ValueError(f"weight {self.weight} must not be negative, nor infinite")
+        if self.held_steps and not self.weight:
+            raise ValueError(f"held_steps {self.held_steps} with weight 0 would train by nothing; set held_steps: 0")
         if min(self.held_steps, self.output_steps) < 0 or self.held_steps + self.output_steps > self.steps:
             asked = f"held_steps {self.held_steps} and output_steps {self.output_steps}"
             raise ValueError(f"{asked} must not be negative, nor more than the {self.steps} steps")

@@ -13,7 +13,7 @@ from compress import formats
 from compress.errors import RecipeError
 from compress.formats import int as int_format
 from compress.formats import lowrank
-from compress.papers.tune import apiq, partial_retraining
+from compress.papers.tune import adaquant, apiq, partial_retraining
 from compress.papers.tune.apiq import ClippedWeight, Config, rate_share, train
 from compress.types import Fisher, LowRank, PackedWeight
 from helpers.pico import round_to_nearest
@@ -161,6 +161,17 @@ def test_linears_are_trained_one_behind_the_other() -> None:
     assert errors[1] < 0.5 * errors[0]
 
 
+def test_a_linear_that_no_held_out_token_reaches_keeps_its_start() -> None:
+    weight = random(*SHAPE)
+    trained, moments = ClippedWeight(rounded(weight), weight, 0), adaquant.InputMoments(SHAPE[1], weight.device)
+    sums, inputs = adaquant.Sums(weight, None, moments), adaquant.Inputs(*[random(8, SHAPE[1], seed=3)] * 2)
+    for each in (moments, sums):
+        each.add(inputs)
+    before = trained.weight()
+    apiq._train_linear(trained, sums, [], Config(steps=3))
+    assert torch.equal(trained.weight(), before)
+
+
 def test_without_a_low_rank_part_ranges_alone_are_trained() -> None:
     weight = random(*SHAPE)
     trained = ClippedWeight(round_to_nearest(weight, 2, GROUP, symmetric=True), weight, 0)
@@ -216,6 +227,7 @@ def test_held_weights_stay_nearer_to_the_original() -> None:
         (apiq, {"scope": "linear", "own_target": True}, "own_target"),
         (partial_retraining, {"scope": "linear"}, "scope: linear"),
         (partial_retraining, {"steps": 5, "held_steps": 6}, "held_steps 6"),
+        (partial_retraining, {"held_steps": 6, "weight": 0.0}, "would train by nothing"),
         (partial_retraining, {"weight": -1.0}, r"weight -1\.0"),
     ],
 )
