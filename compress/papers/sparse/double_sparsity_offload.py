@@ -62,6 +62,8 @@ class Config(double_sparsity.Config):
 class SlowBuffer(Buffer):
     """A buffer whose rows lie in the host's memory, or, where the model itself is there, in a mapped file."""
 
+    device: torch.device  # of what was appended
+
     def view(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return rows start..stop on the device of what was appended."""
         return super().view(start, stop).to(self.device)
@@ -189,8 +191,9 @@ class OffloadedLayer(ReadingLayer):
         if not self.seen or reading is None or not reading.config.prefetch:
             return []
         blocks = decoder_blocks(model) or []
-        modules = [next((x for x in block.modules() if hasattr(x, "q_proj")), None) for block in blocks]
-        if not modules or None in modules:
+        attentions = [next((x for x in block.modules() if hasattr(x, "q_proj")), None) for block in blocks]
+        modules = [module for module in attentions if module is not None]
+        if not modules or len(modules) < len(attentions):
             raise CompressError(
                 "kv_cache.read: tokens cannot be brought ahead for this model, whose attention has no q_proj; set "
                 "read.prefetch: false"
@@ -199,7 +202,7 @@ class OffloadedLayer(ReadingLayer):
         return [
             module.register_forward_pre_hook(partial(_foresee, layer, after), with_kwargs=True)
             for module, after, layer in zip(modules, modules[1:], layers[1:], strict=False)
-            if isinstance(layer, OffloadedLayer) and layer.index >= reading.config.dense_layers and module is not None
+            if isinstance(layer, OffloadedLayer) and layer.index >= reading.config.dense_layers
         ]
 
     def offloaded_nbytes(self) -> int:
