@@ -15,7 +15,6 @@ from yaml import Node, ScalarNode, SequenceNode
 
 from compress import plugins
 from compress.errors import RecipeError
-from compress.formats.stored import check_inputs
 from compress.kv.settings import CacheSettings, cache_settings
 from compress.recipe.schema import OUTPUT_DEFAULTS, Acceptance, Step
 from compress.recipe.yaml import Entries, check_keys, describe_node, error_at, mapping, plain, sequence, value
@@ -52,7 +51,9 @@ def scheme(entries: Entries, at: Node, where: str, above: Scheme | None) -> Sche
     settings = {key: entry for key, entry in entries.items() if key not in SCHEME_KEYS}
     config = build(settings, at, f"{where} ({base.method})", base.config, RULE_KEYS if above else SCHEME_KEYS)
     activations = _part(entries, "activations", base.activations, Activations())
-    if activations is not None and "activations" in entries:
+    if activations is not None and activations.is_coded and "activations" in entries:
+        from compress.formats.stored import check_inputs  # which imports torch
+
         try:
             check_inputs(activations)
         except ValueError as error:

@@ -256,7 +256,10 @@ def test_settings_are_read_and_stored() -> None:
 @pytest.mark.parametrize(
     ("evict", "message"),
     [
-        ({"keep": 0.5}, "has no method; set one of expected_attention, snapkv, d2o, knorm, lazyllm"),
+        (
+            {"keep": 0.5},
+            "has no method; set one of expected_attention, snapkv, d2o, fastv, knorm, lazyllm, mustdrop, vision, zipvl",
+        ),
         ({"method": "snap"}, "unknown evict plugin 'snap'"),
         ({"method": "snapkv"}, "keep or tokens is needed"),
         ({**EVICT, "tokens": 3}, "set one of them"),

@@ -33,6 +33,7 @@ FINE: dict[str, dict[str, Any]] = {
     "zipvl": {"high": 8, "low": 8},
     "pca": {"bits": 7.0},
     "cskv": {"keep": 1.0},
+    "kv_adaquant": {"bits": 8, "widths": [8]},
     "matryoshka": {"keep": 1.0},
     "key_pairs": {"keep": 1.0},
     "per_token": {"bits": 8},

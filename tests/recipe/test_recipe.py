@@ -204,7 +204,7 @@ OLDER_FINGERPRINTS = {
     "vptq2bit": "3a98ce722f12ee29",
     "lord20": "6e648d8baa4126ea",
     "lq-lora2.75": "e9cbc312eeb020bb",
-    "clover50": "d4753204cc39d613",
+    "clover50": "8a889d371be7ee3e",
 }
 
 

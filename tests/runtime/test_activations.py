@@ -213,7 +213,7 @@ def test_dictionaries_and_back(kind: Activations) -> None:
         ({"clip": 0}, "clip 0"),
         ({"clip": math.nan}, "clip nan"),
         ({"clip": "1"}, "clip '1'"),
-        ({"dtype": "fp4"}, "dtype 'fp4'"),
+        ({"dtype": "fp4"}, "unknown dtype of activations 'fp4'"),
         ({"dtype": "fp8", "bits": 4}, "bits 4"),
     ],
 )

@@ -32,7 +32,8 @@ from compress.kv.saved import EARLY_FACTOR, EARLY_SHARE, LATE_FACTOR, columns, f
 from compress.kv.settings import KINDS
 from compress.numerics import rans
 from compress.papers.streaming.controller import PieceSizes
-from compress.storage import checkpoint, json_text
+from compress.storage import checkpoint, files, json_text
+from compress.storage.checkpoint import write_text
 
 VERSION = 1
 MANIFEST, COMMON, TABLES = "manifest.json", "common", "tables"
@@ -106,7 +107,7 @@ def write_levels(
             **{"model": file.fingerprint(model), "tokens_sha256": file.hash_tokens(tokens)},
             "common": _put(folder / f"{COMMON}.safetensors", save(shared)),
         }
-    checkpoint.write_text(folder / MANIFEST, json.dumps(manifest))
+    write_text(folder / MANIFEST, json.dumps(manifest))
 
 
 def _find_shared(cache: DynamicCache, heads: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -163,7 +164,8 @@ def _code(cache: DynamicCache, path: Path, model: nn.Module, noise: float) -> _C
 
 
 def _put(path: Path, content: bytes) -> dict[str, Any]:
-    path.write_bytes(content)
+    with files.open_new(path) as stream:
+        stream.write(content)
     return {"nbytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
@@ -172,7 +174,8 @@ def fetch_from(folder: Path) -> Fetch:
 
     def fetch(name: str) -> bytes:
         try:
-            return (folder / name).read_bytes()
+            with files.open_regular(folder / name) as stream:
+                return stream.read()
         except OSError as error:
             raise CheckpointError(
                 f"{folder / name} cannot be read ({error.strerror}); write the levels again"
