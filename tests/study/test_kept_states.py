@@ -75,6 +75,7 @@ def test_the_body_of_the_original_runs_once(
     assert other[0]["base_perplexity"] == first[0]["base_perplexity"] and other != first
 
 
+@pytest.mark.slow
 def test_damaged_states_are_a_line(ask: Callable[..., dict[str, CellFolder]]) -> None:
     each = ask("int8")["int8"]
     first = measure(each)
