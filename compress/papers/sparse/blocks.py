@@ -1,4 +1,4 @@
-"""What methods share that retrieve whole blocks of tokens: facts of each block, and the tokens of chosen blocks."""
+"""Keep facts of each block of tokens, and list the tokens of chosen blocks, for methods that retrieve whole blocks."""
 
 from __future__ import annotations
 
