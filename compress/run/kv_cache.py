@@ -171,9 +171,9 @@ def sample_nbytes(config: Any, settings: CacheSettings, tokens: int) -> tuple[in
         channels["keys_pre"], channels["queries"] = channels["keys"], cached.queries * heads.keys[1]
         channels |= dict.fromkeys(("queries_pre", "queries_scaled", "gradients_output"), channels["queries"])
         channels |= {"gradients": channels["keys"] + channels["values"], **dict.fromkeys(SINKS, 0)}
-        channels |= {"gradients_rotated": channels["gradients"], "attended": heads.keys[0]}
+        channels |= {"gradients_rotated": channels["gradients"], "attended": heads.keys[0], "projections": 0}
         work = max(module.WORK for module in modules if module.NEEDS)
-        held = max(held, 4 * sum(channels.get(name, 0) for name in needed | {*KINDS}))
+        held = max(held, 4 * sum(channels[name] for name in needed | {*KINDS}))
         learning = max(learning, 4 * max(channels.values()), work * max(channels[x] for x in needed - GRADIENTS))
     return held * min(tokens, CALIBRATION_TOKENS), learning * min(tokens, CALIBRATION_TOKENS)
 
