@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -154,10 +155,13 @@ def mentions(tree: ast.Module, names: set[str]) -> list[str]:
     """line N: name, for each of `names` that is a word of an identifier or of a string outside docstrings."""
     wanted = {re.sub(r"\W", "_", name).lower(): name for name in names}
     pattern = re.compile("_(" + "|".join(map(re.escape, wanted)) + ")(?=_)")
-    found = []
+    lines = defaultdict(list)
     for line, text in words(tree):
+        lines[text].append(line)
+    found = []
+    for text, places in lines.items():
         split = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|\W", "_", text).lower()  # GptqConfig -> gptq_config
-        found += [f"line {line}: {wanted[match]}" for match in pattern.findall(f"_{split}_")]
+        found += [f"line {line}: {wanted[match]}" for match in pattern.findall(f"_{split}_") for line in places]
     return found
 
 
@@ -177,7 +181,7 @@ def unsafe(tree: ast.Module) -> list[str]:
     """Ways to run code that a checkpoint brings along."""
     found = sorted(module for module in imports(ast.walk(tree)) if module.split(".")[0] in PICKLES)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
+        if isinstance(node, ast.Attribute) and node.attr == "load" and ast.unparse(node) == "torch.load":
             found.append(f"line {node.lineno}: torch.load")
         if isinstance(node, ast.ImportFrom) and node.module == "torch" and "load" in {a.name for a in node.names}:
             found.append(f"line {node.lineno}: torch.load")

@@ -14,6 +14,7 @@ import re
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -41,22 +42,24 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def comments(path: Path) -> dict[int, str]:
-    """Line -> the comment at its end."""
-    tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
-    return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+def comment(line: str) -> str:
+    """Return the comment at the end of a line on which a statement begins, or nothing."""
+    with suppress(tokenize.TokenError):  # the statement goes on in the next line
+        for token in tokenize.generate_tokens(io.StringIO(line.lstrip()).readline) if "#" in line else ():
+            if token.type == tokenize.COMMENT:
+                return token.string.lstrip("# ")
+    return ""
 
 
 def completed_constants(path: Path) -> Iterator[str]:
     """Names of constants whose comment goes on with the name."""
-    said = comments(path)
+    lines = path.read_text(encoding="utf-8").splitlines()
     for node in ast.walk(tree(path)):
         if not isinstance(node, ast.Assign | ast.AnnAssign):
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         names = [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
-        comment = said.get(node.lineno, "")
-        if comment.split(" ")[0].strip(",;:") in CONTINUES.split():
+        if comment(lines[node.lineno - 1]).split(" ")[0].strip(",;:") in CONTINUES.split():
             yield from (name for name in names if re.fullmatch(r"_?[A-Z][A-Z0-9_]*", name))
 
 
