@@ -21,7 +21,6 @@ SCREEN_LINES = 64
 # Recipes that train for long, of which no quality is claimed; the list only shrinks.
 UNMEASURED = {"bitnet1.58"}
 UNMEASURED |= {"cskv80", "diffqkv", "matryoshka50"}
-UNMEASURED |= {"layerwise-lim"}
 UNMEASURED |= {"kv-adaquant3", "kv-loopserve"}
 
 
