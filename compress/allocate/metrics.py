@@ -32,6 +32,8 @@ from compress.allocate.variants import FIXED
 from compress.calib import fisher
 from compress.errors import NotMeasuredError, RecipeError
 
+LEAST_SHARE = 0.01  # of its part of the errors of all weights, that a unit has of a divergence
+
 
 def table(store: Measurements, needs: frozenset[str]) -> tables.SensitivityTable:
     """Return the table with these damages and scores, measured now where they are not known yet."""
@@ -161,10 +163,25 @@ def _kl_shares(store: Measurements) -> None:
         groups = [group for group in store.groups if option in store.options(group)]
         assignment = {name: at for group in groups for name, at in store.assignment(group, option).items()}
         shares = store.evaluators.shares(assignment, store.samples) if assignment else {}
-        for group in groups:
-            known[group.name][option] = max(0.0, sum(shares.get(member.name, 0.0) for member in group.members))
+        summed = {group.name: sum(shares.get(member.name, 0.0) for member in group.members) for group in groups}
+        errors = store.relative_errors()
+        sizes = {g.name: sum(member.numel for member in g.members) * errors[g.name][option] for g in groups}
+        for name, share in _raised(summed, sizes).items():
+            known[name][option] = share
         done = option + 1
         store.keep(KL_SHARES, done == count, damages={KL_SHARES: known}, samples=store.samples, options=done)
+
+
+def _raised(shares: Mapping[str, float], sizes: Mapping[str, float]) -> dict[str, float]:
+    """Return shares of at least `LEAST_SHARE` of what a unit would have if all errors of weights did the same harm.
+
+    A gradient on few tokens gives some units nothing, or less. A damage of 0 at the smallest option would keep such a
+    unit there at any budget. sizes: the errors of units, nan where not known; 0 for what stays as it is.
+    """
+    total, error = sum(max(0.0, share) for share in shares.values()), math.fsum(filter(math.isfinite, sizes.values()))
+    each = LEAST_SHARE * total / error if error else 0.0
+    least = {name: each * size if math.isfinite(size) else 0.0 for name, size in sizes.items()}
+    return {name: max(share, least[name]) for name, share in shares.items()}
 
 
 def _table_kl(store: Measurements) -> None:

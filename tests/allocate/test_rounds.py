@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +72,30 @@ def test_shares_are_those_of_the_whole_model_half_way(opened: Measurements, mode
         damage = {entry.option: entry.damage["kl_shares"] for entry in unit.entries}
         assert damage[found.options[0]] == pytest.approx(max(0.0, expected), rel=2e-3, abs=1e-6)
         assert damage["keep"] == 0
+
+
+def test_no_share_is_nothing_where_weights_have_an_error() -> None:
+    """Else the smallest option of such a unit would be as good as any, and no budget would raise it."""
+    shares = {"a": 3.0, "b": -0.5, "c": 1.0, "kept": 0.0, "unknown": -1.0}
+    sizes = {"a": 10.0, "b": 20.0, "c": 10.0, "kept": 0.0, "unknown": math.nan}
+    raised = metrics._raised(shares, sizes)
+    assert raised == {"a": 3.0, "b": pytest.approx(0.01 * 4.0 * 20 / 40), "c": 1.0, "kept": 0.0, "unknown": 0.0}
+    assert metrics._raised({"a": 0.0}, {"a": 0.0}) == {"a": 0.0}
+
+
+def test_a_bound_is_kept_by_units_whose_share_is_noise(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other share below 0 at every option: any bound is reached, since all can stay as they are."""
+    with session.open_measurements(asked(model, tmp_path), silent) as store:
+        real = store.evaluators.shares
+
+        def noisy(*given: Any) -> dict[str, float]:
+            return {name: share * (-1) ** i for i, (name, share) in enumerate(real(*given).items())}
+
+        monkeypatch.setattr(store.evaluators, "shares", noisy)
+        facts = decision.decide_target(store, store.opened.allocation, Target("0.000001kl"))
+    assert facts["weights by option"]["keep"] == 1
 
 
 def test_shares_add_up_to_the_divergence(opened: Measurements) -> None:
