@@ -36,6 +36,8 @@ A codec is one file compress/kv/codecs/<name>.py; <name> is what recipes give as
     allocations that choose layer by layer: {setting: (value with which layers share a budget, value to put in its place
     so that a layer has one of its own)}.
 5.  With `calibrate`: `specs(config, spec) -> {name: (shape, dtype)}` of what it returns, on which compiled code relies;
+    `typical(config, spec) -> {name: tensor}` where bytes depend on numbers in these tensors that are no setting of
+    `Config` by the same name, such as ranks: they are counted so before calibration;
     and `check(static, config, spec)` where more can be wrong with a tensor than a number that is not finite, such as an
     order with a channel twice: ValueError, which begins with the tensor's name. static.py calls both before `build`,
     whether tensors come from a file or from a caller.

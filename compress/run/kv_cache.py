@@ -10,6 +10,7 @@ recurrences do not grow with the text: they are counted apart.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -228,6 +229,15 @@ class CodedLayers:
     def _cache(self) -> KVCache:
         return caches.make_cache(self.config, replace(self.settings, evict=None), self.static, "fused")
 
+    def _digest(self, index: int) -> str:
+        """Return what tells the calibrated tensors of a layer from those of others, whose rows may have other sizes."""
+        start, digest = f"layers.{index}.", hashlib.blake2b()
+        for name in sorted(name for name in self.static if name.startswith(start)):
+            tensor = self.static[name].contiguous()
+            digest.update(f"{name.removeprefix(start)} {tensor.shape} {tensor.dtype}".encode())
+            digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
     @property
     def exact_token_nbytes(self) -> int:
         """Bytes of a token in these layers where they are not coded."""
@@ -239,11 +249,12 @@ class CodedLayers:
         """Return the bytes at a context, on each device; at_most: the most while a sequence grows to it."""
         stored = _stored_tokens(self.config, self.settings, context)
         codings, evicts = self._cache().codings, self.settings.evict is not None
-        alike = Counter(repr((codings[i], self.heads[i], stored[i])) for i in self.coded)
+        kinds = {i: repr((codings[i], self.heads[i], stored[i], self._digest(i))) for i in self.coded}
+        alike = Counter(kinds.values())
         total, rotary = Bytes(), 0
         for index in self.coded:
             heads = self.heads[index]
-            if not (count := alike.pop(repr((codings[index], heads, stored[index])), 0)):
+            if not (count := alike.pop(kinds[index], 0)):
                 continue  # its like was measured
             one = self._cache()
             size = _layer_nbytes(one, index, heads, self.dtype, stored[index])
@@ -275,12 +286,15 @@ def _stand_ins(config: Any, settings: CacheSettings, cached: CachedLayers) -> di
     for index, heads in cached.by_layer.items():
         for kind, shape in (("keys", heads.keys), ("values", heads.values)):
             coding, queries = codings[index][kind], max(1, cached.queries // shape[0])
-            specs = getattr(plugins.load("kv", coding.method), "specs", None)
+            module = plugins.load("kv", coding.method)
+            specs, typical = getattr(module, "specs", None), getattr(module, "typical", None)
             spec = Spec(kind, index, len(codings), *shape, queries)  # type: ignore[arg-type]
             for name, (size, dtype) in specs(coding.config, spec).items() if specs is not None else ():
                 chosen = getattr(coding.config, name, None)  # a number that the recipe gives, on average over layers
                 whole = max(1, math.floor(chosen)) if isinstance(chosen, int | float) else 1  # no more in all
                 tensors[f"layers.{index}.{kind}.{name}"] = _stand_in(size, dtype) * whole
+            for name, tensor in typical(coding.config, spec).items() if typical is not None else ():
+                tensors[f"layers.{index}.{kind}.{name}"] = tensor
     return tensors
 
 

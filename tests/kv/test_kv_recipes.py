@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from compress import api, recipe
 from compress.kv.layer import KVCache
+from compress.model import load
 from compress.recipe import sources
+from compress.run import kv_cache
 from compress.run.job import Job
 from helpers.pico import save_pico
 from helpers.runs import TEXT
@@ -35,6 +37,14 @@ CACHES = [name for name, r in LOADED.items() if r.kv_cache is not None and r.qua
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_pico("llama", tmp_path_factory.mktemp("models") / "model", changes={"max_position_embeddings": 1024})
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_its_bytes_are_known_before_it_is_calibrated(name: str, model: Path) -> None:
+    settings = LOADED[name].kv_cache
+    assert settings is not None
+    size = kv_cache.bytes_at_context(load.load_config(model), settings, {}, torch.bfloat16, 1000)
+    assert 0 < size.bytes_per_token - size.static / 1000 < size.exact_bytes_per_token
 
 
 @pytest.mark.parametrize("name", CACHES)

@@ -28,6 +28,8 @@ CASES: list[dict[str, Any]] = [
     {"method": "lloyd", "rope": "pre", "layers": [{"match": 1, "bits": 4}]},
     {"method": "pca", "bits": 3.0, "skip_layers": [0]},
     {"method": "kivi", "residual_length": 2000},
+    {"method": "matryoshka", "keep": 0.5, "residual_length": 64},  # layers of different sizes
+    {"method": "kv_adaquant", "bits": 3.0, "residual_length": 64},
 ]
 
 
@@ -57,7 +59,14 @@ def test_the_bytes_are_those_of_a_cache_of_that_length(model: PreTrainedModel, r
 
 @pytest.mark.parametrize(
     "recipe",
-    [*({"method": each} for each in ("pca", "kvquant", "commvq", "balanced")), {"method": "pca", "bits": 2.125}],
+    [
+        *({"method": each} for each in ("pca", "kvquant", "commvq", "balanced")),
+        {"method": "pca", "bits": 2.125},
+        {"method": "cskv", "keep": 0.25, "ranks": "even"},
+        {"method": "matryoshka", "keep": 0.25, "ranks": "even"},
+        {"method": "key_pairs", "keep": 0.5},
+        {"method": "rotatekv"},
+    ],
 )
 def test_bytes_are_known_before_calibration(model: PreTrainedModel, recipe: dict[str, Any]) -> None:
     settings = cache_settings(recipe)

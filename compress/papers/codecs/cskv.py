@@ -122,7 +122,7 @@ def calibrate(config: Config, spec: Spec, samples: Mapping[str, Tensor]) -> dict
         "back": back[:, :count].half(),
         "forward": forward[:, :count].half(),
         "damages": torch.cat((damages, damages.new_zeros(1)))[: count + 1].float(),
-        "rank": torch.tensor([even(config, spec)], dtype=torch.int32),
+        **typical(config, spec),
     }
 
 
@@ -197,6 +197,11 @@ def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
         "damages": ((count + 1,), torch.float32),
         "rank": ((1,), torch.int32),
     }
+
+
+def typical(config: Config, spec: Spec) -> dict[str, Tensor]:
+    """Return the rank that layers have on average."""
+    return {"rank": torch.tensor([even(config, spec)], dtype=torch.int32)}
 
 
 def check(static: Mapping[str, Tensor], config: Config, spec: Spec) -> None:

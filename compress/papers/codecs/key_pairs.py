@@ -78,6 +78,13 @@ def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
     return {"kept": ((spec.heads, 2 * kept_pairs(config, spec.width)), torch.int16)}
 
 
+def typical(config: Config, spec: Spec) -> dict[str, Tensor]:
+    """Return channels of which as many are kept as calibration keeps."""
+    return {
+        name: torch.arange(shape[1]).expand(shape).to(dtype) for name, (shape, dtype) in specs(config, spec).items()
+    }
+
+
 def check(static: Mapping[str, Tensor], config: Config, spec: Spec) -> None:
     """Check that each head keeps different channels; ValueError."""
     for row in static.get("kept", ()):

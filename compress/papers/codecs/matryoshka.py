@@ -104,13 +104,22 @@ def _with_ranks(config: Config, spec: Spec, text: AttendedText, basis: tuple[Ten
     learned = {"mean": mean.half(), "back": back.half()}
     ranks = grid(spec.width, config.unit)
     learned["damages"] = text.damages(learned["mean"].double(), learned["back"].double(), ranks).float().cpu()
-    budget = int(config.keep * spec.heads * spec.width + 1e-6)
     if config.ranks == "even":
-        chosen = [max(rank for rank in ranks if rank <= max(budget // spec.heads, ranks[0]))] * spec.heads
-    else:
-        chosen = greedy([*learned["damages"]], [ranks] * spec.heads, budget)
-    learned["ranks"] = torch.tensor(chosen, dtype=torch.int32)
-    return learned
+        return learned | typical(config, spec)
+    chosen = greedy([*learned["damages"]], [ranks] * spec.heads, _budget(config, spec))
+    return learned | {"ranks": torch.tensor(chosen, dtype=torch.int32)}
+
+
+def _budget(config: Config, spec: Spec) -> int:
+    """Return how many channels of a layer's keys or values stay."""
+    return int(config.keep * spec.heads * spec.width + 1e-6)
+
+
+def typical(config: Config, spec: Spec) -> dict[str, Tensor]:
+    """Return ranks that are the same for all heads."""
+    ranks = grid(spec.width, config.unit)
+    even = max(rank for rank in ranks if rank <= max(_budget(config, spec) // spec.heads, ranks[0]))
+    return {"ranks": torch.full((spec.heads,), even, dtype=torch.int32)}
 
 
 class NestedSubspace:

@@ -83,6 +83,11 @@ def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
     return {"order": ((channels,), _index_type(channels))} if spec.kind == "keys" else {}
 
 
+def typical(config: Config, spec: Spec) -> dict[str, Tensor]:
+    """Return an order of the channels of keys."""
+    return {name: torch.arange(shape[0]).to(dtype) for name, (shape, dtype) in specs(config, spec).items()}
+
+
 def check(static: Mapping[str, Tensor], config: Config, spec: Spec) -> None:
     """Check that the order is one of all channels: what it left out would never be written; ValueError."""
     checks.distinct("order", static["order"], spec.heads * spec.width)
