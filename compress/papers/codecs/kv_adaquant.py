@@ -109,6 +109,13 @@ def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
     return {"norms": ((4,), torch.float32), "bits": ((1,), torch.uint8)}
 
 
+def typical(config: Config, spec: Spec) -> dict[str, Tensor]:
+    """Return bits of layers of equal norms."""
+    count = 2 * spec.layers
+    bits = allocate_bits([1.0] * count, [1] * count, config)[2 * spec.layer + (spec.kind == "values")]
+    return {"bits": torch.tensor([bits], dtype=torch.uint8)}
+
+
 def check(static: Mapping[str, Tensor], config: Config, spec: Spec) -> None:
     """Check that a layer's bits are possible; ValueError."""
     checks.within("bits", static["bits"].int(), 1, MAX_BITS)

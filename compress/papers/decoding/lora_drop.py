@@ -9,7 +9,8 @@ between, such a block is not run, and a correction of low rank by its own input 
 It stores no keys and values then, so that its cache holds the prompt and the tokens of refreshes alone. All other
 blocks run for every token. A prompt is read by the whole model.
 
-    corrections = lora_drop.fit(model, tokens, lora_drop.published_blocks(30), period=4, rank=32)
+    settings = lora_drop.FitSettings(period=4, rank=32)
+    corrections = lora_drop.fit(model, tokens, lora_drop.published_blocks(30), settings)
     with lora_drop.decoding(model, corrections):
         model.generate(ids)
 
@@ -249,7 +250,15 @@ class FitSettings:
 
 @torch.no_grad()
 def fit(model: nn.Module, tokens: Tensor, blocks: Sequence[int], settings: FitSettings) -> Corrections:
-    """Fit a correction for each of some blocks in one pass over texts [samples, length], from the first to the last."""
+    """Fit a correction for each of some blocks in one pass over texts [samples, length], from the first to the last.
+
+    ValueError where the whole model reads every token of these texts.
+    """
+    if settings.period < 2 or tokens.shape[1] <= settings.prompt:
+        raise ValueError(
+            f"no token is left out of texts of {tokens.shape[1]} tokens, of which the whole model reads the first "
+            f"{settings.prompt} and then each {settings.period}th; give longer texts, or a period of 2 or more"
+        )
     body = next(bodies(model))
     anchors = _anchors(tokens.shape[1], settings.prompt, settings.period, tokens.device)
     targets = _outputs(model, body, tokens, blocks)

@@ -332,6 +332,8 @@ def _slice(before: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
         pruning.moves = None
     pruning.turns, pruning.positions = kwargs.get(TURNS), kwargs.get(POSITIONS)
     kwargs = {**kwargs, **{name: _remaining(pruning, name, given) for name, given in kwargs.items()}}
+    if kwargs.get(MASK) is None and pruning.pads is not None and bool(pruning.pads.any()):
+        kwargs[MASK] = _causal_mask(pruning.pads.to(hidden.device), hidden.shape[1])
     return _with(hidden, args, kwargs)
 
 
@@ -376,6 +378,13 @@ def _take(x: Tensor, columns: Tensor) -> Tensor:
         return x.index_select(1, columns[0])
     x = x.expand(len(columns), *x.shape[1:])
     return x.gather(1, columns.view(*columns.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
+
+
+def _causal_mask(pads: Tensor, tokens: int) -> Tensor:
+    """Return a mask bool [B, 1, n, n] of rows that were filled up with so many columns, where the model gives none."""
+    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=pads.device).tril()
+    is_token = torch.arange(tokens, device=pads.device) >= pads[:, None]
+    return (causal & is_token[:, None])[:, None]
 
 
 def _mask(given: Any, columns: Tensor, pads: Tensor) -> Tensor:

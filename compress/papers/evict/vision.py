@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from compress.kv.evict.select import Seen
-from compress.papers.evict.vision_layers import VisionLayer, check_share
+from compress.papers.evict.vision_layers import VisionLayer, check_share, kept_vision
 
 NEEDS = frozenset({"queries"})
 PROMPT_ONLY = True
@@ -54,8 +54,8 @@ def places(config: Config, count: int, keep: float) -> Tensor | None:
     if config.choose == "attention":
         return None
     if config.choose == "every":
-        kept = max(1, int(keep * count + 1e-9))
-        chosen = ((torch.arange(kept) + 0.5) * count / kept).long()
+        kept = kept_vision(count, keep)
+        chosen = ((torch.arange(kept) + 0.5) * count / max(1, kept)).long()
         return torch.zeros(count).index_fill_(0, chosen, 1.0)
     return count - index if config.choose == "first" else index + 1
 

@@ -214,6 +214,40 @@ def test_rows_of_a_batch_keep_what_they_keep_alone(method: str) -> None:
     torch.testing.assert_close(found[0], torch.cat(found[1:]), atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("path", ["decode", "fused"])
+@pytest.mark.parametrize("method", ["fastv", "mustdrop"])
+def test_rows_with_other_numbers_of_image_tokens(method: str, path: Any) -> None:
+    """The shorter row is filled up, which no token may read, though the batch has no padding and so no mask."""
+    text = pico.build("llama", {"num_hidden_layers": 4})
+    text.config.image_token_id = 249
+    hooks.attach(text)
+    text.set_attn_implementation(attention.NAME if path == "fused" else "sdpa")
+    ids = torch.arange(48).view(2, 24) % 240
+    ids[0, 3:15], ids[1, 5:9] = 249, 249
+    settings = cache_settings({**EXACT, "evict": {"method": method, "keep": 0.25, "recent": 1}})
+    found = []
+    with torch.no_grad():
+        for rows in (slice(0, 2), slice(0, 1), slice(1, 2)):
+            cache = make_cache(text.config, settings, path=path)
+            first = text(input_ids=ids[rows], past_key_values=cache).logits[:, -1:]
+            further = torch.tensor([[7, 100, 31]]).expand(len(ids[rows]), -1)
+            found.append(torch.cat((first, text(input_ids=further, past_key_values=cache).logits), 1))
+    torch.testing.assert_close(found[0], torch.cat(found[1:]), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("choose", ["attention", "every", "first", "last"])
+def test_text_without_an_image_stays_as_it_is(choose: str) -> None:
+    text = pico.build("llama")
+    text.config.image_token_id = 249
+    hooks.attach(text)
+    cache = make_cache(
+        text.config, cache_settings({**EXACT, "evict": {"method": "vision", "keep": 0.5, "choose": choose}})
+    )
+    with torch.no_grad():
+        text(input_ids=torch.arange(20)[None], past_key_values=cache)
+    assert cache.get_seq_length() == 20 and {layer.stored_tokens for layer in cache.layers} == {20}
+
+
 def test_ids_are_those_of_the_configuration() -> None:
     assert placeholder_ids(model("qwen2_5_vl").config) == [wrappers.VOCAB_SIZE - 2, wrappers.IMAGE_ID]
     made, cache = model(), made_cache({"method": "vision", "keep": 0.5})
