@@ -29,7 +29,9 @@ from compress.kv.codec import Spec
 from compress.kv.evict import select
 from compress.kv.evict import settings as eviction
 from compress.kv.layer import CodedLayer, KVCache
-from compress.kv.settings import EXACT, KINDS, CacheSettings, Coding, Codings
+from compress.kv.settings import EXACT, KINDS, CacheSettings, Coding, Codings, reading_layers
+from compress.kv.sparse.layer import ReadingLayer
+from compress.kv.sparse.reader import QueryPiece, group_queries
 from compress.kv.token_store import Bytes, Store
 from compress.model.architectures import max_positions
 from compress.model.cache_pass import CachedHeads, CachedLayers, cached_layers
@@ -39,6 +41,7 @@ from compress.run.memory_plan import CacheSizes
 
 SAMPLES_PER_BATCH = 4  # a forward pass of the calibration has no more
 CALIBRATION_TOKENS = 16384  # no more: a layer's keys, values and queries of all of them are in memory
+MOST_QUERIES = 512  # [tokens] whose queries a layer is shown at once to choose by: more than any keeps
 CONTEXT = 8192  # tokens, or as many as the model has positions
 
 
@@ -249,7 +252,8 @@ class CodedLayers:
         """Return the bytes at a context, on each device; at_most: the most while a sequence grows to it."""
         stored = _stored_tokens(self.config, self.settings, context)
         codings, evicts = self._cache().codings, self.settings.evict is not None
-        kinds = {i: repr((codings[i], self.heads[i], stored[i], self._digest(i))) for i in self.coded}
+        reads = self.settings.read is not None  # layers that choose what they read may do so from a certain one on
+        kinds = {i: repr((codings[i], self.heads[i], stored[i], self._digest(i), reads * i)) for i in self.coded}
         alike = Counter(kinds.values())
         total, rotary = Bytes(), 0
         for index in self.coded:
@@ -267,10 +271,19 @@ class CodedLayers:
                 later = context - select.prompt_of(context)
                 size += Bytes(state=select.places(stored[index] - later, bool(len(one.rope))))
             if len(one.rope):  # keys before the rotary embedding, whose rows and positions all layers share
-                rotary = max(rotary, heads.rotary * self.dtype.itemsize + 4)
+                store = cast(CodedLayer, one.layers[index]).stores["keys"]
+                are_rows_held = store.keeps_halves or _rotates_by_length(self.config)
+                rotary = max(rotary, heads.rotary * self.dtype.itemsize * are_rows_held + 4)
             own = -(-size.total // min(self.devices, heads.keys[0]))
             total += Bytes(codes=count * own, static=count * size.static)
         return total + Bytes(state=rotary * context)
+
+
+def _rotates_by_length(config: Any) -> bool:
+    """Return whether rotary rows of a position depend on the length of the text, so that they are kept."""
+    text = config.get_text_config()
+    scaling = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    return "dynamic" in repr(scaling) or "longrope" in repr(scaling)
 
 
 def _peaks(store: Store, tokens: int) -> list[int]:
@@ -283,19 +296,29 @@ def _stand_ins(config: Any, settings: CacheSettings, cached: CachedLayers) -> di
     """Return tensors of the names, shapes and types that calibration will give, so that bytes can be counted."""
     tensors: dict[str, Tensor] = {}
     codings = caches.coded_layers(config, settings)
+    readers = set(reading_layers(codings)) if settings.read is not None else set()
     for index, heads in cached.by_layer.items():
-        for kind, shape in (("keys", heads.keys), ("values", heads.values)):
-            coding, queries = codings[index][kind], max(1, cached.queries // shape[0])
-            module = plugins.load("kv", coding.method)
-            specs, typical = getattr(module, "specs", None), getattr(module, "typical", None)
-            spec = Spec(kind, index, len(codings), *shape, queries)  # type: ignore[arg-type]
-            for name, (size, dtype) in specs(coding.config, spec).items() if specs is not None else ():
-                chosen = getattr(coding.config, name, None)  # a number that the recipe gives, on average over layers
-                whole = max(1, math.floor(chosen)) if isinstance(chosen, int | float) else 1  # no more in all
-                tensors[f"layers.{index}.{kind}.{name}"] = _stand_in(size, dtype) * whole
-            for name, tensor in typical(coding.config, spec).items() if typical is not None else ():
+        for kind, shape in (("keys", heads.keys), ("values", heads.values), ("read", heads.keys)):
+            if kind == "read" and index not in readers:
+                continue
+            method = settings.read if kind == "read" else codings[index][kind]
+            assert method is not None, "layers read by it"
+            module = plugins.load("read" if kind == "read" else "kv", method.method)
+            spec = Spec(kind, index, len(codings), *shape, max(1, cached.queries // shape[0]))  # type: ignore[arg-type]
+            for name, tensor in _stand_ins_of(module, method.config, spec).items():
                 tensors[f"layers.{index}.{kind}.{name}"] = tensor
     return tensors
+
+
+def _stand_ins_of(module: Any, config: Any, spec: Spec) -> dict[str, Tensor]:
+    """Return what a method's calibration will give for the keys, the values or the reader of a layer."""
+    tensors = {}
+    specs, typical = getattr(module, "specs", None), getattr(module, "typical", None)
+    for name, (size, dtype) in specs(config, spec).items() if specs is not None else ():
+        chosen = getattr(config, name, None)  # a number that the recipe gives, on average over layers
+        whole = max(1, math.floor(chosen)) if isinstance(chosen, int | float) else 1  # no more in all
+        tensors[name] = _stand_in(size, dtype) * whole
+    return tensors | (typical(config, spec) if typical is not None else {})
 
 
 def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -339,9 +362,10 @@ def _layer_nbytes(cache: KVCache, index: int, heads: CachedHeads, dtype: torch.d
         layer.update(*states)
         queries = cache.queries // heads.keys[0] * heads.keys[0]
         layer.commit(torch.randn(1, queries, tokens, heads.keys[1], generator=generator).to(dtype))
+        _let_choose(layer, torch.randn(1, queries, min(tokens, MOST_QUERIES), heads.keys[1], generator=generator))
 
     feed(1)
-    period = math.lcm(*(store.flush for store in layer.stores.values()))
+    period = math.lcm(*(store.flush for store in layer.stores.values()), *_units(layer))
     least = max(layer.cache.codings[index][kind].policy.residual_length for kind in KINDS)
     before = least + layer.stores["keys"].policy.sink + period
     before += (context - before) % period
@@ -355,3 +379,17 @@ def _layer_nbytes(cache: KVCache, index: int, heads: CachedHeads, dtype: torch.d
     steps = (context - before) // period
     carried = first.total + steps * (last.total - first.total)
     return Bytes(codes=carried, static=last.static)
+
+
+def _units(layer: CodedLayer) -> list[int]:
+    """Return the tokens that what a layer keeps to choose by grows by at once."""
+    return [layer.reader.unit] if isinstance(layer, ReadingLayer) and layer.reader is not None else []
+
+
+def _let_choose(layer: CodedLayer, query: Tensor) -> None:
+    """Let a layer choose what the last token reads, so that it keeps what it chooses by; query [1, H, n, width]."""
+    if isinstance(layer, ReadingLayer) and layer.reader is not None:
+        layer.watch(query, 1.0)
+        if candidates := layer.candidates():
+            grouped = group_queries(query[:, :, -1:], layer.reader.spec.heads, 1.0)
+            layer.reader.choose(QueryPiece(layer, grouped, candidates, None, 0))

@@ -11,7 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from compress.calib.kv import calibrate
+from compress.errors import RecipeError
 from compress.evaluate.reader import fill
+from compress.kv import attention
 from compress.kv.cache import coded_layers, make_cache
 from compress.kv.settings import cache_settings
 from compress.model import load
@@ -30,6 +32,7 @@ CASES: list[dict[str, Any]] = [
     {"method": "kivi", "residual_length": 2000},
     {"method": "matryoshka", "keep": 0.5, "residual_length": 64},  # layers of different sizes
     {"method": "kv_adaquant", "bits": 3.0, "residual_length": 64},
+    {"method": "cskv", "keep": 0.25, "bits": 4, "residual_length": 64},  # positions, and no rotary rows
 ]
 
 
@@ -52,9 +55,51 @@ def test_the_bytes_are_those_of_a_cache_of_that_length(model: PreTrainedModel, r
             fill(model, tokens[:, start : {0: 1, 1: 101}.get(start, min(start + 100, CONTEXT))], cache)
     held = cache.nbytes()
     shared = cache.rope.nbytes
-    rows = 32 * 4 + 4 if shared else 0  # the cache of such few tokens need not hold rows beside positions
+    keeps_rows = recipe["method"] == "pca"  # the cache of such few tokens need not hold rows beside positions
+    rows = 32 * 4 * keeps_rows + 4 if shared else 0
     assert found.bytes_per_token == pytest.approx((held.total - shared + held.static) / CONTEXT + rows, abs=1e-6)
     assert (found.static, found.context, found.exact_bytes_per_token) == (held.static, CONTEXT, 2 * 2 * 2 * 32 * 4)
+
+
+@pytest.mark.parametrize("method", ["quest", "actqkv", "loopserve", "double_sparsity"])
+def test_what_a_reader_keeps_is_counted(method: str) -> None:
+    """In layers that choose, behind those that read everything; before calibration, too."""
+    changes = {"head_dim": 32, "num_key_value_heads": 2, "num_hidden_layers": 4, "max_position_embeddings": 2048}
+    model = ready(of_type("llama", changes))
+    model.set_attn_implementation(attention.NAME)
+    settings = cache_settings({"method": "kivi", "bits": 4, "read": {"method": method}})
+    codings = coded_layers(model.config, settings)
+    samples = torch.arange(512).view(4, 128) % 250
+    static = calibrate(model, codings, samples, reading=settings.read)[0] if method == "double_sparsity" else {}
+    cache, tokens = make_cache(model.config, settings, static, "fused"), torch.arange(CONTEXT)[None] % 250
+    with torch.no_grad():
+        model(tokens[:, :-64], past_key_values=cache)
+        for start in range(CONTEXT - 64, CONTEXT):
+            model(tokens[:, start : start + 1], past_key_values=cache)
+    held = cache.nbytes()
+    found = kv_cache.bytes_at_context(model.config, settings, {}, torch.float32, CONTEXT)
+    assert found.bytes_per_token == pytest.approx((held.total + held.static) / CONTEXT, rel=1e-3)
+    plain = cache_settings({"method": "kivi", "bits": 4})
+    assert (
+        found.bytes_per_token
+        > kv_cache.bytes_at_context(model.config, plain, {}, torch.float32, CONTEXT).bytes_per_token
+    )
+
+
+def test_a_lower_tier_is_counted_as_kept_and_refused_before_any_work(model: PreTrainedModel) -> None:
+    def size(low: int) -> float:
+        evict = {"method": "zipvl", "tau": None, "keep": 0.25, "low": low}
+        settings = cache_settings({"method": "kivi", "bits": 4, "evict": evict})
+        return kv_cache.bytes_at_context(model.config, settings, {}, torch.float32, CONTEXT).bytes_per_token
+
+    whole = kv_cache.bytes_at_context(
+        model.config, cache_settings({"method": "kivi", "bits": 4}), {}, torch.float32, CONTEXT
+    )
+    assert size(0) < size(2) and size(2) == pytest.approx(whole.bytes_per_token, rel=0.02)
+    with pytest.raises(RecipeError, match="fp8 has no bits that `low` could change"):
+        kv_cache.check(model.config, cache_settings({"method": "fp8", "evict": {"method": "zipvl"}}))
+    with pytest.raises(RecipeError, match="pca is calibrated for one number of bits"):
+        kv_cache.check(model.config, cache_settings({"method": "pca", "evict": {"method": "zipvl"}}))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress import plugins
 from compress.kv.cache import make_cache
 from compress.kv.evict.settings import Eviction
 from compress.kv.settings import CacheSettings
@@ -209,6 +210,9 @@ def by_layer(config: Any, settings: CacheSettings, context: int) -> list[int]:
     counts = [prompt] * len(layers)
     for index in evicting:
         assert settings.evict is not None, "layers evict"
+        keeps_all = getattr(plugins.load("evict", settings.evict.method), "keeps_all", None)
+        if keeps_all is not None and keeps_all(settings.evict.config):
+            continue  # with fewer bits: counted with those of the others, at most
         counts[index] = count_kept(settings.evict, settings.keys.policy.sink, index, evicting, prompt)
     return counts
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from compress import plugins
 
@@ -107,7 +107,8 @@ def refusal(eviction: Eviction, coding: Any, kind: str, is_before_rope: bool) ->
             f"{coding.method} with these settings reads the queries of the prompt; with kv_cache.evict.decode or "
             "heads: ada choose other settings"
         )
-    return None
+    refuses = getattr(plugins.load("evict", eviction.method), "refusal", None)
+    return None if refuses is None else cast("str | None", refuses(eviction.config, coding))
 
 
 def check(eviction: Eviction) -> None:

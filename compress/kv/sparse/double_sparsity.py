@@ -82,6 +82,13 @@ def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
     return {"channels": ((spec.heads, min(config.channels, spec.width)), torch.int16)}
 
 
+def typical(config: Config, spec: Spec) -> dict[str, Tensor]:
+    """Return channels of which as many are chosen as calibration chooses."""
+    return {
+        name: torch.arange(shape[1]).expand(shape).to(dtype) for name, (shape, dtype) in specs(config, spec).items()
+    }
+
+
 def check(static: Mapping[str, Tensor], config: Config, spec: Spec) -> None:
     """Raise ValueError unless each head has channels of its own, none of them twice."""
     for row in static["channels"]:

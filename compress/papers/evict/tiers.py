@@ -101,6 +101,15 @@ class TierStores:
         return sum((store.nbytes() for store in self.tiers), Bytes())
 
 
+def refusal_of_low(coding: Coding) -> str | None:
+    """Return why tokens cannot be stored in fewer bits beside others of a coding; None: they can."""
+    if plugins.load("kv", coding.method).NEEDS:
+        return f"{coding.method} is calibrated for one number of bits; choose kivi or lloyd, or set low: 0"
+    if not hasattr(coding.config, "bits"):
+        return f"{coding.method} has no bits that `low` could change; choose kivi or lloyd, or set low: 0"
+    return None
+
+
 class TieredLayer(EvictingLayer):
     """A layer whose prompt is judged before its attention runs, and then kept in two tiers."""
 
@@ -125,17 +134,9 @@ class TieredLayer(EvictingLayer):
         coding, low, tiers = self.cache.codings[self.index][kind], self.eviction.config.low, []
         assert isinstance(high, Store), "heads: ada is refused"
         if low:
-            tiers.append(Store(self._low_codec(coding, high.codec, low), Policy(0, 0, 1), self.low_rope))  # type: ignore[arg-type]
+            codec = build(coding.over({"bits": low}), high.codec.spec, {})
+            tiers.append(Store(codec, Policy(0, 0, 1), self.low_rope))  # type: ignore[arg-type]
         return TierStores([*tiers, high])
-
-    def _low_codec(self, coding: Coding, high: Codec, low: int) -> Codec:
-        """Return the codec of tokens that are not important. RecipeError for a method that has no such bits."""
-        where = f"{high.spec.where}: {coding.method}"
-        if plugins.load("kv", coding.method).NEEDS:
-            raise RecipeError(f"{where} is calibrated for one number of bits; choose kivi or lloyd, or set low: 0")
-        if not hasattr(coding.config, "bits"):
-            raise RecipeError(f"{where} has no bits that `low` could change; choose kivi or lloyd, or set low: 0")
-        return build(coding.over({"bits": low}), high.spec, {})
 
     def before(self, call: Call, mask: Any, tokens: int) -> Any:
         self.call = call

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from compress.kv.evict.select import Seen
-from compress.papers.evict.tiers import TieredLayer
+from compress.papers.evict.tiers import TieredLayer, refusal_of_low
 
 NEEDS = frozenset({"queries"})
 PROMPT_ONLY = True
@@ -72,6 +72,16 @@ def check(budget: Any) -> None:
     for name, only in _FIXED.items():
         if getattr(budget, name) != only:
             raise ValueError(f"{name} is not possible with zipvl, which judges whole tokens; remove it")
+
+
+def refusal(config: Config, coding: Any) -> str | None:
+    """Return why tokens that are not important cannot have fewer bits than a `Coding` gives; None: they can."""
+    return None if not config.low else refusal_of_low(coding)
+
+
+def keeps_all(config: Config) -> bool:
+    """Return whether tokens that are not important stay, with fewer bits."""
+    return config.low > 0
 
 
 def probe_columns(config: Config, tokens: int) -> Tensor:
