@@ -5,7 +5,8 @@ phases. If the prediction passes the limit the run is rearranged: the stream of 
 shrink, the statistics of a block are collected in several passes. If no arrangement fits, the run is refused with
 what it would need. While it runs, the peak that the operating system recorded is checked against the limit, and before
 each block whether what is held leaves room for it: else the run stops, resumable. The arrangement changes no result
-beyond the order of floating-point sums: in the model's own batched products, and in the statistics of experts.
+beyond the order of floating-point sums: in the model's own batched products, and in the statistics of experts. Where
+blocks are tuned it does: steps and what is held out are counted in batches, so that other batches are other steps.
 """
 
 from __future__ import annotations

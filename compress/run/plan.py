@@ -17,7 +17,7 @@ from compress.model.skeleton import Skeleton
 from compress.model.spared import keeps_bias, spared_linears
 from compress.quant import incoherence, parts
 from compress.recipe.schema import KEEP, Recipe
-from compress.run import draft_heads, outside_plan
+from compress.run import draft_heads, outside_plan, sizes
 from compress.storage.checkpoint import Readable
 from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec, LowRank, Plan, Scheme, Stored, WeightTransforms
 
@@ -128,7 +128,15 @@ def _sparsity_message(dense: Sequence[LinearSpec], layers: Sequence[LayerPlan], 
 
 
 def _check_tuned(layers: Sequence[LayerPlan], recipe: Recipe) -> None:
-    """Raise RecipeError where what is tuned has levels, each of which is what its own bits are alone."""
+    """Raise RecipeError where what is tuned was transformed before, or has levels: each is what its bits are alone."""
+    from_source = [
+        step.method for step in recipe.tune if getattr(plugins.load("tune", step.method), "FROM_SOURCE", False)
+    ]
+    if recipe.transform and from_source:
+        raise RecipeError(
+            f"tune: {from_source[0]} trains the weights as the source has them, not as transform "
+            f"{recipe.transform[0].method} leaves them; run `compress transform` first and give this its output"
+        )
     if recipe.tune and (with_levels := [layer.spec.name for layer in layers if layer.scheme.nested]):
         raise RecipeError(
             f"{with_levels[0]} is nested, and what all its levels share cannot be tuned; remove tune or nested"
@@ -187,6 +195,11 @@ def _without_gradients(
     if skeleton.second is not None and any(part.metric == "fisher" or part.train for part in parts):
         raise RecipeError(
             "lowrank: metric fisher and train are not for a model of an encoder and a decoder; leave them out"
+        )
+    if steps and (sizes.tuning_needs_gradients(recipe) or any(part.metric == "fisher" for part in parts)):
+        raise RecipeError(
+            f"{steps[0]} changes what linears read after gradients are taken there, by which `metric: fisher` and this "
+            "recipe's tuning go; remove it, or run `compress transform` first and give this its output"
         )
     changed = {name: scheme and _one_sided(scheme) for name, scheme in schemes.items()}
     if changed == schemes or not (steps or skeleton.second is not None):

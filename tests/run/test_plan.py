@@ -109,6 +109,21 @@ def test_experts_that_are_all_kept_are_copied(make: Callable[[str, Setup], Plan]
     assert sum(more.values()) == 4 * 4 * 3 * 96 * 64
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("quantize.lowrank={rank: 4, metric: fisher}",), "changes what linears read after gradients are taken"),
+        (("quantize.lowrank={rank: 4}", "tune={method: partial_retraining}"), "changes what linears read after"),
+        (("tune={method: bitnet}",), "^tune: bitnet trains the weights as the source has them"),
+    ],
+)
+def test_what_goes_by_the_source_is_refused_behind_a_transform(
+    overrides: tuple[str, ...], message: str, make: Callable[[str, Setup], Plan]
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        make("llama", RTN.set("transform=[{method: order_neurons}]", *overrides))
+
+
 @pytest.mark.parametrize("pattern", ["*.query", "model.layers.2.*", "q_proj", "*.Q_proj", "lm_head"])
 def test_a_rule_that_matches_nothing(pattern: str, make: Callable[[str, Setup], Plan]) -> None:
     with pytest.raises(RecipeError, match="matches no linear of the decoder blocks; names look like") as caught:

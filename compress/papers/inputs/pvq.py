@@ -52,8 +52,8 @@ def round_inputs(x: Tensor, activations: Activations) -> Tensor:
     scales = token_scales(padded).repeat_interleave(padded.shape[1] // VECTOR_DIM)
     vectors = padded.view(-1, VECTOR_DIM)
     coded = torch.empty_like(vectors)
-    for part in torch.arange(len(vectors), device=x.device).split(CHUNK):
-        rows = slice(int(part[0]), int(part[-1]) + 1)
+    for start in range(0, len(vectors), CHUNK):
+        rows = slice(start, start + CHUNK)
         coded[rows] = _round_vectors(vectors[rows], scales[rows], levels, params.pulses)
     return coded.view_as(padded)[:, :columns].reshape(x.shape)
 

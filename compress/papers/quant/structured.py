@@ -1,6 +1,7 @@
 """Leave out the rows and columns of least norm: whole channels, in no fewer bits.
 
-After a transform that has made channels zero (papers/transform/clover.py), with its share, nothing is lost: the
+After a transform that has made channels zero (papers/transform/clover.py), with its share, nothing is lost, if that is
+a whole number of channels of keys and values (a quarter of 64; 0.3 of 128 rounds to one more or fewer here): the
 largest ones are kept, and the others are zero. By itself it is structured pruning by size, a baseline at best.
 
 Not in the core: it saves memory and no time, and few bits of all weights lose less (docs/results/low_bit.md).

@@ -45,6 +45,7 @@ from compress.tune.trained import DiskSizes, TuningResult, TuningWork, WholeMode
 from compress.types import Stored
 
 SCOPE = "model"
+FROM_SOURCE = True  # it trains the weights of the source, not those that a transform made of them
 CHECKS = 5  # times that the held-out loss is measured behind the start
 MASTERS = 24  # bytes of a parameter: itself, its gradient, two moments, the best so far, as a step rounds it
 STATES = 4  # float32 numbers kept of a number that a linear reads or writes

@@ -39,6 +39,11 @@ def test_values_are_those_of_the_formula() -> None:
             torch.testing.assert_close(coded[start : start + 32].double(), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_no_token_is_no_error() -> None:
+    """As an expert that is given none has it."""
+    assert pvq.round_inputs(torch.empty(0, 96), PVQ4).shape == (0, 96)
+
+
 @pytest.mark.parametrize("bits", range(2, 7))
 def test_codes_have_the_bits_of_the_settings(bits: int) -> None:
     pulses = pvq.count_pulses(bits)
