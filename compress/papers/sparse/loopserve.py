@@ -15,9 +15,9 @@ count once; sampled queries are half the newest and half spread evenly; a choice
 What it does not do: save time on a prompt, which is computed under a mask of a byte for each head and pair of tokens;
 lines for prompts of up to SAMPLED_QUERIES tokens, for models with a bound on scores (softcap) and for masks that are
 added to scores: these prompts read everything; keep a choice from token to token for batches with left padding, which
-choose at each token and read later prompts in full. A shorter row of such a batch samples its queries by the columns of
-the batch, so that its first prompt is read along other lines than alone. The bytes of the cache are those of all tokens,
-and all stay in one memory. Measured: docs/results/kv_reading.md.
+choose at each token and read later prompts in full. A shorter row of such a batch samples its queries by the columns
+of the batch, so that its first prompt is read along other lines than alone. The bytes of the cache are those of all
+tokens, and all stay in one memory. Measured: docs/results/kv_reading.md.
 """
 
 from __future__ import annotations
