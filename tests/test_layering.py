@@ -386,19 +386,15 @@ def test_check_of_unsafe_code() -> None:
 
 
 def test_check_of_openers() -> None:
-    for source in (
-        "AutoConfig.from_pretrained(x)",
-        "M.from_config(c)",
-        "f = M.from_pretrained",
-        "getattr(M, 'from_config')",
-    ):
+    uses = ("AutoConfig.from_pretrained(x)", "M.from_config(c)", "f = M.from_pretrained", "getattr(M, 'from_config')")
+    for source in uses:
         assert len(openers(ast.parse(source))) == 1, source
     assert openers(ast.parse("'AutoModel.from_pretrained(x)'\nload_model(x)")) == []
     call = "AutoModelForCausalLM.from_pretrained(x, {})"
-    for words, count in (
+    for given, count in (
         ("", 2),
         ("trust_remote_code=False", 1),
         ("use_safetensors=True, **_LOCAL", 0),
         ("**other", 2),
     ):
-        assert len(unguarded(ast.parse(call.format(words)))) == count, words
+        assert len(unguarded(ast.parse(call.format(given)))) == count, given

@@ -32,7 +32,7 @@ from compress.allocate.variants import FIXED
 from compress.calib import fisher
 from compress.errors import NotMeasuredError, RecipeError
 
-LEAST_SHARE = 0.01  # of its part of the errors of all weights, that a unit has of a divergence
+LEAST_SHARE = 0.01  # [fraction] of a unit's part of the errors of all weights: its share of a divergence at least
 
 
 def table(store: Measurements, needs: frozenset[str]) -> tables.SensitivityTable:
@@ -166,13 +166,13 @@ def _kl_shares(store: Measurements) -> None:
         summed = {group.name: sum(shares.get(member.name, 0.0) for member in group.members) for group in groups}
         errors = store.relative_errors()
         sizes = {g.name: sum(member.numel for member in g.members) * errors[g.name][option] for g in groups}
-        for name, share in _raised(summed, sizes).items():
+        for name, share in _with_least_shares(summed, sizes).items():
             known[name][option] = share
         done = option + 1
         store.keep(KL_SHARES, done == count, damages={KL_SHARES: known}, samples=store.samples, options=done)
 
 
-def _raised(shares: Mapping[str, float], sizes: Mapping[str, float]) -> dict[str, float]:
+def _with_least_shares(shares: Mapping[str, float], sizes: Mapping[str, float]) -> dict[str, float]:
     """Return shares of at least `LEAST_SHARE` of what a unit would have if all errors of weights did the same harm.
 
     A gradient on few tokens gives some units nothing, or less. A damage of 0 at the smallest option would keep such a

@@ -30,8 +30,7 @@ from compress.kv.evict import select
 from compress.kv.evict import settings as eviction
 from compress.kv.layer import CodedLayer, KVCache
 from compress.kv.settings import EXACT, KINDS, CacheSettings, Coding, Codings, reading_layers
-from compress.kv.sparse.layer import ReadingLayer
-from compress.kv.sparse.reader import QueryPiece, group_queries
+from compress.kv.sparse.layer import let_choose, reader_units
 from compress.kv.token_store import Bytes, Store
 from compress.model.architectures import max_positions
 from compress.model.cache_pass import CachedHeads, CachedLayers, cached_layers
@@ -362,10 +361,10 @@ def _layer_nbytes(cache: KVCache, index: int, heads: CachedHeads, dtype: torch.d
         layer.update(*states)
         queries = cache.queries // heads.keys[0] * heads.keys[0]
         layer.commit(torch.randn(1, queries, tokens, heads.keys[1], generator=generator).to(dtype))
-        _let_choose(layer, torch.randn(1, queries, min(tokens, MOST_QUERIES), heads.keys[1], generator=generator))
+        let_choose(layer, torch.randn(1, queries, min(tokens, MOST_QUERIES), heads.keys[1], generator=generator))
 
     feed(1)
-    period = math.lcm(*(store.flush for store in layer.stores.values()), *_units(layer))
+    period = math.lcm(*(store.flush for store in layer.stores.values()), *reader_units(layer))
     least = max(layer.cache.codings[index][kind].policy.residual_length for kind in KINDS)
     before = least + layer.stores["keys"].policy.sink + period
     before += (context - before) % period
@@ -379,17 +378,3 @@ def _layer_nbytes(cache: KVCache, index: int, heads: CachedHeads, dtype: torch.d
     steps = (context - before) // period
     carried = first.total + steps * (last.total - first.total)
     return Bytes(codes=carried, static=last.static)
-
-
-def _units(layer: CodedLayer) -> list[int]:
-    """Return the tokens that what a layer keeps to choose by grows by at once."""
-    return [layer.reader.unit] if isinstance(layer, ReadingLayer) and layer.reader is not None else []
-
-
-def _let_choose(layer: CodedLayer, query: Tensor) -> None:
-    """Let a layer choose what the last token reads, so that it keeps what it chooses by; query [1, H, n, width]."""
-    if isinstance(layer, ReadingLayer) and layer.reader is not None:
-        layer.watch(query, 1.0)
-        if candidates := layer.candidates():
-            grouped = group_queries(query[:, :, -1:], layer.reader.spec.heads, 1.0)
-            layer.reader.choose(QueryPiece(layer, grouped, candidates, None, 0))

@@ -78,9 +78,9 @@ def test_no_share_is_nothing_where_weights_have_an_error() -> None:
     """Else the smallest option of such a unit would be as good as any, and no budget would raise it."""
     shares = {"a": 3.0, "b": -0.5, "c": 1.0, "kept": 0.0, "unknown": -1.0}
     sizes = {"a": 10.0, "b": 20.0, "c": 10.0, "kept": 0.0, "unknown": math.nan}
-    raised = metrics._raised(shares, sizes)
+    raised = metrics._with_least_shares(shares, sizes)
     assert raised == {"a": 3.0, "b": pytest.approx(0.01 * 4.0 * 20 / 40), "c": 1.0, "kept": 0.0, "unknown": 0.0}
-    assert metrics._raised({"a": 0.0}, {"a": 0.0}) == {"a": 0.0}
+    assert metrics._with_least_shares({"a": 0.0}, {"a": 0.0}) == {"a": 0.0}
 
 
 def test_a_bound_is_kept_by_units_whose_share_is_noise(

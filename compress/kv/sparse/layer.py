@@ -325,3 +325,17 @@ def decode_gathered(picked: Codec, block: Block, places: Tensor) -> Tensor:
             kernel.decode(*picked.stored_tensors(block), picked.layout, picked.by_token, out)
             return out
     return picked.dense(block).float()
+
+
+def reader_units(layer: CodedLayer) -> list[int]:
+    """Return the tokens by which what a layer chooses by grows at once; none for a layer that reads everything."""
+    return [layer.reader.unit] if isinstance(layer, ReadingLayer) and layer.reader is not None else []
+
+
+def let_choose(layer: CodedLayer, query: Tensor) -> None:
+    """Let a layer choose what the last token reads, so that it keeps what it chooses by; query [1, H, n, width]."""
+    if isinstance(layer, ReadingLayer) and layer.reader is not None:
+        layer.watch(query, 1.0)
+        if candidates := layer.candidates():
+            grouped = group_queries(query[:, :, -1:], layer.reader.spec.heads, 1.0)
+            layer.reader.choose(QueryPiece(layer, grouped, candidates, None, 0))

@@ -1,15 +1,12 @@
 """Drop tokens between the layers of the prompt's forward pass: the layers of such a cache.
 
 A layer of `Pruning.stays` scores its tokens when it is given those of the prompt, with the queries that its attention
-shows, and the layers behind it are given the others no more (`slice_blocks`).
-Every layer counts all tokens as seen. Positions are those of the text; later passes get masks of their own for each
-layer, as `EvictingLayer` makes them.
+shows, and the layers behind it are given the others no more (`slice_blocks`). Every layer counts all tokens as seen.
+Positions are those of the text; later passes get masks of their own for each layer, as `EvictingLayer` makes them.
 
 Left padding: a row of the batch drops what it would drop alone. Where rows keep different numbers of tokens, the
 shorter ones are filled up at the left with copies of their first token, which no query attends to.
-
-A layer that is given all tokens although others dropped some (when attention is measured by itself) stores those that
-stay.
+Given all tokens although others dropped some (when attention is measured by itself), a layer stores those that stay.
 
 The model hands the same masks, positions and rotary rows to all blocks. A hook before each block takes those of the
 tokens that are left, and the rows of the hidden states that the block before it gave. Whatever else has a row for each
@@ -382,9 +379,8 @@ def _take(x: Tensor, columns: Tensor) -> Tensor:
 
 def _causal_mask(pads: Tensor, tokens: int) -> Tensor:
     """Return a mask bool [B, 1, n, n] of rows that were filled up with so many columns, where the model gives none."""
-    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=pads.device).tril()
-    is_token = torch.arange(tokens, device=pads.device) >= pads[:, None]
-    return (causal & is_token[:, None])[:, None]
+    is_token = torch.arange(tokens, device=pads.device) >= pads[:, None, None, None]
+    return is_token & torch.ones(tokens, tokens, dtype=torch.bool, device=pads.device).tril()
 
 
 def _mask(given: Any, columns: Tensor, pads: Tensor) -> Tensor:
