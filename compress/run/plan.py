@@ -17,7 +17,7 @@ from compress.model.skeleton import Skeleton
 from compress.model.spared import keeps_bias, spared_linears
 from compress.quant import incoherence, parts
 from compress.recipe.schema import KEEP, Recipe
-from compress.run import draft_heads, outside_plan, sizes
+from compress.run import draft_heads, outside_plan
 from compress.storage.checkpoint import Readable
 from compress.types import NO_TRANSFORMS, LayerPlan, LinearSpec, LowRank, Plan, Scheme, Stored, WeightTransforms
 
@@ -196,10 +196,10 @@ def _without_gradients(
         raise RecipeError(
             "lowrank: metric fisher and train are not for a model of an encoder and a decoder; leave them out"
         )
-    if steps and (sizes.tuning_needs_gradients(recipe) or any(part.metric == "fisher" for part in parts)):
+    if steps and any(part.metric == "fisher" for part in parts):
         raise RecipeError(
-            f"{steps[0]} changes what linears read after gradients are taken there, by which `metric: fisher` and this "
-            "recipe's tuning go; remove it, or run `compress transform` first and give this its output"
+            f"{steps[0]} changes what linears read after gradients are taken there, by which metric: fisher goes; "
+            "set another metric, or run `compress transform` first and give this its output"
         )
     changed = {name: scheme and _one_sided(scheme) for name, scheme in schemes.items()}
     if changed == schemes or not (steps or skeleton.second is not None):

@@ -66,7 +66,7 @@ def test_tokens_and_bytes_are_those_of_a_cache_of_that_context(model: PreTrained
         assert min(stored) < context or name == "tokens"
         found = kv_cache.bytes_at_context(model.config, settings, {}, torch.float32, context)
         held, rope = cache.nbytes(), cache.rope.nbytes
-        rows = 16 * 4 + 4 if rope else 0  # the cache of such few tokens need not hold rows beside positions
+        rows = 4 if rope else 0  # positions: `lloyd` needs no rows of the rotary embedding
         expected = (held.total - rope + held.static) / context + rows
         assert found.bytes_per_token == pytest.approx(expected, abs=1e-6)
 

@@ -113,7 +113,6 @@ def test_experts_that_are_all_kept_are_copied(make: Callable[[str, Setup], Plan]
     ("overrides", "message"),
     [
         (("quantize.lowrank={rank: 4, metric: fisher}",), "changes what linears read after gradients are taken"),
-        (("quantize.lowrank={rank: 4}", "tune={method: partial_retraining}"), "changes what linears read after"),
         (("tune={method: bitnet}",), "^tune: bitnet trains the weights as the source has them"),
     ],
 )
