@@ -82,3 +82,8 @@ def _type_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Return whether an error says that there is not enough memory: another run may have it."""
     return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+def distinct_numbers(specs: Mapping[str, Spec]) -> dict[str, Tensor]:
+    """Return tensors of these shapes and types in whose rows no number is twice: 0, 1, 2, ..."""
+    return {name: torch.arange(shape[-1]).expand(shape).to(dtype) for name, (shape, dtype) in specs.items()}

@@ -235,7 +235,7 @@ class CodedLayers:
         """Return what tells the calibrated tensors of a layer from those of others, whose rows may have other sizes."""
         start, digest = f"layers.{index}.", hashlib.blake2b()
         for name in sorted(name for name in self.static if name.startswith(start)):
-            tensor = self.static[name].contiguous()
+            tensor = self.static[name].cpu().contiguous()
             digest.update(f"{name.removeprefix(start)} {tensor.shape} {tensor.dtype}".encode())
             digest.update(tensor.flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()

@@ -84,9 +84,7 @@ def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
 
 def typical(config: Config, spec: Spec) -> dict[str, Tensor]:
     """Return channels of which as many are chosen as calibration chooses."""
-    return {
-        name: torch.arange(shape[1]).expand(shape).to(dtype) for name, (shape, dtype) in specs(config, spec).items()
-    }
+    return checks.distinct_numbers(specs(config, spec))
 
 
 def check(static: Mapping[str, Tensor], config: Config, spec: Spec) -> None:

@@ -85,7 +85,7 @@ def specs(config: Config, spec: Spec) -> dict[str, checks.Spec]:
 
 def typical(config: Config, spec: Spec) -> dict[str, Tensor]:
     """Return an order of the channels of keys."""
-    return {name: torch.arange(shape[0]).to(dtype) for name, (shape, dtype) in specs(config, spec).items()}
+    return checks.distinct_numbers(specs(config, spec))
 
 
 def check(static: Mapping[str, Tensor], config: Config, spec: Spec) -> None:
