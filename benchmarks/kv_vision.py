@@ -42,7 +42,10 @@ def entries() -> dict[str, dict[str, Any]]:
         found[f"every, merged {keep}"] = evicts("vision", choose="every", keep=keep, merge=True)
         for after in (0, 1, 2):
             found[f"fastv after {after} {keep}"] = evicts("fastv", keep=keep, after=after)
-        found[f"mustdrop {keep}"] = evicts("mustdrop", keep=keep, merge_after=0, after=2)
+        found[f"mustdrop {keep}"] = evicts("mustdrop", keep=keep, merge_after=0, after=2, decoding=False)
+        for stages, decoding in (("without the third stage", False), ("three stages", True)):
+            settings = {"merge_after": 0, "after": [1, 2], "decoding": decoding}
+            found[f"mustdrop, {stages} {keep}"] = evicts("mustdrop", keep=keep, **settings)
         found[f"mustdrop, merging alone {keep}"] = evicts("mustdrop", keep=keep, merge_after=0, after=-1)
     for tau in (0.975, 0.9):
         probes = {"recent_probes": 2, "random_probes": 8, "low": 0}

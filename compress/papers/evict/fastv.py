@@ -57,6 +57,11 @@ def fractions(config: Config, keep: float, layers: int) -> dict[int, float]:
     return {config.after: keep}
 
 
+def forgets(config: Config, layer: int) -> bool:
+    """Return False: the cache of each layer keeps what it was given."""
+    return False
+
+
 def score(config: Config, seen: Seen) -> Tensor:
     """Return the attention of the newest queries float32 [h, n], mean over query heads: the same for each KV head."""
     assert seen.queries is not None

@@ -1,20 +1,25 @@
 """MustDrop, arXiv 2411.10803: image tokens are merged where neighbours are alike, then dropped where no text looks.
 
-Two stages of the paper's three are here. Merging: behind the layer `merge_after`, runs of neighbouring image tokens
+The paper's three stages. Merging: behind the layer `merge_after`, runs of neighbouring image tokens
 whose values are alike become one token, whose hidden state is their mean and whose place is that of the first.
-Filtering: behind the layer `after`, image tokens leave that get little attention from the text both as a whole (mean
-over the tokens of the question) and from each single token of it (the most that one gives); what one of the two needs
-stays. `keep` is the share of image tokens behind both stages, the root of it behind the first.
+Filtering: behind each layer of `after`, image tokens leave that get little attention from the text both as a whole
+(mean over the tokens of the question) and from each single token of it (the most that one gives); what one of the two
+needs stays. Decoding: what left at the last of these layers is of no use for the output, so that behind the prompt the
+caches of all layers from the first to the last of them forget it as well (`decoding: false`: they do not). `keep` is
+the share of image tokens behind all stages; each of them leaves an equal share of those that it is given.
 
-    kv_cache: {method: kivi, bits: 4, evict: {method: mustdrop, keep: 0.25}}
+    kv_cache: {method: kivi, bits: 4, evict: {method: mustdrop, keep: 0.25, after: [2, 6, 10, 14]}}
 
-Where we differ: the paper merges in the vision encoder, within windows of two dimensions and above a threshold of
-similarity; here a cache merges in the decoder, along the order of the tokens, the most similar pairs first until the
-share is reached, since `keep` says how much stays. Its set of key tokens, chosen by the encoder's attention, is not
-known to a cache. `merge_after: -1` leaves the first stage out, `after: -1` the second.
+Layers [2, 6, 10, 14] of 32 are the paper's.
 
-What it does not do: the third stage, which drops image tokens again while decoding by the attention of the output. What
-pruned.py refuses is refused here. The authors' code was not read; this follows the abstract.
+Where we differ, compared with the authors' code: the paper merges in the vision encoder, windows of 3 x 3 tokens whose
+mean similarity is above 0.8; here a cache merges in the decoder, along the order of the tokens, the most similar pairs
+first until the share is reached, since `keep` says how much stays. Its filter has two thresholds, which are here one
+share. Its set of key tokens, the 8% to which the encoder's class token looks most, always stays there; a cache does not
+know it. It numbers the tokens that are left anew, here they keep their positions. `merge_after: -1` leaves the first
+stage out, `after: -1` the others.
+
+What it does not do: what pruned.py refuses is refused here.
 
 Outside the core because no pretrained vision-language model was measured (docs/results/kv_vision.md).
 """
@@ -42,16 +47,24 @@ DEFAULTS: Mapping[str, Any] = {"heads": "shared"}
 @dataclass(frozen=True)
 class Config:
     merge_after: int = 0  # [layer] behind which neighbours are merged, from 0; -1: nowhere
-    after: int = 1  # [layer] behind which image tokens are dropped by attention; -1: nowhere
+    after: int | tuple[int, ...] = 1  # [layers] behind which image tokens are dropped by attention; -1: nowhere
+    decoding: bool = True  # behind the prompt, layers from the first to the last of these forget what left at any
     window: int = 8  # [tokens] newest of the prompt, at most, which are taken for the question
 
     def __post_init__(self) -> None:
-        if min(self.merge_after, self.after) < -1 or max(self.merge_after, self.after) < 0:
+        if min((self.merge_after, *self.filters)) < -1 or max((self.merge_after, *self.filters)) < 0:
             raise ValueError("after and merge_after must be layers from 0, or one of them -1")
-        if self.merge_after == self.after:
-            raise ValueError("merge_after and after must be different layers")
+        if self.filters and self.merge_after >= self.filters[0]:
+            raise ValueError("after must name layers behind merge_after")
         if self.window < 1:
             raise ValueError("window must be 1 or more")
+
+    @property
+    def filters(self) -> tuple[int, ...]:
+        """Return the layers of `after`, ascending."""
+        if self.after == -1:
+            return ()
+        return (self.after,) if isinstance(self.after, int) else tuple(sorted(set(self.after)))
 
 
 def check(budget: Any) -> None:
@@ -61,10 +74,15 @@ def check(budget: Any) -> None:
 
 def fractions(config: Config, keep: float, layers: int) -> dict[int, float]:
     """Return the share of the image tokens that stays behind each stage, by its layer. ValueError if there is none."""
-    stages = sorted(index for index in (config.merge_after, config.after) if index >= 0)
+    stages = [index for index in (config.merge_after, *config.filters) if index >= 0]
     if stages[-1] >= layers - 1:
         raise ValueError(f"after must name a layer of the model, which has {layers}, and not the last one")
     return {index: keep ** ((number + 1) / len(stages)) for number, index in enumerate(stages)}
+
+
+def forgets(config: Config, layer: int) -> bool:
+    """Return whether the cache of a layer is to forget, behind the prompt, what left in any layer: the third stage."""
+    return config.decoding and bool(config.filters) and config.filters[0] <= layer <= config.filters[-1]
 
 
 def score(config: Config, seen: Seen) -> Tensor:

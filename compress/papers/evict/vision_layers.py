@@ -7,6 +7,7 @@ them. A prompt without an image keeps all tokens.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from compress.errors import CompressError, RecipeError
 from compress.kv.cache import CODED
 from compress.kv.evict import select
 from compress.kv.evict.layer import UNSEEN, EvictingLayer, Judged
+from compress.kv.evict.placing import KeptTokens, align_rows
 from compress.kv.layer import MakeLayer
 from compress.kv.settings import CacheSettings
 from compress.papers.evict.pruned import PrunedLayer
@@ -65,6 +67,16 @@ def check_share(method: str, budget: Any, merges: bool = False) -> None:
 def kept_vision(count: int, keep: float) -> int:
     """Return how many of so many vision tokens stay: a share, at least one of any."""
     return min(count, max(1, int(keep * count + 1e-9)))
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a layer was given of the prompt and has not stored yet."""
+
+    new: tuple[Tensor, Tensor]  # keys and values [B, h, n, width]
+    queries: Tensor | None  # [B, H, n, width]
+    columns: Tensor  # int64 [B, n]: of these tokens in the prompt
+    firsts: Tensor  # int64 [B]: the first of these places that holds a token
 
 
 class VisionLayer(EvictingLayer):
@@ -117,11 +129,16 @@ class VisionLayer(EvictingLayer):
 
 
 class VisionPrunedLayer(PrunedLayer):
-    """A layer of a cache whose prompt loses vision tokens from layer to layer, or has some of them merged."""
+    """A layer of a cache whose prompt loses vision tokens from layer to layer, or has some of them merged.
+
+    A layer that the method's `forgets` names is stored at the end of the prompt's pass, without what left behind it.
+    """
 
     def _begin(self) -> None:
         super()._begin()
         self.vision: Tensor | None = None  # bool [B, n], of the whole prompt
+        self.is_holding = False  # what it is given next is held
+        self.held: Held | None = None  # until the last layer has been given its tokens
 
     def enter(self, model: nn.Module, kwargs: Mapping[str, Any]) -> list[Any]:
         if not self.seen:
@@ -130,6 +147,46 @@ class VisionPrunedLayer(PrunedLayer):
                 if isinstance(layer, VisionPrunedLayer):
                     layer.vision = vision
         return super().enter(model, kwargs)
+
+    def _store_prompt(self, new: tuple[Tensor, Tensor], queries: Tensor | None) -> None:
+        if self.index == len(self.cache.layers) - 1:
+            for layer in self._layers():
+                assert isinstance(layer, VisionPrunedLayer)
+                layer._store_held()
+        self.is_holding = self.plugin.forgets(self.eviction.config, self.index)
+        super()._store_prompt(new, queries)
+
+    def _append(self, new: tuple[Tensor, Tensor], queries: Tensor | None) -> None:
+        if not self.is_holding:
+            super()._append(new, queries)
+            return
+        columns, batch = self.pruning.columns, len(new[0])
+        if columns is None:
+            columns = torch.arange(new[0].shape[2], device=new[0].device).expand(batch, -1)
+        firsts = self._firsts(batch, columns.device) if self.pruning.pads is None else self.pruning.pads
+        self.held, self.is_holding = Held(new, queries, columns, firsts), False
+
+    def _store_held(self) -> None:
+        """Store what is held of the prompt's tokens, those that are left behind the last layer alone."""
+        if self.held is None:
+            return
+        held, left, pads = self.held, self.pruning.columns, self.pruning.pads
+        self.held = None
+        if left is None:
+            super()._append(held.new, held.queries)
+            return
+        assert pads is not None, "it comes with the columns"
+        rows = []
+        for columns, first, own, filled in zip(held.columns, held.firsts.tolist(), left, pads.tolist(), strict=True):
+            stays = torch.isin(columns[first:], own[filled:].to(columns.device)).nonzero()[:, 0] + first
+            rows.append([stays] * held.new[0].shape[1])
+        if self.stores["keys"].codec.rope == "pre":
+            self.rope.place(held.columns.gather(1, align_rows(rows)[0][:, 0]), self.seen)
+        self._place(held.new, KeptTokens(rows, self.sink, False), held.queries)
+
+    @property
+    def stored_tokens(self) -> int:
+        return super().stored_tokens + (0 if self.held is None else self.held.columns.shape[1])
 
     def _choose(self, new: tuple[Tensor, Tensor], queries: Tensor, fraction: float) -> None:
         self.joined: list[Tensor | None] = []

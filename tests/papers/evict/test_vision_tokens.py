@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from compress.errors import CompressError, RecipeError
 from compress.kv import attention, hooks
 from compress.kv.cache import make_cache
+from compress.kv.codecs import identity
 from compress.kv.layer import CachePath, KVCache
 from compress.kv.settings import cache_settings
 from compress.papers.evict import fastv, mustdrop, vision
@@ -59,10 +60,10 @@ def logits(evict: dict[str, Any], path: CachePath = "decode", name: str = "llava
 
 
 @torch.no_grad()
-def by_hand(after: int, joins: list[list[int]]) -> Tensor:
-    """The same logits of a pass whose layers behind `after` are given these tokens alone, means of several where named.
+def by_hand(stages: dict[int, list[list[int]]], unseen: dict[int, set[int]] | None = None) -> Tensor:
+    """The same logits of a pass whose layers behind some are given these tokens alone, means of several where named.
 
-    The step behind it is a part of the same pass: later tokens read what each layer was given.
+    The step behind it is a part of the same pass: later tokens read what each layer was given, but what is `unseen`.
     """
     made: Any = model()
     made.set_attn_implementation("sdpa")
@@ -73,20 +74,25 @@ def by_hand(after: int, joins: list[list[int]]) -> Tensor:
     features = made.model.get_image_features(pixel_values=inputs["pixel_values"])
     found = getattr(features, "pooler_output", features)
     embedded[0, IMAGE] = torch.cat(list(found)) if not isinstance(found, Tensor) else found.view(SIDE, -1)
-    hidden, positions = embedded, torch.arange(ids.shape[1])[None]
+    hidden, columns = embedded, list(range(ids.shape[1]))
     for index, block in enumerate(language.layers):
-        if index == after + 1:
-            hidden = torch.stack([hidden[0, group].mean(0) for group in joins])[None]
-            positions = torch.tensor([[group[0] for group in joins]])
+        if index - 1 in stages:
+            joins = stages[index - 1]
+            rows = [[columns.index(column) for column in group if column in columns] for group in joins]
+            hidden = torch.stack([hidden[0, group].mean(0) for group in rows])[None]
+            columns = [group[0] for group in joins]
+        positions = torch.tensor([columns])
         turns = language.rotary_emb(hidden, positions)
         mask = torch.ones(1, 1, hidden.shape[1], hidden.shape[1], dtype=torch.bool).tril()
+        gone = [place for place, column in enumerate(columns) if column in (unseen or {}).get(index, ())]
+        mask[..., -FURTHER.shape[1] :, gone] = False
         hidden = block(hidden, attention_mask=mask, position_ids=positions, position_embeddings=turns)
         hidden = hidden[0] if isinstance(hidden, tuple) else hidden
     return made.lm_head(language.norm(hidden[:, -1 - FURTHER.shape[1] :]))
 
 
-def columns_of(evict: dict[str, Any]) -> list[int]:
-    """Return the columns that a method that drops within the pass has left behind its last stage."""
+def columns_of(evict: dict[str, Any]) -> list[list[int]]:
+    """Return the columns that a method that drops within the pass has left behind each of its stages."""
     seen: list[list[int]] = []
     real = PromptPruning.drop
 
@@ -98,7 +104,12 @@ def columns_of(evict: dict[str, Any]) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PromptPruning, "drop", note)
         logits(evict)
-    return seen[-1]
+    return seen
+
+
+def alone(left: list[int]) -> list[list[int]]:
+    """Return groups of one for these columns and for those of the step behind the prompt."""
+    return [[column] for column in [*left, 14, 15, 16]]
 
 
 @pytest.mark.parametrize(
@@ -138,9 +149,9 @@ def test_fastv_is_the_pass_by_hand(path: CachePath, after: int) -> None:
     evict = {"method": "fastv", "keep": 0.5, "after": after}
     found, sizes = logits(evict, path)
     assert sizes == [14] * (after + 1) + [12] * (2 - after)
-    left = columns_of(evict)
+    (left,) = columns_of(evict)
     assert len(left) == 12 and set(range(14)) - set(left) < set(range(3, 7))
-    expected = by_hand(after, [[column] for column in [*left, 14, 15, 16]])
+    expected = by_hand({after: alone(left)})
     torch.testing.assert_close(found, expected, atol=5e-5, rtol=0)
 
 
@@ -149,10 +160,36 @@ def test_merged_neighbours_are_the_pass_by_hand(path: CachePath) -> None:
     evict = {"method": "mustdrop", "keep": 0.5, "merge_after": 0, "after": -1}
     found, sizes = logits(evict, path)
     assert sizes == [14, 12, 12]
-    left = columns_of(evict)
+    (left,) = columns_of(evict)
     runs = [[c, *(x for x in range(c + 1, 7) if x not in left and not set(range(c + 1, x)) & set(left))] for c in left]
     assert sorted(x for run in runs for x in run) == list(range(14))
-    torch.testing.assert_close(found, by_hand(0, [*runs, [14], [15], [16]]), atol=5e-5, rtol=0)
+    torch.testing.assert_close(found, by_hand({0: [*runs, *alone([])]}), atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("path", BOTH)
+@pytest.mark.parametrize(("decoding", "is_before_rope"), [(False, False), (True, False), (True, True)])
+def test_what_leaves_late_is_forgotten_by_the_layers_before(
+    path: CachePath, decoding: bool, is_before_rope: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third stage: layers from the first to the last filter show later steps what is left in the end."""
+    monkeypatch.setattr(identity.Identity, "rope", "pre" if is_before_rope else "post")
+    evict = {"method": "mustdrop", "keep": 0.25, "merge_after": -1, "after": [0, 1], "decoding": decoding}
+    found, sizes = logits(evict, path)
+    assert sizes == ([11, 11, 11] if decoding else [14, 12, 11])
+    first, second = columns_of(evict)
+    assert set(second) < set(first) and [len(first), len(second)] == [12, 11]
+    gone = set(range(14)) - set(second) if decoding else set()
+    expected = by_hand({0: alone(first), 1: alone(second)}, {0: gone, 1: gone})
+    torch.testing.assert_close(found, expected, atol=5e-5, rtol=0)
+
+
+def test_the_third_stage_leaves_layers_before_the_first_filter() -> None:
+    evict = {"method": "mustdrop", "keep": 0.25}
+    assert logits(evict)[1] == [14, 11, 11] and logits({**evict, "decoding": False})[1] == [14, 12, 11]
+    only_merged = mustdrop.Config(after=-1)
+    assert not any(mustdrop.forgets(only_merged, layer) for layer in range(3))
+    made = [mustdrop.forgets(mustdrop.Config(after=(2, 6)), layer) for layer in range(8)]
+    assert made == [False, False, True, True, True, True, True, False]
 
 
 def test_the_most_similar_neighbours_are_merged() -> None:
@@ -174,6 +211,7 @@ def test_the_most_similar_neighbours_are_merged() -> None:
         {"method": "vision", "keep": 0.5, "merge": True},
         {"method": "fastv", "keep": 0.25, "after": 1},
         {"method": "mustdrop", "keep": 0.25},
+        {"method": "mustdrop", "keep": 0.125, "merge_after": -1, "after": [0, 1]},
     ],
 )
 def test_both_ways_to_read_agree(evict: dict[str, Any], name: str) -> None:
@@ -266,7 +304,7 @@ def test_ids_are_those_of_the_configuration() -> None:
         ({"method": "vision", "tokens": 5}, "tokens is not possible with vision"),
         ({"method": "fastv", "keep": 0.5, "merge": True}, "merge is not possible with fastv"),
         ({"method": "fastv", "keep": 0.5, "after": 2}, "after must name a layer of the model, which has 3"),
-        ({"method": "mustdrop", "keep": 0.5, "after": 0}, "must be different layers"),
+        ({"method": "mustdrop", "keep": 0.5, "after": 0}, "must name layers behind merge_after"),
         ({"method": "mustdrop", "keep": 0.5, "after": -1, "merge_after": -1}, "or one of them -1"),
         ({"method": "vision", "keep": 0.5, "heads": "ada"}, "heads is not possible with vision"),
     ],
@@ -284,4 +322,5 @@ def test_layers_that_are_refused() -> None:
 def test_shares_behind_the_stages() -> None:
     assert mustdrop.fractions(mustdrop.Config(), 0.25, 4) == {0: 0.5, 1: 0.25}
     assert mustdrop.fractions(mustdrop.Config(merge_after=-1, after=2), 0.25, 4) == {2: 0.25}
+    assert mustdrop.fractions(mustdrop.Config(after=(2, 1)), 0.125, 4) == pytest.approx({0: 0.5, 1: 0.25, 2: 0.125})
     assert fastv.fractions(fastv.Config(), 0.25, 4) == {1: 0.25}
