@@ -7,6 +7,9 @@ are scored. Rows: blocks left out; period; what is used again (the block's `stat
 corrections that are fitted on the calibration text, and without. `skipped` passes over the same blocks in
 the same steps, with nothing in their place. Then tokens per CPU second and bytes of the cache of a greedy
 decoding.
+
+`--train-steps N` trains copies of the model instead, as the paper does, with its reuse of states: one without leaving
+out any block, and one for each set and period; each is compared with the model as it was.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from compress.calib.data import token_windows
 from compress.model import load
 from compress.papers.decoding import lora_drop
 from compress.papers.decoding.lora_drop import BlockCorrection, Corrections, FitSettings, Reuse, TeacherForced
+from compress.papers.decoding.lora_drop_training import TrainSettings, train
 
 REUSES: tuple[Reuse, ...] = ("state", "update")
 
@@ -114,6 +118,27 @@ def measure_speed(model: Any, asked: argparse.Namespace, prompt: Tensor) -> None
         print(f"{name}: {speed}, cache {nbytes[name]} bytes, {nbytes[name] / nbytes['whole']:.2f}", flush=True)
 
 
+def measure_training(asked: argparse.Namespace, fits: Tensor, windows: Tensor) -> None:
+    """Train a copy of the model for each set and period and print what it loses, whole and without these blocks."""
+    targets = windows[:, asked.prompt :].flatten()
+    model: Any = load.load_model(asked.model, "float32", "cpu").requires_grad_(False)
+    expected = log_probabilities(model, windows, asked.prompt, None)
+    print(f"as it was: perplexity {scores(expected, expected, targets)[2]:.2f}, {len(targets)} tokens", flush=True)
+    sets = {name: blocks for name, blocks in block_sets(len(lora_drop.blocks_in(model))).items() if name in asked.sets}
+    kinds = [("none", (), 1), *((name, blocks, period) for name, blocks in sets.items() for period in asked.periods)]
+    for name, blocks, period in kinds:
+        trained: Any = load.load_model(asked.model, "float32", "cpu")
+        training = TrainSettings(asked.train_steps, learning_rate=asked.rate, model_rate=asked.rate)
+        chosen, losses = train(trained, fits, blocks, FitSettings(period, asked.rank, "state", asked.prompt), training)
+        ways = {"whole": None, **({"left out": chosen} if blocks else {})}
+        for way, corrections in ways.items():
+            found = scores(log_probabilities(trained, windows, asked.prompt, corrections), expected, targets)
+            row = "KL {:.4f} (se {:.4f}), perplexity {:.2f}".format(*found)
+            print(f"{name} ({len(blocks)} blocks), period {period}, trained, {way}: {row}", flush=True)
+        first, last = statistics.mean(losses[:10]), statistics.mean(losses[-10:])
+        print(f"  loss of the first and last ten of {len(losses)} steps: {first:.3f}, {last:.3f} nats", flush=True)
+
+
 def main() -> None:
     """Measure a model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -129,10 +154,15 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=8, help="that are scored")
     parser.add_argument("--decode", type=int, default=64, help="tokens of the timed decoding")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--train-steps", type=int, default=0, help="train copies of the model by so many steps")
+    parser.add_argument("--rate", type=float, default=1e-4, help="of learning")
     asked = parser.parse_args()
     model: Any = load.load_model(asked.model, "bfloat16", "cpu").requires_grad_(False)
     tokenizer, size = load.load_tokenizer(asked.model), model.config.get_text_config().vocab_size
     fits, windows = (token_windows(text, tokenizer, asked.seq_len, size)[0] for text in (asked.calib, asked.text))
+    if asked.train_steps:
+        measure_training(asked, fits[: asked.samples], windows[: asked.windows])
+        return
     if asked.turns:
         measure_speed(model, asked, windows[:1, : asked.prompt])
     measure_quality(model, asked, fits[: asked.samples], windows[: asked.windows])

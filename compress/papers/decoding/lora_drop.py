@@ -14,12 +14,13 @@ blocks run for every token. A prompt is read by the whole model.
     with lora_drop.decoding(model, corrections):
         model.generate(ids)
 
-Where we differ: the authors train the whole model with its adapters on text. Here the model stays, and A and B are
-fitted in closed form, block by block, to what the whole model gives there for the same tokens (a regression of reduced
-rank on inputs that come from the blocks left out before; `linalg.truncate_rank`). `reuse: "update"` is ours: what the
-block *added* for the refreshed token is used again, output = x + (anchor - anchor's x) + B A (x - anchor's x), so that
-a token passes on its own state; `reuse: "nothing"` passes it on alone, output = x + B A x. Tokens are counted from the
-end of the prompt, where the released code counts calls of the model since it was loaded.
+Where we differ: the authors train the whole model with its adapters on text (lora_drop_training.py). `fit` leaves the
+model as it is, and A and B are fitted in closed form, block by block, to what the whole model gives there for the same
+tokens (a regression of reduced rank on inputs that come from the blocks left out before; `linalg.truncate_rank`).
+`reuse: "update"` is ours: what the block *added* for the refreshed token is used again, output = x + (anchor - anchor's
+x) + B A (x - anchor's x), so that a token passes on its own state; `reuse: "nothing"` passes it on alone, output = x +
+B A x. Tokens are counted from the end of the prompt, where the released code counts calls of the model since it was
+loaded.
 
 The set, as in the released code: three of four blocks, the first and each fourth one run always (`published_blocks`).
 
@@ -83,7 +84,7 @@ def published_blocks(count: int) -> tuple[int, ...]:
 
 def without_correction(model: nn.Module, blocks: Sequence[int], period: int, reuse: Reuse = "state") -> Corrections:
     """Return corrections of nothing: anchors are used as they are."""
-    hidden, device = _hidden_size(model), next(model.parameters()).device
+    hidden, device = hidden_size(model), next(model.parameters()).device
     return Corrections(dict.fromkeys(blocks, _no_correction(hidden, device)), period, reuse)
 
 
@@ -173,6 +174,10 @@ class TeacherForced:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits [batch, length, vocabulary] of tokens [batch, length], without a gradient."""
+        return self.read(tokens)
+
+    def read(self, tokens: Tensor) -> Tensor:
         """Return the logits [batch, length, vocabulary] of tokens [batch, length]."""
         anchors = _anchors(tokens.shape[1], self.prompt, self.corrections.period, tokens.device)
         reuse = self.corrections.reuse
@@ -319,6 +324,7 @@ def _hidden_of(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     return hidden
 
 
-def _hidden_size(model: Any) -> int:
+def hidden_size(model: Any) -> int:
+    """Return the width of the states between the blocks of a model."""
     size: int = model.config.get_text_config().hidden_size
     return size

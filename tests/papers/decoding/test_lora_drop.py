@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache
 from compress.errors import UnsupportedModelError
 from compress.papers.decoding import lora_drop
 from compress.papers.decoding.lora_drop import BlockCorrection, Corrections, FitSettings, TeacherForced
+from compress.papers.decoding.lora_drop_training import TrainSettings, rate, train
 from helpers.pico import PICO
 
 PROMPT, HIDDEN = 5, 64
@@ -99,6 +100,55 @@ def test_fitted_corrections_bring_blocks_nearer(reuse: Any) -> None:
     assert errors[0] < 0.85 * errors[1]
     assert fitted.blocks[1].a.shape == (16, HIDDEN) and fitted.period == 3
     assert torch.equal(model(input_ids=tokens).logits, whole)
+
+
+@pytest.mark.parametrize("model_rate", [0.0, 1e-3])
+def test_training_lowers_the_loss_of_decoding(model_rate: float) -> None:
+    """Its first loss is that of decoding step by step without a correction; weights change where they are trained."""
+    model = PICO["llama"]()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    settings = FitSettings(period=3, rank=4, prompt=PROMPT)
+    with lora_drop.decoding(model, lora_drop.without_correction(model, [1], 3)):
+        steps, _ = stepwise(model, IDS)
+    with torch.no_grad():
+        prompt = model(input_ids=IDS[:, : PROMPT - 1]).logits
+    logits = torch.cat((prompt, steps), 1)[0, :-1].double()
+    expected = -logits.log_softmax(-1).gather(1, IDS[0, 1:, None]).mean()
+    chosen, losses = train(model, IDS, [1], settings, TrainSettings(40, 1, 1e-2, model_rate))
+    assert losses[0] == pytest.approx(float(expected), abs=1e-5)
+    assert losses[-1] < losses[0] - 0.1
+    is_same = all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert is_same == (model_rate == 0) and not any(x.requires_grad for x in model.parameters())
+    found = TeacherForced(model, chosen, PROMPT).logits(IDS)[0, :-1]
+    assert float(torch.nn.functional.cross_entropy(found, IDS[0, 1:])) < losses[0] - 0.1
+
+
+@pytest.mark.parametrize("reuse", ["state", "update", "nothing"])
+def test_gradients_go_through_anchors(reuse: Any) -> None:
+    """Against differences of the loss along the gradient, of a correction's B and of a weight in the block before."""
+    model, chosen = PICO["llama"]().double(), corrections(3, reuse)
+    pair = BlockCorrection(*(x.double().requires_grad_() for x in chosen.blocks[1]))
+    reader = TeacherForced(model, Corrections({1: pair}, 3, reuse), PROMPT)
+    weight = lora_drop.blocks_in(model)[0].mlp.down_proj.weight.requires_grad_()
+
+    def loss() -> Tensor:
+        return torch.nn.functional.cross_entropy(reader.read(IDS)[0, :-1], IDS[0, 1:])
+
+    loss().backward()
+    for tensor in (pair.b, weight):
+        assert tensor.grad is not None
+        norm, step, ends = float(tensor.grad.norm()), 1e-2, []
+        with torch.no_grad():
+            for sign in (1, -1):
+                tensor += sign * step * tensor.grad / norm
+                ends.append(float(loss()))
+                tensor -= sign * step * tensor.grad / norm
+        assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(norm, rel=1e-3)
+
+
+def test_rates_of_the_schedule() -> None:
+    assert [rate(step, 40) for step in (0, 1, 2)] == [0.5, 1.0, 1.0]
+    assert rate(21, 40) == pytest.approx(0.5) and 0 < rate(39, 40) < 0.01
 
 
 def test_generate_runs_inside() -> None:
