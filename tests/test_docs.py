@@ -157,9 +157,15 @@ def tutorial(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", TUTORIAL.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("package", ["compress.quant", "compress.papers.quant"])
-@pytest.mark.parametrize("needs", ["frozenset()", 'frozenset({"hessian"})'])
-@pytest.mark.parametrize("bits", ["\n  bits: 3", "\n  bits: 5", ""])
+@pytest.mark.parametrize(
+    ("package", "needs", "bits"),
+    [
+        ("compress.quant", "frozenset()", "\n  bits: 3"),
+        ("compress.papers.quant", "frozenset()", "\n  bits: 5"),
+        ("compress.quant", 'frozenset({"hessian"})', ""),
+        ("compress.papers.quant", 'frozenset({"hessian"})', "\n  bits: 3"),
+    ],
+)
 def test_what_the_tutorial_adds_is_listed_before_it_is_measured(
     package: str, needs: str, bits: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

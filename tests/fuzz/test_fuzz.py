@@ -28,6 +28,7 @@ def fuzz(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_what_once_failed_and_a_short_campaign() -> None:
     """Nothing fails: each kept case is judged again, and some new ones of each class."""
     ran = fuzz("--replay", str(HERE / "regressions.json"), "--cases", str(SHORT), "--few")

@@ -1,7 +1,7 @@
 """Every recipe on every kind of model: what was computed is what is stored, what is counted, what a reload computes.
 
 All built-in recipes run on three architectures: dense with grouped queries, experts, fused linears with biases; plain
-runs have a recipe of each method of the core on experts. On each
+runs have a recipe of most methods of the core on experts. On each
 of the others runs one low-bit method, in turn, beside the plain ones of tests/run/test_pipeline.py; one recipe of every
 method is slow there. Searches are cut short (`SMALL`) where that leaves what is stored as it is. A new recipe or method
 enters by itself.
@@ -60,12 +60,13 @@ NARROW = {"q2_k": "grid_gptq", "q4_k": "gptq"}  # -> the method for inputs that 
 PLAIN = {name: method for name, method in METHOD.items() if not recipe.load(name).transform}
 FIRST = {method: name for name, method in reversed(PLAIN.items())}  # one recipe of each method
 NEW = [name for method, name in FIRST.items() if method != "gptq" and "hessian" in plugins.load("quant", method).NEEDS]
+LONG = {"aqlm", "bitnet", "decoupleq", "e8p", "matquant", "vptq"}  # several seconds on experts
 WHOLE = ("llama", "mixtral", "gpt_neox")
 TURN = list(zip([model for model in PICO if model not in WHOLE], itertools.cycle(NEW)))  # noqa: B905 (endless)
 ROUTED = ("mixtral", "w4a4-tuned")  # a step of a 4-bit input sends a token to another expert, here or there
 PAIRS = [
     *((WHOLE[0], name) for name in METHOD),
-    *((model, name) for model in WHOLE[1:2] for name in FIRST.values() if not recipe.is_paper(name)),
+    *((WHOLE[1], name) for method, name in FIRST.items() if not recipe.is_paper(name) and method not in LONG),
     *TURN,
 ]
 OTHERS = [*itertools.product(WHOLE[1:], METHOD), *itertools.product((model for model, _ in TURN), FIRST.values())]
