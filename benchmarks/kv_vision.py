@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import small_vlm as vlm
 import torch
@@ -23,9 +25,11 @@ from torch import Tensor
 
 from compress.evaluate.reader import Execution, load_model
 from compress.kv.cache import make_cache
+from compress.papers.evict import mustdrop
 
 EXACT: dict[str, Any] = {"method": "identity", "sink": 0, "residual_length": 0}
 SHARES = (0.5, 0.25, 0.125)
+WITHOUT = "without the third stage, "
 
 
 def evicts(method: str, **settings: Any) -> dict[str, Any]:
@@ -42,16 +46,14 @@ def entries() -> dict[str, dict[str, Any]]:
         found[f"every, merged {keep}"] = evicts("vision", choose="every", keep=keep, merge=True)
         for after in (0, 1, 2):
             found[f"fastv after {after} {keep}"] = evicts("fastv", keep=keep, after=after)
-        found[f"mustdrop {keep}"] = evicts("mustdrop", keep=keep, merge_after=0, after=2, decoding=False)
-        for stages, decoding in (("without the third stage", False), ("three stages", True)):
-            settings = {"merge_after": 0, "after": [1, 2], "decoding": decoding}
-            found[f"mustdrop, {stages} {keep}"] = evicts("mustdrop", keep=keep, **settings)
+        found[f"mustdrop {keep}"] = evicts("mustdrop", keep=keep, merge_after=0, after=2)
+        found[f"mustdrop, two filters {keep}"] = evicts("mustdrop", keep=keep, merge_after=0, after=[1, 2])
         found[f"mustdrop, merging alone {keep}"] = evicts("mustdrop", keep=keep, merge_after=0, after=-1)
     for tau in (0.975, 0.9):
         probes = {"recent_probes": 2, "random_probes": 8, "low": 0}
         for prefill in ("important", "keys", "all"):
             found[f"zipvl {prefill} {tau}"] = evicts("zipvl", tau=tau, prefill=prefill, **probes)
-    return found
+    return {**found, **{WITHOUT + name: each for name, each in found.items() if name.startswith("mustdrop")}}
 
 
 def paired(cells: Tensor) -> Tensor:
@@ -102,7 +104,9 @@ def main() -> None:
     kinds = {name: (x, vlm.pixels_of(x, generator)) for name, x in (("random", cells), ("paired", paired(cells)))}
     found = {}
     for name, settings in entries().items():
-        found[name] = {kind: figures(model, settings, *shown, args.seed) for kind, shown in kinds.items()}
+        is_two_stages = name.startswith(WITHOUT)
+        with patch.object(mustdrop, "forgets", lambda *_: False) if is_two_stages else nullcontext():
+            found[name] = {kind: figures(model, settings, *shown, args.seed) for kind, shown in kinds.items()}
         by_kind = " | ".join(
             " ".join(f"{each[key]:.3f}" for key in ("cell", "row", "later")) for each in found[name].values()
         )

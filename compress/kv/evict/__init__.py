@@ -21,7 +21,8 @@ A method is one file compress/kv/evict/<name>.py; <name> is what recipes give as
 7.  Where it has no use for some of the common settings, `check(budget)`: it raises ValueError, the field's name first.
 8.  `LAYER`, the class of the cache's layers: `layer.EvictingLayer`, or a subclass that has `of_cache` of its own.
 9.  Where not all codings are possible, `refusal(config, coding)`: why not, None where one is. Where tokens that it does
-    not keep stay with fewer bits, `keeps_all(config)`: bytes are then counted as if all tokens were kept.
+    not keep stay with fewer bits, or those of a text all stay, `keeps_all(config)`: bytes are then counted as if all
+    were kept.
 10. Where its layers drop tokens within the prompt's forward pass, `PRUNES = True`: a cache is then refused for models
     whose decoder is no list of blocks.
 """

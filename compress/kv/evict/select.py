@@ -212,7 +212,7 @@ def by_layer(config: Any, settings: CacheSettings, context: int) -> list[int]:
         assert settings.evict is not None, "layers evict"
         keeps_all = getattr(plugins.load("evict", settings.evict.method), "keeps_all", None)
         if keeps_all is not None and keeps_all(settings.evict.config):
-            continue  # with fewer bits: counted with those of the others, at most
+            continue  # counted with the bits of those that are kept, at most
         counts[index] = count_kept(settings.evict, settings.keys.policy.sink, index, evicting, prompt)
     return counts
 

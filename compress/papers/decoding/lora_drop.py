@@ -259,11 +259,7 @@ def fit(model: nn.Module, tokens: Tensor, blocks: Sequence[int], settings: FitSe
 
     ValueError where the whole model reads every token of these texts.
     """
-    if settings.period < 2 or tokens.shape[1] <= settings.prompt:
-        raise ValueError(
-            f"no token is left out of texts of {tokens.shape[1]} tokens, of which the whole model reads the first "
-            f"{settings.prompt} and then each {settings.period}th; give longer texts, or a period of 2 or more"
-        )
+    check_texts(tokens, settings)
     body = next(bodies(model))
     anchors = _anchors(tokens.shape[1], settings.prompt, settings.period, tokens.device)
     targets = _outputs(model, body, tokens, blocks)
@@ -271,6 +267,17 @@ def fit(model: nn.Module, tokens: Tensor, blocks: Sequence[int], settings: FitSe
     with _replace_forwards(model, ways):
         body(input_ids=tokens, use_cache=False)
     return Corrections({number: each.correction for number, each in ways.items()}, settings.period, settings.reuse)
+
+
+def check_texts(tokens: Tensor, settings: FitSettings | None) -> None:
+    """Raise ValueError where there is no text [samples, length], or no token of it is left out; None: none need be."""
+    if not tokens.numel():
+        raise ValueError("there is no text; give one of more tokens")
+    if settings is not None and (settings.period < 2 or tokens.shape[1] <= settings.prompt):
+        raise ValueError(
+            f"no token is left out of texts of {tokens.shape[1]} tokens, of which the whole model reads the first "
+            f"{settings.prompt} and then each {settings.period}th; give longer texts, or a period of 2 or more"
+        )
 
 
 def regress(x: Tensor, y: Tensor, rank: int) -> BlockCorrection:

@@ -50,6 +50,11 @@ def check(budget: Any) -> None:
     check_share("fastv", budget)
 
 
+def keeps_all(config: Config) -> bool:
+    """Return True: of a prompt of text alone, as bytes are counted, all tokens stay."""
+    return True
+
+
 def fractions(config: Config, keep: float, layers: int) -> dict[int, float]:
     """Return the share of the image tokens that stays behind a layer, by its number. ValueError if there is none."""
     if config.after >= layers - 1:

@@ -1,12 +1,12 @@
 """MustDrop, arXiv 2411.10803: image tokens are merged where neighbours are alike, then dropped where no text looks.
 
-The paper's three stages. Merging: behind the layer `merge_after`, runs of neighbouring image tokens
-whose values are alike become one token, whose hidden state is their mean and whose place is that of the first.
-Filtering: behind each layer of `after`, image tokens leave that get little attention from the text both as a whole
-(mean over the tokens of the question) and from each single token of it (the most that one gives); what one of the two
-needs stays. Decoding: what left at the last of these layers is of no use for the output, so that behind the prompt the
-caches of all layers from the first to the last of them forget it as well (`decoding: false`: they do not). `keep` is
-the share of image tokens behind all stages; each of them leaves an equal share of those that it is given.
+The paper's three stages. Merging: behind the layer `merge_after`, runs of neighbouring image tokens whose values are
+alike become one token, whose hidden state is their mean and whose place is that of the first. Filtering: behind each
+layer of `after`, image tokens leave that get little attention from the text both as a whole (mean over the tokens of
+the question) and from each single token of it (the most that one gives); what one of the two needs stays. Decoding:
+what left at the last of these layers is of no use for the output, so that behind the prompt the caches of all layers
+from the first to the last of them forget it as well. `keep` is the share of image tokens behind all stages; each of
+them leaves an equal share of those that it is given.
 
     kv_cache: {method: kivi, bits: 4, evict: {method: mustdrop, keep: 0.25, after: [2, 6, 10, 14]}}
 
@@ -15,11 +15,13 @@ Layers [2, 6, 10, 14] of 32 are the paper's.
 Where we differ, compared with the authors' code: the paper merges in the vision encoder, windows of 3 x 3 tokens whose
 mean similarity is above 0.8; here a cache merges in the decoder, along the order of the tokens, the most similar pairs
 first until the share is reached, since `keep` says how much stays. Its filter has two thresholds, which are here one
-share. Its set of key tokens, the 8% to which the encoder's class token looks most, always stays there; a cache does not
-know it. It numbers the tokens that are left anew, here they keep their positions. `merge_after: -1` leaves the first
-stage out, `after: -1` the others.
+share, and goes by all text behind the image, here by the `window` newest tokens of the prompt. Its set of key tokens,
+the 8% to which the encoder's class token looks most, always stays there; a cache does not know it. It numbers the
+tokens that are left anew, here they keep their positions. `merge_after: -1` leaves the first stage out, `after: -1` the
+others.
 
-What it does not do: what pruned.py refuses is refused here.
+What it does not do: count image tokens in `plan`, which takes a prompt for text alone. What pruned.py refuses is
+refused here. Up to the last filter, layers that will forget tokens hold exact keys and values of the prompt.
 
 Outside the core because no pretrained vision-language model was measured (docs/results/kv_vision.md).
 """
@@ -48,14 +50,17 @@ DEFAULTS: Mapping[str, Any] = {"heads": "shared"}
 class Config:
     merge_after: int = 0  # [layer] behind which neighbours are merged, from 0; -1: nowhere
     after: int | tuple[int, ...] = 1  # [layers] behind which image tokens are dropped by attention; -1: nowhere
-    decoding: bool = True  # behind the prompt, layers from the first to the last of these forget what left at any
     window: int = 8  # [tokens] newest of the prompt, at most, which are taken for the question
 
     def __post_init__(self) -> None:
-        if min((self.merge_after, *self.filters)) < -1 or max((self.merge_after, *self.filters)) < 0:
-            raise ValueError("after and merge_after must be layers from 0, or one of them -1")
+        if self.merge_after < -1:
+            raise ValueError(f"merge_after {self.merge_after} is no layer; layers count from 0, and -1 is none")
+        if min(self.filters, default=0) < 0 or self.after == ():
+            raise ValueError("after must name layers from 0, or be -1 for none")
+        if self.merge_after < 0 and not self.filters:
+            raise ValueError("after and merge_after are both -1, so that nothing would be dropped; name a layer")
         if self.filters and self.merge_after >= self.filters[0]:
-            raise ValueError("after must name layers behind merge_after")
+            raise ValueError("after must name layers behind merge_after, which merges first")
         if self.window < 1:
             raise ValueError("window must be 1 or more")
 
@@ -72,17 +77,23 @@ def check(budget: Any) -> None:
     check_share("mustdrop", budget)
 
 
+def keeps_all(config: Config) -> bool:
+    """Return True: of a prompt of text alone, as bytes are counted, all tokens stay."""
+    return True
+
+
 def fractions(config: Config, keep: float, layers: int) -> dict[int, float]:
     """Return the share of the image tokens that stays behind each stage, by its layer. ValueError if there is none."""
     stages = [index for index in (config.merge_after, *config.filters) if index >= 0]
     if stages[-1] >= layers - 1:
-        raise ValueError(f"after must name a layer of the model, which has {layers}, and not the last one")
+        name = "after" if config.filters else "merge_after"
+        raise ValueError(f"{name} must name a layer of the model, which has {layers}, and not the last one")
     return {index: keep ** ((number + 1) / len(stages)) for number, index in enumerate(stages)}
 
 
 def forgets(config: Config, layer: int) -> bool:
     """Return whether the cache of a layer is to forget, behind the prompt, what left in any layer: the third stage."""
-    return config.decoding and bool(config.filters) and config.filters[0] <= layer <= config.filters[-1]
+    return bool(config.filters) and config.filters[0] <= layer <= config.filters[-1]
 
 
 def score(config: Config, seen: Seen) -> Tensor:

@@ -48,6 +48,11 @@ def check(budget: Any) -> None:
     check_share("vision", budget, merges=True)
 
 
+def keeps_all(config: Config) -> bool:
+    """Return True: of a prompt of text alone, as bytes are counted, all tokens stay."""
+    return True
+
+
 def places(config: Config, count: int, keep: float) -> Tensor | None:
     """Return scores [count] of the vision tokens by their places alone; None: attention decides."""
     index = torch.arange(count, dtype=torch.float32)

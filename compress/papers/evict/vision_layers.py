@@ -70,7 +70,7 @@ def kept_vision(count: int, keep: float) -> int:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldPrompt:
     """What a layer was given of the prompt and has not stored yet."""
 
     new: tuple[Tensor, Tensor]  # keys and values [B, h, n, width]
@@ -131,14 +131,14 @@ class VisionLayer(EvictingLayer):
 class VisionPrunedLayer(PrunedLayer):
     """A layer of a cache whose prompt loses vision tokens from layer to layer, or has some of them merged.
 
-    A layer that the method's `forgets` names is stored at the end of the prompt's pass, without what left behind it.
+    A layer that the method's `forgets` names is stored when the last one that drops tokens has done so, without them.
     """
 
     def _begin(self) -> None:
         super()._begin()
         self.vision: Tensor | None = None  # bool [B, n], of the whole prompt
         self.is_holding = False  # what it is given next is held
-        self.held: Held | None = None  # until the last layer has been given its tokens
+        self.held: HeldPrompt | None = None  # until no later layer drops tokens
 
     def enter(self, model: nn.Module, kwargs: Mapping[str, Any]) -> list[Any]:
         if not self.seen:
@@ -149,25 +149,25 @@ class VisionPrunedLayer(PrunedLayer):
         return super().enter(model, kwargs)
 
     def _store_prompt(self, new: tuple[Tensor, Tensor], queries: Tensor | None) -> None:
-        if self.index == len(self.cache.layers) - 1:
+        self.is_holding = self.plugin.forgets(self.eviction.config, self.index)
+        super()._store_prompt(new, queries)
+        if self.index == max(self.pruning.stays):
             for layer in self._layers():
                 assert isinstance(layer, VisionPrunedLayer)
                 layer._store_held()
-        self.is_holding = self.plugin.forgets(self.eviction.config, self.index)
-        super()._store_prompt(new, queries)
 
     def _append(self, new: tuple[Tensor, Tensor], queries: Tensor | None) -> None:
         if not self.is_holding:
             super()._append(new, queries)
             return
-        columns, batch = self.pruning.columns, len(new[0])
-        if columns is None:
-            columns = torch.arange(new[0].shape[2], device=new[0].device).expand(batch, -1)
+        columns, batch, device = self.pruning.columns, len(new[0]), new[0].device
+        columns = torch.arange(new[0].shape[2]).expand(batch, -1) if columns is None else columns
+        columns = columns.to(device)
         firsts = self._firsts(batch, columns.device) if self.pruning.pads is None else self.pruning.pads
-        self.held, self.is_holding = Held(new, queries, columns, firsts), False
+        self.held, self.is_holding = HeldPrompt(new, queries, columns, firsts), False
 
     def _store_held(self) -> None:
-        """Store what is held of the prompt's tokens, those that are left behind the last layer alone."""
+        """Store what is held of the prompt's tokens, those that are left in the end alone."""
         if self.held is None:
             return
         held, left, pads = self.held, self.pruning.columns, self.pruning.pads

@@ -173,7 +173,9 @@ def test_what_leaves_late_is_forgotten_by_the_layers_before(
 ) -> None:
     """The third stage: layers from the first to the last filter show later steps what is left in the end."""
     monkeypatch.setattr(identity.Identity, "rope", "pre" if is_before_rope else "post")
-    evict = {"method": "mustdrop", "keep": 0.25, "merge_after": -1, "after": [0, 1], "decoding": decoding}
+    if not decoding:
+        monkeypatch.setattr(mustdrop, "forgets", lambda config, layer: False)
+    evict = {"method": "mustdrop", "keep": 0.25, "merge_after": -1, "after": [0, 1]}
     found, sizes = logits(evict, path)
     assert sizes == ([11, 11, 11] if decoding else [14, 12, 11])
     first, second = columns_of(evict)
@@ -185,7 +187,7 @@ def test_what_leaves_late_is_forgotten_by_the_layers_before(
 
 def test_the_third_stage_leaves_layers_before_the_first_filter() -> None:
     evict = {"method": "mustdrop", "keep": 0.25}
-    assert logits(evict)[1] == [14, 11, 11] and logits({**evict, "decoding": False})[1] == [14, 12, 11]
+    assert logits(evict)[1] == [14, 11, 11]
     only_merged = mustdrop.Config(after=-1)
     assert not any(mustdrop.forgets(only_merged, layer) for layer in range(3))
     made = [mustdrop.forgets(mustdrop.Config(after=(2, 6)), layer) for layer in range(8)]
@@ -211,7 +213,7 @@ def test_the_most_similar_neighbours_are_merged() -> None:
         {"method": "vision", "keep": 0.5, "merge": True},
         {"method": "fastv", "keep": 0.25, "after": 1},
         {"method": "mustdrop", "keep": 0.25},
-        {"method": "mustdrop", "keep": 0.125, "merge_after": -1, "after": [0, 1]},
+        {"method": "mustdrop", "keep": 0.25, "merge_after": -1, "after": [0, 1]},
     ],
 )
 def test_both_ways_to_read_agree(evict: dict[str, Any], name: str) -> None:
@@ -253,8 +255,12 @@ def test_rows_of_a_batch_keep_what_they_keep_alone(method: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["decode", "fused"])
-@pytest.mark.parametrize("method", ["fastv", "mustdrop"])
-def test_rows_with_other_numbers_of_image_tokens(method: str, path: Any) -> None:
+@pytest.mark.parametrize(
+    "evict",
+    [{"method": "fastv"}, {"method": "mustdrop"}, {"method": "mustdrop", "merge_after": -1, "after": [0, 1, 2]}],
+)
+@pytest.mark.parametrize("pads", [0, 3])
+def test_rows_with_other_numbers_of_image_tokens(evict: dict[str, Any], path: Any, pads: int) -> None:
     """The shorter row is filled up, which no token may read, though the batch has no padding and so no mask."""
     text = pico.build("llama", {"num_hidden_layers": 4})
     text.config.image_token_id = 249
@@ -262,14 +268,21 @@ def test_rows_with_other_numbers_of_image_tokens(method: str, path: Any) -> None
     text.set_attn_implementation(attention.NAME if path == "fused" else "sdpa")
     ids = torch.arange(48).view(2, 24) % 240
     ids[0, 3:15], ids[1, 5:9] = 249, 249
-    settings = cache_settings({**EXACT, "evict": {"method": method, "keep": 0.25, "recent": 1}})
-    found = []
+    settings = cache_settings({**EXACT, "evict": {"keep": 0.25, "recent": 1, **evict}})
+    found, order = [], torch.tensor([1, 0])
     with torch.no_grad():
-        for rows in (slice(0, 2), slice(0, 1), slice(1, 2)):
-            cache = make_cache(text.config, settings, path=path)
-            first = text(input_ids=ids[rows], past_key_values=cache).logits[:, -1:]
-            further = torch.tensor([[7, 100, 31]]).expand(len(ids[rows]), -1)
-            found.append(torch.cat((first, text(input_ids=further, past_key_values=cache).logits), 1))
+        for rows, begin in ((slice(0, 2), 0), (slice(0, 1), 0), (slice(1, 2), pads)):
+            cache, mask = make_cache(text.config, settings, path=path), torch.ones(ids[rows].shape, dtype=torch.long)
+            mask[-1, : pads if len(mask) > 1 else 0] = 0
+            given: dict[str, Any] = {"attention_mask": mask} if pads and len(mask) > 1 else {}
+            first = text(input_ids=ids[rows, begin:], past_key_values=cache, **given).logits[:, -1:]
+            further = torch.tensor([[7, 100, 31]]).expand(len(mask), -1)
+            if len(mask) > 1:  # as beams are
+                cache.reorder_cache(order)
+            if given:
+                given = {"attention_mask": torch.cat((mask[order], torch.ones(2, 3, dtype=torch.long)), 1)}
+            later = text(input_ids=further, past_key_values=cache, **given).logits
+            found.append(torch.cat((first, later[order] if len(mask) > 1 else later), 1))
     torch.testing.assert_close(found[0], torch.cat(found[1:]), atol=2e-5, rtol=0)
 
 
@@ -305,7 +318,11 @@ def test_ids_are_those_of_the_configuration() -> None:
         ({"method": "fastv", "keep": 0.5, "merge": True}, "merge is not possible with fastv"),
         ({"method": "fastv", "keep": 0.5, "after": 2}, "after must name a layer of the model, which has 3"),
         ({"method": "mustdrop", "keep": 0.5, "after": 0}, "must name layers behind merge_after"),
-        ({"method": "mustdrop", "keep": 0.5, "after": -1, "merge_after": -1}, "or one of them -1"),
+        ({"method": "mustdrop", "keep": 0.5, "after": -1, "merge_after": -1}, "are both -1"),
+        ({"method": "mustdrop", "keep": 0.5, "after": [-1, 2], "merge_after": -1}, "after must name layers from 0"),
+        ({"method": "mustdrop", "keep": 0.5, "after": []}, "after must name layers from 0"),
+        ({"method": "mustdrop", "keep": 0.5, "after": -1, "merge_after": 2}, "merge_after must name a layer of the"),
+        ({"method": "mustdrop", "keep": 0.5, "merge_after": -2}, "merge_after -2 is no layer"),
         ({"method": "vision", "keep": 0.5, "heads": "ada"}, "heads is not possible with vision"),
     ],
 )
