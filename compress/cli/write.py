@@ -105,7 +105,7 @@ def generate(
         check_paths(model, calib)
         if draft is not None:
             check_model(draft)
-        caches = cache_recipes([kv] if kv else [], overrides) if kv or overrides else None
+        caches = _caches(kv, overrides)
         from compress.evaluate import generation
         from compress.run.source import resolve
 
@@ -116,6 +116,11 @@ def generate(
         writer = generation.open_writer(directory, style, device_named(device), "auto", caches, calib, helper)
         writer.speculation = _speculation(speculate, drafts)
         _write_all(writer, asked, ids, as_json or prompts is not None)
+
+
+def _caches(kv: str | None, overrides: list[str] | None) -> Any:
+    """Return the cache that is asked for, as a list of recipes; None: that of the checkpoint, if any."""
+    return cache_recipes([kv] if kv else [], overrides) if kv or overrides else None
 
 
 def _write_all(writer: TextWriter, asked: list[Any], ids: list[list[int]], as_json: bool) -> None:
@@ -156,19 +161,24 @@ def chat(
     level: Level = None,
     seed: Seed = 0,
     device: Device = "auto",
+    kv: Cache = None,
+    overrides: CacheSet = None,
+    calib: CacheCalib = None,
 ) -> None:
     """Chat with a model: a message a line, also from a pipe. The cache goes on from turn to turn.
 
+    It is the one that the checkpoint stores, if any, or that of --kv.
     /stats: tokens, rate and memory of the cache; /reset: a new conversation; /quit.
     """
     with errors():
         model = at_level(model, level)
-        check_model(model)
+        check_paths(model, calib)
+        caches = _caches(kv, overrides)
         from compress.evaluate import generation
         from compress.run.source import resolve
 
         directory, style = resolve(model), _style(max_new_tokens, temperature, seed, (top_k, top_p, min_p))
-        writer = generation.open_writer(directory, style, device_named(device))
+        writer = generation.open_writer(directory, style, device_named(device), "auto", caches, calib)
         writer.speculation = _speculation(speculate, drafts)
         begun = [{"role": "system", "content": system}] if system else []
         trial = [*begun, {"role": "user", "content": "?"}]

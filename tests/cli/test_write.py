@@ -132,6 +132,18 @@ def test_chat_reads_a_pipe(chatty: Path) -> None:
     out = run("chat", chatty, "--max-new-tokens", 5, "--temperature", 0, given=given)
     stats = [json.loads(line) for line in out.splitlines() if line.startswith('{"tokens"')]
     assert len(stats) == 2 and stats[0]["tokens"] == stats[1]["tokens"] > 0 and "not read" not in out
+    assert not stats[0]["compressed cache"]
+
+
+def test_a_chat_takes_a_cache(chatty: Path) -> None:
+    """The answer is that of `generate` with the same cache, which is held from turn to turn."""
+    words = ("--kv", "kv4", "--set", "residual_length=32", "--max-new-tokens", 5, "--temperature", 0)
+    out = run("chat", chatty, *words, given="Hello\n/stats\nAnd then?\n/stats\n").splitlines()
+    stats = [json.loads(line) for line in out if line.startswith('{"tokens"')]
+    assert stats[0]["compressed cache"] and 0 < stats[0]["tokens"] < stats[1]["tokens"]
+    assert out[0] == run("generate", chatty, "--chat", "--prompt", "Hello", *words).rstrip("\n")
+    result = CliRunner().invoke(app, ["chat", str(chatty), "--set", "bits=3"])
+    assert result.exit_code == 1 and "name one" in result.stderr
 
 
 @pytest.mark.parametrize(
