@@ -14,6 +14,7 @@ from compress.errors import CompressError, RecipeError
 from compress.kv import attention, hooks
 from compress.kv.cache import make_cache
 from compress.kv.codecs import identity
+from compress.kv.evict import select
 from compress.kv.layer import CachePath, KVCache
 from compress.kv.settings import cache_settings
 from compress.papers.evict import fastv, mustdrop, vision
@@ -334,6 +335,13 @@ def test_settings_that_are_refused(evict: dict[str, Any], message: str) -> None:
 def test_layers_that_are_refused() -> None:
     with pytest.raises(RecipeError, match="found by a first layer with full attention"):
         make_cache(wrappers.build("gemma3").config, {**EXACT, "evict": {"method": "vision", "keep": 0.5}})
+
+
+@pytest.mark.parametrize("method", ["vision", "fastv", "mustdrop"])
+def test_bytes_are_counted_for_a_text(method: str) -> None:
+    config = model().config
+    settings = cache_settings({**EXACT, "evict": {"method": method, "keep": 0.25}})
+    assert select.by_layer(config, settings, 100) == [select.prompt_of(100)] * 3
 
 
 def test_shares_behind_the_stages() -> None:
