@@ -8,8 +8,8 @@ corrections that are fitted on the calibration text, and without. `skipped` pass
 the same steps, with nothing in their place. Then tokens per CPU second and bytes of the cache of a greedy
 decoding.
 
-`--train-steps N` trains copies of the model instead, by the paper's loss and with its reuse of states: one without leaving
-out any block, and one for each set and period; each is compared with the model as it was.
+`--train-steps N` trains copies of the model instead, by the paper's loss and with its reuse of states: one without
+leaving out any block, and one for each set and period; each is compared with the model as it was.
 """
 
 from __future__ import annotations
