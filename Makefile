@@ -62,8 +62,8 @@ real: install $(REAL)
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"; tests=$$?; \
+	    wait $$types && exit $$tests
 
 slow: install
 	$(BIN)/python -m pytest -m slow

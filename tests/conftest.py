@@ -28,6 +28,20 @@ for number in (signal.SIGINT, signal.SIGHUP):  # nohup and jobs in the backgroun
 os.fsync = lambda descriptor: None  # tests end processes, not machines; the disk takes 7 ms each time
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases slow that slow_cases.txt names. Raises UsageError for one that is not there."""
+    lines = Path(__file__).with_name("slow_cases.txt").read_text().splitlines()
+    named = {line for line in lines if not line.startswith("#")}
+    for item in items:
+        if item.nodeid in named:
+            item.add_marker(pytest.mark.slow)
+    files = {item.nodeid.split("::")[0] for item in items}
+    missing = {name for name in named if name.split("::")[0] in files} - {item.nodeid for item in items}
+    if missing and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"tests/slow_cases.txt names {min(missing)}, which is not there")
+
+
 def pytest_collection_finish() -> None:
     """Exempt what was imported and collected from garbage collections, which would walk it again and again."""
     gc.freeze()

@@ -43,13 +43,19 @@ def problem(sample: Sample, table: Table) -> str:
 
 def options(words: list[str]) -> tuple[Any, dict[str, Any]]:
     """Return the command of the words behind `compress`, and the values that it would be called with."""
-    command: Any = typer.main.get_command(app)
+    command = commands()
     while hasattr(command, "commands"):
         if not words or words[0] not in command.commands:
             raise ValueError(f"there is no command {' '.join(['compress', *words[:1]])}")
         command, words = command.commands[words[0]], words[1:]
     with command.make_context(command.name, list(words)) as context:
         return command, context.params
+
+
+@cache
+def commands() -> Any:
+    """Return the command line as a tree of commands."""
+    return typer.main.get_command(app)
 
 
 def is_complete(text: str) -> bool:
@@ -195,7 +201,7 @@ def _span(sample: Sample, table: Table) -> None:
     """Check commands and options that the text names in passing."""
     if re.match(r"compress [a-z]", sample.text) and "/" not in sample.text.split()[0]:
         words = shlex.split(sample.text.replace("...", ""))
-        command: Any = typer.main.get_command(app)
+        command = commands()
         names = iter(words[1:])
         while hasattr(command, "commands"):
             name = next(names, "")
@@ -237,7 +243,7 @@ def all_options() -> set[str]:
     """Return the options of all commands and of all scripts."""
     sources = [path for folder in SCRIPTS for path in (ROOT / folder).rglob("*.py")]
     found = {name for path in sources for name in DECLARED.findall(path.read_text(encoding="utf-8"))}
-    return found | set(_options_below(typer.main.get_command(app)))
+    return found | set(_options_below(commands()))
 
 
 def _options_below(command: Any) -> Iterator[str]:
