@@ -74,7 +74,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from yaml import MappingNode, Node, SequenceNode
+from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from compress import plugins
 from compress.errors import RecipeError, cut, shown
@@ -103,6 +103,7 @@ from compress.recipe.schema import (
     DRAFT_HEADS,
     KEEP,
     RENAMED,
+    SETTING_KEYS,
     TABLES,
     TOP_KEYS,
     CalibrationConfig,
@@ -299,6 +300,9 @@ def _apply_override(root: Node, override: str) -> Node:
         say_renamed(source, key, new_name)
         path = [path[0], new_name]
     new = compose(override.partition("=")[2], source)
+    if len(path) == 1 and path[0] in SETTING_KEYS and isinstance(new, ScalarNode) and new.value == "null":
+        assert isinstance(root, MappingNode)
+        return sources.without(root, path[0])
     root = replace_at(root, path, lambda old: new, source)
     if path == ["quantize", "method"] or (path[0] == "rules" and path[2:] == ["method"]):
         root = _drop_unknown_settings(root, path[:-1], method({"method": (new, new)}), source)

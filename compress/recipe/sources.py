@@ -133,7 +133,7 @@ def _resolve(root: Node, place: str, folder: Path | None, chain: Sequence[str]) 
         _, below = tree(base, folder, (*chain, place))
     except RecipeError as error:
         raise error_at(at, f"extends {shown(base)}: {error}") from error
-    return _over(_only(below, SETTING_KEYS), _without(root, EXTENDS))
+    return _over(_only(below, SETTING_KEYS), without(root, EXTENDS))
 
 
 def _with_path(root: MappingNode, entries: Entries, folder: Path | None) -> MappingNode:
@@ -158,7 +158,7 @@ def _over(below: Node, above: Node) -> Node:
         return above
     merged = _merge(below, above)
     gone = {key for key, (_, content) in mapping(above, "a recipe").items() if content.tag == f"{TAG}null"}
-    return _without(merged, *gone & {*SETTING_KEYS})
+    return without(merged, *gone & {*SETTING_KEYS})
 
 
 def _merge(below: MappingNode, above: MappingNode) -> MappingNode:
@@ -201,7 +201,7 @@ def _only(root: Node, keys: Sequence[str]) -> Node:
     return _like(root, [pair for pair in root.value if pair[0].value in keys])
 
 
-def _without(root: MappingNode, *keys: str) -> MappingNode:
+def without(root: MappingNode, *keys: str) -> MappingNode:
     """Return a tree without some keys."""
     return _like(root, [pair for pair in root.value if pair[0].value not in keys])
 

@@ -56,6 +56,7 @@ rules:
         ("calibration={seq_len: 8}", lambda r: r.calibration, CalibrationConfig("auto", 8)),
         ('ignore=["*.head", b]', lambda r: r.ignore, ("*.head", "b")),
         ("rules=[]", lambda r: r.rules, ()),
+        ("rules=null", lambda r: r.rules, ()),
         ("rules.0.bits=2", lambda r: r.rules[0].scheme.config.bits, 2),
         ("rules.2.match=d", lambda r: r.rules[2], Rule(("d",), None)),
         ("rules.0={match: x, keep: true}", lambda r: r.rules[0], Rule(("x",), None)),
@@ -101,6 +102,13 @@ def test_a_new_method_of_a_rule(make: Make) -> None:
     assert settings(loaded.quantize) == ("alpha", {"bits": 5, "damp": 0.5})
 
 
+def test_a_section_is_taken_away_and_may_come_back() -> None:
+    assert recipe.load("int4").embeddings and not recipe.load("int4", ["embeddings=null"]).embeddings
+    back = recipe.load("int4", ["embeddings=null", "embeddings.bits=6"])
+    assert back.embeddings and settings(back.embeddings)[1]["bits"] == 6
+    assert recipe.load("w4kv4", ["kv_cache=null"]).kv_cache is None
+
+
 def test_a_new_method_that_cannot_round_two_sided_goes_without() -> None:
     assert recipe.load("int4").quantize.two_sided and not recipe.load("int4", ["method=rtn"]).quantize.two_sided
     with pytest.raises(RecipeError, match="rtn cannot round two-sided"):
@@ -124,6 +132,7 @@ def test_settings_given_with_a_new_method_must_be_its_own(make: Make, order: int
         ("a..b=3", "expected key=value"),
         ("bits=9", "quantize (alpha): bits 9 is not one of 2..8"),
         ("bits=", "bits must be an integer, found nothing"),
+        ("rules=", "rules must be a list, found nothing"),
         ("bits=true", "bits must be an integer, found true (bool)"),
         ("bits=[", "not valid YAML: while parsing a flow node"),
         ("bitz=3", "unknown key 'bitz'; known: method, incoherence, activations, lowrank, two_sided, "),
