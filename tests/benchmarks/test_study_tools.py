@@ -22,6 +22,14 @@ def test_parts_of_a_study_make_the_whole() -> None:
     assert merge_studies.merge(SHIPPED, SHIPPED) == SHIPPED
 
 
+def test_cells_of_a_changed_recipe_take_the_place_of_the_former() -> None:
+    former = SHIPPED["cells"][0]
+    anew = {**SHIPPED, "cells": [{**former, "key": "anew"}], "failed": []}
+    assert len(merge_studies.merge(SHIPPED, anew)["cells"]) == len(SHIPPED["cells"]) + 1
+    keys = {cell["key"] for cell in merge_studies.merge(SHIPPED, anew, replace=True)["cells"]}
+    assert keys == {cell["key"] for cell in SHIPPED["cells"]} - {former["key"]} | {"anew"}
+
+
 def test_another_study_is_refused() -> None:
     other = {**SHIPPED, "settings": {**SHIPPED["settings"], "window": 7}}
     with pytest.raises(ValueError, match="the studies have another settings; measure the second"):
