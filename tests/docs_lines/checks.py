@@ -179,9 +179,10 @@ def _recipe(sample: Sample, table: Table) -> None:
 
 
 def _merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """Return the base with a change; mappings are merged, all else is replaced."""
+    """Return the base with a change; mappings are merged, null takes a key away, all else is replaced."""
     both = {key for key in change if isinstance(change[key], dict) and isinstance(base.get(key), dict)}
-    return {**base, **change, **{key: _merged(base[key], change[key]) for key in both}}
+    merged = {**base, **change, **{key: _merged(base[key], change[key]) for key in both}}
+    return {key: value for key, value in merged.items() if value is not None or key not in change}
 
 
 def _json(sample: Sample, table: Table) -> None:

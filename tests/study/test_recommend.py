@@ -147,7 +147,9 @@ def test_sizes_are_what_is_written(pico_dir: Callable[..., Path], tmp_path: Path
     words = recommend.command(Wanted(job, 1), both)
     made = recipe.load(words[words.index("--recipe") + 1], [words[words.index("--set") + 1]])
     assert made.kv_cache == recipe.load("kv4").kv_cache
-    mixed = dataclasses.replace(job, recipe=recipe.load("mixed3bit"), out=tmp_path / "x")
+    own = tmp_path / "mixed.yaml"
+    own.write_text("quantize: {method: gptq, bits: 3}\nallocate: {target: 3.125bpw, options: [{bits: 3}, {bits: 4}]}\n")
+    mixed = dataclasses.replace(job, recipe=recipe.load(str(own)), out=tmp_path / "x")
     bound, is_bound, _ = recommend.size(mixed)
     tensors = stored_tensors(model)
     linears = sum(tensor.numel() for name, tensor in tensors.items() if "_proj" in name)
