@@ -33,7 +33,8 @@ def merge(first: dict[str, Any], second: dict[str, Any], replace: bool = False) 
     anew = [_asked(cell) for cell in second["cells"]] if replace else []
     kept = [cell for cell in first["cells"] if _asked(cell) not in anew]
     cells = {cell["key"]: cell for cell in (*second["cells"], *kept)}
-    failed = {cell["key"]: cell for cell in (*second["failed"], *first["failed"]) if cell["key"] not in cells}
+    former = [cell for cell in first["failed"] if _asked(cell) not in anew]
+    failed = {cell["key"]: cell for cell in (*second["failed"], *former) if cell["key"] not in cells}
     named = summary.labels([*cells.values(), *failed.values()])
     in_order = sorted(cells.values(), key=lambda cell: (cell["nbytes"], cell["key"]))
     measured = [{**cell, "label": named[cell["key"]]} for cell in in_order]

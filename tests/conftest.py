@@ -38,7 +38,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
     files = {item.nodeid.split("::")[0] for item in items}
     missing = {name for name in named if name.split("::")[0] in files} - {item.nodeid for item in items}
-    if missing and not any("::" in argument for argument in config.args):
+    is_whole = not (config.getoption("lf", False) or any("::" in argument for argument in config.args))
+    if missing and is_whole:
         raise pytest.UsageError(f"tests/slow_cases.txt names {min(missing)}, which is not there")
 
 

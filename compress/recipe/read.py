@@ -74,7 +74,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from yaml import MappingNode, Node, ScalarNode, SequenceNode
+from yaml import MappingNode, Node, SequenceNode
 
 from compress import plugins
 from compress.errors import RecipeError, cut, shown
@@ -112,6 +112,7 @@ from compress.recipe.schema import (
 )
 from compress.recipe.yaml import (
     OVERRIDE,
+    TAG,
     Entries,
     check_keys,
     compose,
@@ -300,7 +301,7 @@ def _apply_override(root: Node, override: str) -> Node:
         say_renamed(source, key, new_name)
         path = [path[0], new_name]
     new = compose(override.partition("=")[2], source)
-    if len(path) == 1 and path[0] in SETTING_KEYS and isinstance(new, ScalarNode) and new.value == "null":
+    if len(path) == 1 and path[0] in SETTING_KEYS and new.tag == f"{TAG}null" and new.value:
         assert isinstance(root, MappingNode)
         return sources.without(root, path[0])
     root = replace_at(root, path, lambda old: new, source)
