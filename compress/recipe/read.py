@@ -112,11 +112,11 @@ from compress.recipe.schema import (
 )
 from compress.recipe.yaml import (
     OVERRIDE,
-    TAG,
     Entries,
     check_keys,
     compose,
     error_at,
+    is_null,
     is_override,
     mapping,
     replace_at,
@@ -301,7 +301,7 @@ def _apply_override(root: Node, override: str) -> Node:
         say_renamed(source, key, new_name)
         path = [path[0], new_name]
     new = compose(override.partition("=")[2], source)
-    if len(path) == 1 and path[0] in SETTING_KEYS and new.tag == f"{TAG}null" and new.value:
+    if len(path) == 1 and path[0] in SETTING_KEYS and is_null(new) and new.value:
         assert isinstance(root, MappingNode)
         return sources.without(root, path[0])
     root = replace_at(root, path, lambda old: new, source)

@@ -31,6 +31,7 @@ from compress.recipe.yaml import (
     check_keys,
     compose,
     error_at,
+    is_null,
     mapping,
     plain,
     rename,
@@ -157,7 +158,7 @@ def _over(below: Node, above: Node) -> Node:
     if not isinstance(below, MappingNode) or not isinstance(above, MappingNode):
         return above
     merged = _merge(below, above)
-    gone = {key for key, (_, content) in mapping(above, "a recipe").items() if content.tag == f"{TAG}null"}
+    gone = {key for key, (_, content) in mapping(above, "a recipe").items() if is_null(content)}
     return without(merged, *gone & {*SETTING_KEYS})
 
 

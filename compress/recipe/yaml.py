@@ -83,6 +83,10 @@ def error_at(node: Node, message: str) -> RecipeError:
     return RecipeError(f"{_where(node.start_mark)}: {message}")
 
 
+def is_null(node: Node) -> bool:
+    return node.tag == f"{TAG}null"
+
+
 def is_override(node: Node) -> bool:
     return node.start_mark.name.startswith(OVERRIDE)
 

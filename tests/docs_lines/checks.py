@@ -170,19 +170,11 @@ def _recipe(sample: Sample, table: Table) -> None:
     block = table.block(sample)
     if Path(block.file).stem in table.new_recipes():
         return
-    change = yaml.safe_load(sample.text)
-    whole = _merged(recipe.data(block.base), change) if block.base else change
+    above = f"extends: {block.base}\n" if block.base else ""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "block.yaml"
-        path.write_text(yaml.safe_dump(whole), encoding="utf-8")
+        path.write_text(above + sample.text, encoding="utf-8")
         recipe.load(str(path))
-
-
-def _merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """Return the base with a change; mappings are merged, null takes a key away, all else is replaced."""
-    both = {key for key in change if isinstance(change[key], dict) and isinstance(base.get(key), dict)}
-    merged = {**base, **change, **{key: _merged(base[key], change[key]) for key in both}}
-    return {key: value for key, value in merged.items() if value is not None or key not in change}
 
 
 def _json(sample: Sample, table: Table) -> None:
