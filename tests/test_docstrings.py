@@ -54,7 +54,7 @@ def names() -> frozenset[str]:
     """All identifiers of the sources."""
     known = set()
     for path in product():
-        for node in ast.walk(structure.parse(path)):
+        for node in structure.nodes(structure.parse(path)):
             for field in ("id", "attr", "arg", "name", "asname"):
                 if isinstance(name := getattr(node, field, None), str):
                     known.add(name)

@@ -72,7 +72,7 @@ def parse(name: str) -> ast.Module:
     return structure.parse(MODULES[name])
 
 
-def imports(nodes: Iterator[ast.AST]) -> set[str]:
+def imports(nodes: Iterable[ast.AST]) -> set[str]:
     """Modules that the nodes import; `from a import b` gives a.b where that is a module of ours, else a."""
     found = set()
     for node in nodes:
@@ -135,13 +135,13 @@ def beyond(name: str, imported: set[str]) -> set[str]:
 
 def docstrings(tree: ast.Module) -> set[int]:
     """ids of the nodes of strings that are statements of their own."""
-    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return {id(node.value) for node in structure.nodes(tree) if isinstance(node, ast.Expr)}
 
 
 def words(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """(line, text) of every identifier and every string outside docstrings."""
     skipped = docstrings(tree)
-    for node in ast.walk(tree):
+    for node in structure.nodes(tree):
         line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
             yield line, node.value
@@ -174,13 +174,13 @@ def environment_reads(tree: ast.Module) -> list[int]:
             return node.attr in names and ast.unparse(node.value).lstrip("_") == "os"
         return isinstance(node, ast.ImportFrom) and node.module == "os" and bool(names & {a.name for a in node.names})
 
-    return [getattr(node, "lineno", 0) for node in ast.walk(tree) if touches(node)]
+    return [getattr(node, "lineno", 0) for node in structure.nodes(tree) if touches(node)]
 
 
 def unsafe(tree: ast.Module) -> list[str]:
     """Ways to run code that a checkpoint brings along."""
-    found = sorted(module for module in imports(ast.walk(tree)) if module.split(".")[0] in PICKLES)
-    for node in ast.walk(tree):
+    found = sorted(module for module in imports(structure.nodes(tree)) if module.split(".")[0] in PICKLES)
+    for node in structure.nodes(tree):
         if isinstance(node, ast.Attribute) and node.attr == "load" and ast.unparse(node) == "torch.load":
             found.append(f"line {node.lineno}: torch.load")
         if isinstance(node, ast.ImportFrom) and node.module == "torch" and "load" in {a.name for a in node.names}:
@@ -192,15 +192,15 @@ def unsafe(tree: ast.Module) -> list[str]:
 
 def openers(tree: ast.Module) -> list[str]:
     """line N: name, for each use of what opens a model, a configuration or a tokenizer in transformers."""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in OPENERS]
-    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in OPENERS]  # getattr
-    return sorted(f"line {node.lineno}: {ast.unparse(node)}" for node in (*nodes, *texts))
+    names = {"Attribute": "attr", "Constant": "value"}  # the second: of getattr
+    used = [node for node in structure.nodes(tree) if getattr(node, names.get(type(node).__name__, ""), "") in OPENERS]
+    return sorted(f"line {node.lineno}: {ast.unparse(node)}" for node in used)
 
 
 def unguarded(tree: ast.Module) -> list[str]:
     """Calls of `openers` that do not refuse remote code, or open weights of any kind of file."""
     found = []
-    for node in ast.walk(tree):
+    for node in structure.nodes(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in OPENERS:
             given = {word.arg or ast.unparse(word.value) for word in node.keywords}
             text = ast.unparse(node.func)
@@ -219,7 +219,7 @@ def offenders(find: Callable[[str], object], names: Iterable[str] = ()) -> dict[
 @cache
 def graph() -> dict[str, set[str]]:
     """Module -> the modules of ours that it imports."""
-    return {name: (imports(ast.walk(parse(name))) & MODULES.keys()) - {name} for name in MODULES}
+    return {name: (imports(structure.nodes(parse(name))) & MODULES.keys()) - {name} for name in MODULES}
 
 
 def test_every_package_has_its_place() -> None:
@@ -240,7 +240,7 @@ def test_few_modules_lie_beside_the_packages() -> None:
 
 
 def test_imports_are_absolute() -> None:
-    assert offenders(lambda name: {m for m in imports(ast.walk(parse(name))) if m.startswith(".")}) == {}
+    assert offenders(lambda name: {m for m in imports(structure.nodes(parse(name))) if m.startswith(".")}) == {}
 
 
 GENERAL = [name for name in MODULES if package(name) in ("cli", "run")]

@@ -22,7 +22,7 @@ def test_no_new_offender(kind: str) -> None:
 @pytest.mark.parametrize("kind", sorted(LISTED))
 def test_who_has_a_better_name_leaves_the_list(kind: str) -> None:
     mended = set(LISTED[kind]) - set(names.offenders()[kind])
-    assert not mended, "take these out of tests/names.yaml: python tests/helpers/names.py --write"
+    assert not mended, "take these out of tests/names.yaml: PYTHONPATH=tests python -m helpers.names --write"
 
 
 def test_few_functions_are_one_participle() -> None:

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable
 from pathlib import Path
 
-from helpers.structure import parse
+from helpers.structure import nodes, parse
 
 ROOT = Path(__file__).parents[1]
 FILE_LINES, FUNCTION_LINES, ARGUMENTS, BRANCHES = 400, 60, 7, 4
@@ -24,7 +24,7 @@ def relative(path: Path) -> str:
 
 
 def functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [node for node in nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def long_functions(tree: ast.Module) -> dict[str, int]:
@@ -56,7 +56,7 @@ def long_chains(tree: ast.Module) -> dict[str, int]:
     """Line -> branches (if and elif) of each chain."""
     chains = {}
     elifs: set[int] = set()
-    for node in ast.walk(tree):  # parents come before their children
+    for node in nodes(tree):  # parents come before their children
         if not isinstance(node, ast.If) or id(node) in elifs:
             continue
         branches, last = 1, node

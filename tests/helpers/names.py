@@ -1,8 +1,8 @@
 """Find names that a reader must look up: what tests/test_naming.py counts and lists.
 
-python tests/helpers/names.py            # how many of each kind
-python tests/helpers/names.py --write    # tests/names.yaml anew, from what is there now; only to take names out
-python tests/helpers/names.py PREFIX     # those of the files whose path starts with PREFIX
+PYTHONPATH=tests python -m helpers.names            # how many of each kind
+PYTHONPATH=tests python -m helpers.names --write    # tests/names.yaml anew; only to take names out
+PYTHONPATH=tests python -m helpers.names PREFIX     # those of the files whose path starts with PREFIX
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 
 import yaml
+
+from helpers.structure import nodes, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = ROOT / "tests" / "names.yaml"
@@ -37,11 +39,6 @@ NOT_PARTICIPLES = {"feed", "need", "seed", "speed", "embed", "shed", "read", "ru
 CONTRACT_CLASSES = {"Config", "Params", "Codes", "BlockTuning"}  # which every plugin of a kind defines
 
 
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
 def comment(line: str) -> str:
     """Return the comment at the end of a line on which a statement begins, or nothing."""
     with suppress(tokenize.TokenError):  # the statement goes on in the next line
@@ -54,17 +51,18 @@ def comment(line: str) -> str:
 def completed_constants(path: Path) -> Iterator[str]:
     """Names of constants whose comment goes on with the name."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    for node in ast.walk(tree(path)):
+    for node in nodes(parse(path)):
         if not isinstance(node, ast.Assign | ast.AnnAssign):
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         names = [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
-        if comment(lines[node.lineno - 1]).split(" ")[0].strip(",;:") in CONTINUES.split():
-            yield from (name for name in names if re.fullmatch(r"_?[A-Z][A-Z0-9_]*", name))
+        constants = [name for name in names if re.fullmatch(r"_?[A-Z][A-Z0-9_]*", name)]
+        if constants and comment(lines[node.lineno - 1]).split(" ")[0].strip(",;:") in CONTINUES.split():
+            yield from constants
 
 
 def functions(path: Path) -> list[str]:
-    return [n.name for n in ast.walk(tree(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [n.name for n in nodes(parse(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def is_participle(name: str) -> bool:
@@ -81,7 +79,7 @@ def participles(path: Path) -> Iterator[str]:
 
 def found_locals(path: Path) -> Iterator[str]:
     """Functions that have a local called `found`."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(parse(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             stored = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
             if "found" in stored:
@@ -92,7 +90,7 @@ def class_homes() -> dict[str, list[str]]:
     """Class name -> the files that define it, where there are several; those of contracts left out."""
     homes = defaultdict(list)
     for path in SOURCES:
-        for node in tree(path).body:
+        for node in parse(path).body:
             if isinstance(node, ast.ClassDef) and node.name not in CONTRACT_CLASSES:
                 homes[node.name].append(relative(path))
     return {name: paths for name, paths in homes.items() if len(paths) > 1}

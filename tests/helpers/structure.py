@@ -40,6 +40,12 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@cache
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    """Return all nodes of a tree, parents before their children; a tree is walked once."""
+    return list(ast.walk(tree))
+
+
 def tree(name: str) -> ast.Module:
     return parse(modules()[name])
 
@@ -53,7 +59,7 @@ def lines(name: str) -> int:
 def imports(name: str) -> frozenset[str]:
     """The modules of ours that a module imports anywhere in its text."""
     imported = set()
-    for node in ast.walk(tree(name)):
+    for node in nodes(tree(name)):
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
