@@ -178,8 +178,12 @@ def _cost(cells: Sequence[Cell]) -> str:
     whole = sum(seconds.values()) + sum(
         float(cell["cost"].get(key) or 0.0) for cell in cells for key in ("scoring_seconds", "tasks_seconds")
     )
-    resumed = [cell["label"] for cell in cells if cell["cost"]["resumed_blocks"]]
-    remark = f"Interrupted, so that the time is of the last part only: {', '.join(resumed)}." if resumed else ""
+    remarks = {
+        "resumed_blocks": "Interrupted, so that the time is of the last part only",
+        "reused_measurements": "Without the time of measuring options, which another cell or an interrupted run took",
+    }
+    marked = {key: [cell["label"] for cell in cells if cell["cost"].get(key)] for key in remarks}
+    remark = " ".join(f"{remarks[key]}: {', '.join(labels)}." for key, labels in marked.items() if labels)
     return html.section(
         "Time and memory",
         html.paragraph(f"{duration(whole)} for all cells together. {remark}"),

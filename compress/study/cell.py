@@ -12,18 +12,19 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from compress import evaluate as evaluation
-from compress import process_memory, recipe
+from compress import process_memory
 from compress.errors import CompressError, first_line
 from compress.evaluate import speed
 from compress.run.source import resolve
 from compress.study import checkpoints, kept_states, tasks
-from compress.study.folder import DONE, RECIPE, CellFolder, failure
+from compress.study.folder import DONE, CellFolder, failure
 
 if TYPE_CHECKING:
     from compress.recipe import Recipe
@@ -47,15 +48,18 @@ def run(own: CellFolder) -> None:
         sys.excepthook(*sys.exc_info())
     own.clear(keep=own.settings.keep and result["status"] == DONE)
     own.finish({**own.describe(), **result})
+    with suppress(CompressError):
+        checkpoints.forget(own)
 
 
 def measure(own: CellFolder) -> dict[str, Any]:
     """Return the figures of a cell. Raises CompressError."""
-    settings, asked = own.settings, own.request
-    if not asked["has_recipe"]:
+    settings = own.settings
+    if not own.request["has_recipe"]:
         return _original(own, settings)
-    resolved = dataclasses.replace(recipe.load(str(own.path / RECIPE)), name=asked["name"])
-    report = checkpoints.quantize(own, resolved)
+    job = checkpoints.job_of(own)
+    resolved = job.recipe
+    report, was_measured = checkpoints.quantize(own, job)
     has_cache = resolved.kv_cache is not None
     process_memory.reset_peak()
     begun = time.monotonic()
@@ -75,6 +79,7 @@ def measure(own: CellFolder) -> dict[str, Any]:
             "seconds": report["seconds"]["total"],
             "quantize_seconds": report["seconds"]["quantize"],
             "resumed_blocks": report["resumed_blocks"],
+            "reused_measurements": was_measured,
             "predicted_peak": report["memory"]["predicted_peak"],
             "measured_peak": report["memory"]["measured_peak"],
             "scoring_seconds": scoring,

@@ -8,6 +8,7 @@
     DIR/cells/KEY/log         what the cell's process has printed
     DIR/cells/KEY/checkpoint  and what an interrupted run leaves beside it; removed after scoring unless it is to stay
     DIR/answers/TASK.json     what the original has answered, where tasks are asked; DIR/answers/lock
+    DIR/measured/KEY      what cells with the same options allocate their bits from (checkpoints.py)
     DIR/states/N-HASH.safetensors  the original's last hidden states on each text (kept_states.py)
     DIR/study.json, study.csv, study.html
 
@@ -106,6 +107,7 @@ QUANTIZED_LAYOUT: Any = {  # one with a recipe
         **MEASURED_LAYOUT["cost"],
         **{"seconds": NUMBER, "quantize_seconds": NUMBER, "resumed_blocks": INTEGER},
         **dict.fromkeys(("predicted_peak", "measured_peak"), Maybe(NUMBER)),
+        "reused_measurements": Maybe((bool,), True),
     },
 }
 OUTCOME_LAYOUT: Any = {
@@ -143,10 +145,12 @@ class StudyFolder(WorkDirectory):
         return shared
 
     @contextmanager
-    def hold_lock(self) -> Iterator[None]:
-        """Hold the lock of the whole study, once it is free."""
+    def hold_lock(self, name: str = "lock") -> Iterator[None]:
+        """Hold the lock of the whole study, or of a part of it, once it is free. name: of a file in the directory."""
+        file = self.folder / name
         with writing(self.folder, self.option):
-            lock = open_lock(self.folder / "lock")
+            make_folder(file.parent)
+            lock = open_lock(file)
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -158,16 +162,6 @@ class StudyFolder(WorkDirectory):
     def cells(self) -> list[CellFolder]:
         """Return the folders of all cells that were ever asked for, by name."""
         return [CellFolder(path.parent) for path in sorted(self.records.glob(f"*/{ASKED}"))]
-
-    @contextmanager
-    def hold_lock_of_answers(self) -> Iterator[None]:
-        """Hold the lock of the original's answers, once it is free."""
-        with writing(self.answered):
-            make_folder(self.answered)
-            lock = open_lock(self.answered / "lock")
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
     def answers(self, task: Task) -> list[Outcome] | None:
         """Return what the original has answered in a task; None before it was asked.

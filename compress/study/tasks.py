@@ -83,7 +83,7 @@ def _of_original(
     study: StudyFolder, settings: Settings, made: Sequence[Task], stuff: Material
 ) -> Mapping[str, list[Outcome]]:
     """Return the original's answers by task; those that the study does not have yet are made and kept."""
-    with study.hold_lock_of_answers():
+    with study.hold_lock("answers/lock"):
         if missing := [task for task in made if study.answers(task) is None]:
             reader = Reader(lm.load_model(resolve(settings.model), settings.dtype, settings.device))
             for task in missing:

@@ -82,7 +82,7 @@ def test_others_wait_for_the_answers_of_the_original(
     made, _ = tasks._tasks_with_material(settings)
     kept = [Outcome("a", True, "\u2028\n", figures={"f1": 0.5}), Outcome("b", False, "", figures={"f1": 0.0})]
     waiting = threading.Thread(target=lambda: found.append(tasks.measure(study, settings, None)))
-    with study.hold_lock_of_answers():
+    with study.hold_lock("answers/lock"):
         waiting.start()
         waiting.join(1.0)
         assert waiting.is_alive() and not found
