@@ -5,8 +5,9 @@
 
 Fingerprint of the model, texts, window, tokens, type, device, seed and version must be the same: then each cell is what
 the first study would have measured. A cell that both have is the first's; one that had failed in the first and is
-measured in the second is the second's. What no other beats is found anew. With --replace a cell of the second takes the
-place of those that the first has of the same recipe, overrides and calibration text: the recipe has changed since.
+measured in the second is the second's. What no other beats is found anew. With --replace a cell of the second, measured
+or failed, takes the place of those that the first has of the same recipe, overrides and calibration text: the recipe
+has changed since.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def merge(first: dict[str, Any], second: dict[str, Any], replace: bool = False) 
     """
     if differs := [name for name in SHARED if first[name] != second[name]]:
         raise ValueError(f"the studies have another {', '.join(differs)}; measure the second with those of the first")
-    anew = [_asked(cell) for cell in second["cells"]] if replace else []
+    anew = [_asked(cell) for cell in (*second["cells"], *second["failed"])] if replace else []
     kept = [cell for cell in first["cells"] if _asked(cell) not in anew]
     cells = {cell["key"]: cell for cell in (*second["cells"], *kept)}
     former = [cell for cell in first["failed"] if _asked(cell) not in anew]

@@ -30,6 +30,17 @@ def test_cells_of_a_changed_recipe_take_the_place_of_the_former() -> None:
     assert keys == {cell["key"] for cell in SHIPPED["cells"]} - {former["key"]} | {"anew"}
 
 
+def test_failures_take_places_and_lose_them() -> None:
+    former, failed = SHIPPED["cells"][0], {**SHIPPED["cells"][0], "key": "anew", "status": "failed"}
+    fails = {**SHIPPED, "cells": [], "failed": [failed]}
+    merged = merge_studies.merge(SHIPPED, fails, replace=True)
+    assert former not in merged["cells"] and merged["failed"] == sorted(
+        [*SHIPPED["failed"], failed], key=lambda cell: (cell["label"], cell["key"])
+    )
+    mended = merge_studies.merge(fails, {**SHIPPED, "cells": [former], "failed": []}, replace=True)
+    assert [cell["key"] for cell in mended["cells"]] == [former["key"]] and mended["failed"] == []
+
+
 def test_another_study_is_refused() -> None:
     other = {**SHIPPED, "settings": {**SHIPPED["settings"], "window": 7}}
     with pytest.raises(ValueError, match="the studies have another settings; measure the second"):
