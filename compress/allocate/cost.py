@@ -253,12 +253,13 @@ def resolve_estimator(opened: Options, folder: Path, left: float) -> Allocation:
     if getattr(allocation.config, "estimator", None) != AUTO:
         return allocation
     path, samples = folder / FILE, min(allocation.samples, opened.prepared.samples)
-    wanted = {"budget": job.budget, "of samples": samples}
+    scale = getattr(allocation.config, "scale", None)
+    wanted = {"budget": job.budget, "of samples": samples, "scale": None if scale == "none" else scale}
     content = read_json(path) if path.is_file() else {}
     layout = {"estimator": TEXT, "samples": INTEGER, "seconds": NUMBER}
     if json_text.mismatch(content, layout) is None and all(content.get(key) == wanted[key] for key in wanted):
         chosen = EstimatorCost(content["estimator"], content["samples"], content["seconds"])
-    elif getattr(allocation.config, "scale", None) != BEST_FIRST[0] and _is_measured(folder, BEST_FIRST[0], samples):
+    elif scale != BEST_FIRST[0] and _is_measured(folder, BEST_FIRST[0], samples):
         chosen = EstimatorCost(BEST_FIRST[0], samples, 0.0)
     else:
         if not job.measures:

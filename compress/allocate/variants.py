@@ -172,15 +172,11 @@ def folder_of(job: Job) -> Path:
     Its name tells the model, and what else is measured: options, calibration and seed.
     """
     paths.check_name(job.out)
+    known = [*source.locate(job), job.calib, job.seed, recipe_fingerprint(job.recipe, job.recipe.allocate)]
+    digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
     name = Path(job.model.rstrip("/")).name or "model"
     name = re.sub(r"[^\w.-]+", "-", f"{name}-{job.recipe.name}")[:MAX_NAME_CHARACTERS]
-    return job.out.with_name(f"{name}-{key(job)}.measured")
-
-
-def key(job: Job) -> str:
-    """Return 8 hexadecimal digits that tell what is measured: model, options, calibration and seed."""
-    known = [*source.locate(job), job.calib, job.seed, recipe_fingerprint(job.recipe, job.recipe.allocate)]
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
+    return job.out.with_name(f"{name}-{digest}.measured")
 
 
 def recipe_fingerprint(whole: Recipe, allocation: Allocation | None) -> str:

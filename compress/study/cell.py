@@ -23,7 +23,7 @@ from compress import process_memory
 from compress.errors import CompressError, first_line
 from compress.evaluate import speed
 from compress.run.source import resolve
-from compress.study import checkpoints, kept_states, tasks
+from compress.study import checkpoints, jobs, kept_states, tasks
 from compress.study.folder import DONE, CellFolder, failure
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def run(own: CellFolder) -> None:
     own.clear(keep=own.settings.keep and result["status"] == DONE)
     own.finish({**own.describe(), **result})
     with suppress(CompressError):
-        checkpoints.forget(own)
+        jobs.forget_measurements(own.study)
 
 
 def measure(own: CellFolder) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def measure(own: CellFolder) -> dict[str, Any]:
     settings = own.settings
     if not own.request["has_recipe"]:
         return _original(own, settings)
-    job = checkpoints.job_of(own)
+    job = jobs.job_of(own)
     resolved = job.recipe
     report, was_measured = checkpoints.quantize(own, job)
     has_cache = resolved.kv_cache is not None

@@ -1,10 +1,6 @@
 """Make the checkpoints of a study's cells, and describe the model that they are made of.
 
 The model writes its calibration text once for all cells that ask for as much of it.
-
-Every linear at every option of an allocation, and what each of them costs, depend neither on the target nor on the
-allocator (compress/allocate/variants.py). Cells that differ in these alone allocate from one folder, DIR/measured/KEY.
-The first of them measures, one works with it at a time, and the last that has a result removes it.
 """
 
 from __future__ import annotations
@@ -12,13 +8,10 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from compress import api, recipe
-from compress.allocate import variants
+from compress import api
 from compress.importers import open_checkpoint
 from compress.model import fingerprint
 from compress.model.architectures import max_positions
@@ -29,11 +22,11 @@ from compress.run.job import Job
 from compress.storage.checkpoint import Checkpoint, read_json
 from compress.storage.files import open_lock
 from compress.storage.workdir import Output
-from compress.study.folder import RECIPE, CellFolder, StudyFolder
+from compress.study import jobs
+from compress.study.folder import CellFolder, StudyFolder
 
-# In the directory of a study; a folder in it for each number and length of samples, and for each set of options.
+# In the directory of a study; a folder for each number and length of samples.
 SELF_WRITTEN_FOLDER = "self-written"
-MEASURED_FOLDER = "measured"
 
 
 def count_parameters(checkpoint: Checkpoint) -> int:
@@ -57,70 +50,29 @@ def describe_original(directory: Path) -> dict[str, Any]:
     }
 
 
-def job_of(own: CellFolder) -> Job:
-    """Return what a cell with a recipe asks for. Raises RecipeError, CheckpointError."""
-    asked, settings = own.request, own.settings
-    resolved = dataclasses.replace(recipe.load(str(own.path / RECIPE)), name=asked["name"])
-    return Job(
-        settings.model,
-        resolved,
-        own.checkpoint,
-        calib=asked["calib"],
-        max_memory=settings.max_memory,
-        device=settings.device,
-        dtype=settings.quantize_dtype,
-        seed=settings.seed,
-        pack=resolved.packs,
-    )
-
-
 def quantize(own: CellFolder, job: Job) -> tuple[dict[str, Any], bool]:
     """Return the report of the cell's checkpoint, which is made unless an earlier process has.
 
-    Also whether its time is without measuring the options of its allocation, because they were there.
+    Also whether its time is without measuring the options of its allocation, or some of them, because they were there.
     """
     if own.checkpoint.is_dir():
         return read_json(own.checkpoint / "report.json"), False
-    if job.recipe.allocate is None:
+    if (name := jobs.measured_name(own.path)) is None:
         put_self_written_text(own.study, job)
         return api.quantize(job), False
-    with _hold_measured(own.study, job) as folder:
-        was_measured = (folder / variants.TABLE).is_file()
+    with own.study.hold_lock(f"{name}.lock"):
+        folder = own.study.folder / name
+        was_measured = folder.is_dir()
         return api.quantize(dataclasses.replace(job, measurements=folder)), was_measured
-
-
-@contextmanager
-def _hold_measured(study: StudyFolder, job: Job) -> Iterator[Path]:
-    """Hold the folder that a job allocates from, once no other cell works with it."""
-    name = f"{MEASURED_FOLDER}/{variants.key(job)}"
-    with study.hold_lock(f"{name}.lock"):
-        yield study.folder / name
-
-
-def forget(own: CellFolder) -> None:
-    """Remove what a finished cell has allocated from, unless a cell without a result needs it.
-
-    Raises CompressError where what another needs cannot be told; the folder then stays.
-    """
-    if not own.request["has_recipe"] or (job := job_of(own)).recipe.allocate is None:
-        return
-    for cell in own.study.cells():
-        if cell.result is None and cell.request["has_recipe"]:
-            other = job_of(cell)
-            if other.recipe.allocate is not None and variants.key(other) == variants.key(job):
-                return
-    with _hold_measured(own.study, job) as folder:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def put_self_written_text(study: StudyFolder, job: Job) -> None:
     """Put the text that a job would let the model write where the job finds it; write it first if nobody has.
 
-    A job that reads a text, or whose bits are still to be allocated, is left to itself. Whether the text is the right
-    one is checked by the job.
+    A job that reads a text is left to itself. Whether the text is the right one is checked by the job.
     """
     output = Output(job.out)
-    if job.calib is not None or job.recipe.allocate is not None or output.is_begun or output.calibration.is_dir():
+    if job.calib is not None or output.is_begun or output.calibration.is_dir():
         return
     prepared = prepare.prepare(job)
     if not prepared.samples:

@@ -8,7 +8,7 @@
     DIR/cells/KEY/log         what the cell's process has printed
     DIR/cells/KEY/checkpoint  and what an interrupted run leaves beside it; removed after scoring unless it is to stay
     DIR/answers/TASK.json     what the original has answered, where tasks are asked; DIR/answers/lock
-    DIR/measured/KEY      what cells with the same options allocate their bits from (checkpoints.py)
+    DIR/measured/KEY      what cells with the same options allocate their bits from (jobs.py)
     DIR/states/N-HASH.safetensors  the original's last hidden states on each text (kept_states.py)
     DIR/study.json, study.csv, study.html
 
@@ -145,15 +145,26 @@ class StudyFolder(WorkDirectory):
         return shared
 
     @contextmanager
-    def hold_lock(self, name: str = "lock") -> Iterator[None]:
-        """Hold the lock of the whole study, or of a part of it, once it is free. name: of a file in the directory."""
+    def hold_lock(self, name: str = "lock", wait: bool = True) -> Iterator[None]:
+        """Hold the lock of the whole study, or of a part of it, once it is free.
+
+        name: of a file in the directory. Without `wait` BlockingIOError is raised where it is not free.
+        """
         file = self.folder / name
         with writing(self.folder, self.option):
             make_folder(file.parent)
             lock = open_lock(file)
         with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
+
+    def is_locked(self, name: str) -> bool:
+        """Return whether a process holds a lock."""
+        try:
+            with self.hold_lock(name, wait=False):
+                return False
+        except BlockingIOError:
+            return True
 
     def cell(self, key: str) -> CellFolder:
         """Return the folder of a cell."""

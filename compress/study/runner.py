@@ -21,6 +21,7 @@ from compress import ranks
 from compress.ranks import children
 from compress.storage.files import open_new, read_text
 from compress.storage.workdir import writing
+from compress.study import jobs
 from compress.study.folder import LOG, CellFolder, failure
 
 POLL = 0.1  # seconds between two looks at the own processes
@@ -89,7 +90,7 @@ def run(cells: Sequence[CellFolder], effort: RunLimits, on_result: OnResult) -> 
 def _start_next(waiting: list[CellFolder], running: list[_Running], effort: RunLimits) -> bool:
     """Start the first cell that is free; return whether there was one."""
     for each in waiting:
-        if (lock := each.take()) is None:
+        if jobs.is_held_up(each) or (lock := each.take()) is None:
             continue
         if each.result is not None:  # finished by another process since
             os.close(lock)

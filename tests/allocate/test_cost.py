@@ -101,6 +101,10 @@ def test_auto_is_chosen_once_and_told(model: Path, tmp_path: Path, monkeypatch: 
     with session.open_measurements(dataclasses.replace(job, budget=None), silent) as store:
         assert store.opened.allocation.config.estimator == BEST_FIRST[0]
     assert len(notes) == 1  # the best one without a budget goes without saying
+    few = ("allocate.samples=16", "calibration.num_samples=16")
+    scaled = asked(model, tmp_path, *few, f"allocate.scale={BEST_FIRST[0]}")
+    with session.open_measurements(scaled, silent) as store:  # another choice, as it must differ from the scale
+        assert store.opened.allocation.config.estimator == BEST_FIRST[1]
 
 
 def test_an_estimator_that_does_not_fit_is_refused_before_anything_is_measured(

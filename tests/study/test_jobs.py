@@ -1,4 +1,4 @@
-"""Cells that differ in target or allocator alone share what their bits are allocated from, which is measured once."""
+"""Cells that differ in the target alone share what their bits are allocated from, which is measured once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from compress.allocate import quantize_options
-from compress.study import cell, checkpoints, grid
+from compress.errors import CompressError
+from compress.study import cell, grid, jobs, runner
 from compress.study.folder import CellFolder, StudyFolder
 from compress.study.grid import Axes, Settings
 from helpers.pico import save_pico
@@ -51,16 +52,47 @@ def test_measured_once_and_removed_with_the_last(tmp_path: Path, passes: list[bo
     for name, (method, bits) in methods.items():
         (tmp_path / f"{name}.yaml").write_text(RECIPE.format(method=method, bits=bits))
     cells = ask(tmp_path, *(tmp_path / f"{name}.yaml" for name in methods), targets=("3bpw", "3.5bpw"))
-    shared, reused, left = tmp_path / "study" / checkpoints.MEASURED_FOLDER, {}, {}
+    shared, reused, left = tmp_path / "study" / jobs.MEASURED_FOLDER, {}, {}
     for name, each in sorted(cells.items()):
         cell.run(each)
         assert (result := each.result) is not None and result["status"] == "done", result
         reused[name] = result["cost"]["reused_measurements"]
         left[name] = sum(path.is_dir() for path in shared.iterdir())
         assert not any(path.is_dir() for path in each.path.iterdir())
-    assert list(reused.values()) == [False, True, True, True, False, True]
+    assert list(reused.values()) == [False, True] * 3
     assert passes == [not each for each in reused.values()]
-    assert list(left.values()) == [1, 1, 1, 0, 1, 0]
+    assert list(left.values()) == [1, 0] * 3
+
+
+def test_a_cell_waits_while_another_measures(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(RECIPE.format(method="knapsack", bits=4))
+    first, second = ask(tmp_path, path, targets=("3bpw", "3.5bpw")).values()
+    name = jobs.measured_name(first.path)
+    assert name == jobs.measured_name(second.path)
+    with first.study.hold_lock(f"{name}.lock"):
+        assert jobs.is_held_up(second)
+        assert not runner._start_next([second], [], runner.RunLimits())  # noqa: SLF001
+    assert not jobs.is_held_up(second)
+
+
+def test_what_nobody_needs_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(RECIPE.format(method="knapsack", bits=4))
+    (own,) = ask(tmp_path, path, targets=("3bpw",)).values()
+    needed, left, used = (
+        own.study.folder / name for name in (jobs.measured_name(own.path) or "", "measured/left", "measured/used")
+    )
+    for folder in (needed, left, used):
+        folder.mkdir(parents=True)
+    with own.study.hold_lock("measured/used.lock"):
+        jobs.forget_measurements(own.study)
+    assert (needed.is_dir(), left.is_dir(), used.is_dir()) == (True, False, True)
+    (own.path / "recipe.yaml").write_text("quantize: {method: none such}")
+    jobs.measured_name.cache_clear()
+    with pytest.raises(CompressError):
+        jobs.forget_measurements(own.study)
+    assert needed.is_dir() and not jobs.is_held_up(own)
 
 
 def test_the_figures_are_those_of_a_cell_alone(tmp_path: Path) -> None:
