@@ -24,7 +24,10 @@ from compress.study.folder import DONE, StudyFolder
 
 JSON, CSV, PAGE = "study.json", "study.csv", "study.html"
 SCORES = ("text", "tokens", "kl_mean", "kl_se", "kl_p99", "same_top1", "perplexity", "base_perplexity")
-COST = ("seconds", "quantize_seconds", "predicted_peak", "measured_peak", "scoring_seconds", "scoring_peak")
+COST = (
+    *("seconds", "quantize_seconds", "resumed_blocks", "reused_measurements"),
+    *("predicted_peak", "measured_peak", "scoring_seconds", "scoring_peak"),
+)
 TASK = ("score", "se", "n", "p_value")  # columns of each task that was asked, its name before
 COLUMNS = (
     *("label", "name", "overrides", "status", "purpose", "bpw", "whole_bpw", "nbytes", "cache_bytes_per_token"),
