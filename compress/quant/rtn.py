@@ -4,6 +4,9 @@ The baseline of every comparison, and at 8 bits all that is needed. The grid is 
 compress/quant/grid.py (plain squared error); `clip_search: false` gives the classical min-max grid. Symmetric grids use
 the full signed range, where most tools leave one level unused.
 
+Which of the two is better depends on the model. Asymmetric, 3 bits, groups of 128: on books-8m the search has KL 0.020,
+min-max 0.026; on SmolLM2-135M-Instruct 1.97 and 1.62 (4 bits: 0.38 and 0.35).
+
 Not done: any use of activations; the error of one column is not compensated by the others (that is gptq).
 """
 
