@@ -48,7 +48,7 @@ def run(own: CellFolder) -> None:
         sys.excepthook(*sys.exc_info())
     own.clear(keep=own.settings.keep and result["status"] == DONE)
     own.finish({**own.describe(), **result})
-    with suppress(CompressError):
+    with suppress(CompressError, OSError):
         jobs.forget_measurements(own.study)
 
 

@@ -46,7 +46,7 @@ def job_of(own: CellFolder) -> Job:
 
 def is_held_up(own: CellFolder) -> bool:
     """Return whether another cell works with what this one would allocate from."""
-    with suppress(CompressError):  # a damaged cell is one that fails, once it is started
+    with suppress(CompressError, OSError):  # a damaged cell, or an unreadable text, fails later
         name = measured_name(own.path)
         return name is not None and own.study.is_locked(f"{name}.lock")
     return False
@@ -55,7 +55,7 @@ def is_held_up(own: CellFolder) -> bool:
 def forget_measurements(study: StudyFolder) -> None:
     """Remove what cells of a study have allocated from, where no cell without a result needs it.
 
-    Raises CompressError where what another needs cannot be told; all of it then stays.
+    Raises CompressError or OSError where what another needs cannot be told; all of it then stays.
     """
     for folder in filter(Path.is_dir, (study.folder / MEASURED_FOLDER).glob("*")):
         name = f"{MEASURED_FOLDER}/{folder.name}"

@@ -13,8 +13,8 @@ Differences from the released code, and why:
 - Rounding in the search is that of the method's grid, its clip search included. On tests/models/books-8m (3 bits,
   groups of 128, round to nearest) the KL goes from 0.0204 to 0.0198, standard error 0.0003; searched and clipped for
   plain min-max grids, as released, to 0.0210. On SmolLM2-135M-Instruct the order is the other one: 1.45 with searched
-  grids, 0.76 with min-max grids (0.21 and 0.17 at 4 bits). Perhaps a search by plain squared error clips the weights that
-  were just scaled up. So `awq4bit` has `clip_search: false`.
+  grids, 0.76 with min-max grids (0.21 and 0.17 at 4 bits). Perhaps a search by plain squared error clips the weights
+  that were just scaled up. So `awq4bit` has `clip_search: false`.
 - The error of a clamped group is measured on all kept tokens at once, through a triangular factor of their products.
 - Queries and keys are not clipped, as in the release. They are recognized by the site of the values, so that a linear
   that makes queries, keys and values at once is clipped.
