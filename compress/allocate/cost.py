@@ -254,7 +254,8 @@ def resolve_estimator(opened: Options, folder: Path, left: float) -> Allocation:
         return allocation
     path, samples = folder / FILE, min(allocation.samples, opened.prepared.samples)
     scale = getattr(allocation.config, "scale", None)
-    wanted = {"budget": job.budget, "of samples": samples, "scale": None if scale == "none" else scale}
+    of_scale = None if scale == "none" else scale  # as files of before 2026-12, which name none
+    wanted = {"budget": job.budget, "of samples": samples, "scale": of_scale}
     content = read_json(path) if path.is_file() else {}
     layout = {"estimator": TEXT, "samples": INTEGER, "seconds": NUMBER}
     if json_text.mismatch(content, layout) is None and all(content.get(key) == wanted[key] for key in wanted):

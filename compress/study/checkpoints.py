@@ -6,7 +6,6 @@ The model writes its calibration text once for all cells that ask for as much of
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import shutil
 from pathlib import Path
 from typing import Any
@@ -78,9 +77,8 @@ def put_self_written_text(study: StudyFolder, job: Job) -> None:
     if not prepared.samples:
         return
     written = study.folder / SELF_WRITTEN_FOLDER / f"{prepared.samples}x{prepared.seq_len}"
-    written.mkdir(parents=True, exist_ok=True)
-    with open_lock(written.parent / f"{written.name}.lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with study.hold_lock(f"{SELF_WRITTEN_FOLDER}/{written.name}.lock"):
+        written.mkdir(exist_ok=True)
         calibration_text.calibration(job, prepared, silent, written)
     _copy(written, output)
 

@@ -8,7 +8,7 @@
     DIR/cells/KEY/log         what the cell's process has printed
     DIR/cells/KEY/checkpoint  and what an interrupted run leaves beside it; removed after scoring unless it is to stay
     DIR/answers/TASK.json     what the original has answered, where tasks are asked; DIR/answers/lock
-    DIR/measured/KEY      what cells with the same options allocate their bits from (jobs.py)
+    DIR/measured/KEY          what cells that differ in the target alone allocate their bits from (jobs.py)
     DIR/states/N-HASH.safetensors  the original's last hidden states on each text (kept_states.py)
     DIR/study.json, study.csv, study.html
 
